@@ -1,0 +1,107 @@
+// The autograd formula of pooled_lookup: its backward updates the rows. Step 0 stands for a lookup in
+// evaluation, whose rows are neither pinned nor updated.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "bindings/hash_table_ops.h"
+#include "bindings/table_group.h"
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// Keeps the rows of a step where they are. Lives in the graph: the pin ends with the backward, or
+// when the graph is dropped without one.
+struct StepPin : torch::CustomClassHolder {
+  StepPin(int64_t handle, int64_t step) : handle(handle), step(step) {
+    TableGroup::from_handle(handle).pin(step);
+  }
+  ~StepPin() override { release(); }
+  void release() {
+    if (released) return;
+    released = true;
+    if (TableGroup* group = TableGroup::find_handle(handle)) group->release(step);
+  }
+  int64_t handle;
+  int64_t step;
+  bool released = false;
+};
+
+struct PooledLookup : torch::autograd::Function<PooledLookup> {
+  // `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
+  static Variable forward(AutogradContext* ctx, const Variable& /*anchor*/,
+                          const std::optional<Variable>& weights, int64_t handle,
+                          const Variable& ids, const Variable& offsets, const Variable& slots,
+                          int64_t batch_size, bool mean, int64_t step, double learning_rate) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({ids, offsets, slots, weights.value_or(Variable())});
+    ctx->saved_data["handle"] = handle;
+    ctx->saved_data["batch_size"] = batch_size;
+    ctx->saved_data["mean"] = mean;
+    ctx->saved_data["learning_rate"] = learning_rate;
+    ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
+    ctx->saved_data["training"] = step > 0;
+    if (step > 0) {
+      ctx->saved_data["pin"] =
+          at::IValue::make_capsule(c10::make_intrusive<StepPin>(handle, step));
+    }
+    return pool_rows(handle, ids, offsets, weights, slots, batch_size, mean);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto update =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("torchrec_hkv::update_rows", "")
+            .typed<void(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&,
+                        const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
+                        int64_t, bool, double)>();
+    static const auto gradient =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("torchrec_hkv::weights_gradient", "")
+            .typed<at::Tensor(int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                              const at::Tensor&, int64_t, bool)>();
+    const variable_list saved = ctx->get_saved_variables();
+    const Variable &ids = saved[0], &offsets = saved[1], &slots = saved[2];
+    std::optional<at::Tensor> weights;
+    if (saved[3].defined()) weights = saved[3].detach();
+    const int64_t handle = ctx->saved_data["handle"].toInt();
+    const int64_t batch_size = ctx->saved_data["batch_size"].toInt();
+    const bool mean = ctx->saved_data["mean"].toBool();
+    const at::Tensor grad = grads[0].detach().contiguous();
+    // The weights' gradient reads the rows of the forward: before they change.
+    Variable weights_grad;
+    if (ctx->saved_data["weights_grad"].toBool()) {
+      weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean);
+    }
+    if (ctx->saved_data["training"].toBool()) {
+      TableGroup& group = TableGroup::from_handle(handle);
+      if (group.optimizer().kind != Optimizer::kNone) {
+        update.call(group.counters(), handle, grad, ids, offsets, weights, slots, batch_size, mean,
+                    ctx->saved_data["learning_rate"].toDouble());
+      }
+      c10::static_intrusive_pointer_cast<StepPin>(ctx->saved_data["pin"].toCapsule())->release();
+    }
+    return {Variable(), weights_grad, Variable(), Variable(), Variable(),
+            Variable(), Variable(),   Variable(), Variable(), Variable()};
+  }
+};
+
+at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, const at::Tensor& ids,
+                                  const at::Tensor& offsets,
+                                  const std::optional<at::Tensor>& weights,
+                                  const at::Tensor& slots, int64_t batch_size, bool mean,
+                                  int64_t step, double learning_rate) {
+  return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, step,
+                             learning_rate);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, Autograd, m) {
+  m.impl("pooled_lookup", &pooled_lookup_autograd);
+}
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,101 @@
+// The extension module torchrec_hkv._C: table objects. Importing it registers the ops too.
+#include <torch/extension.h>
+
+#include "bindings/table_group.h"
+
+namespace py = pybind11;
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t column_offset,
+                        bool lfu, int64_t seed, double low, double high, int64_t hbm_slots) {
+  return TableConfig{std::move(name),
+                     capacity,
+                     dim,
+                     column_offset,
+                     lfu ? hash_table::Eviction::kLfu : hash_table::Eviction::kLru,
+                     static_cast<uint64_t>(seed),
+                     low,
+                     high,
+                     hbm_slots};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+#ifdef TORCHREC_HKV_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+
+  m.def(
+      "mix64", [](uint64_t x) { return mix64(x); }, py::arg("x"),
+      "SplitMix64's finaliser, a bijection of 64 bits.");
+  m.def(
+      "geometry",
+      [](int64_t capacity) {
+        TORCH_CHECK_VALUE(capacity >= 1, "capacity is ", capacity, ", but must be at least 1.");
+        const hash_table::Geometry geometry = hash_table::geometry_of(capacity);
+        return py::make_tuple(geometry.num_buckets, geometry.bucket_slots);
+      },
+      py::arg("capacity"), "(buckets, slots a bucket) of a table of this capacity.");
+  m.def(
+      "index_bytes",
+      [](int64_t capacity, bool frequencies) {
+        return hash_table::index_bytes(hash_table::geometry_of(capacity), frequencies);
+      },
+      py::arg("capacity"), py::arg("frequencies"),
+      "Bytes of a table's index: all it takes beside rows and states.");
+
+  py::enum_<Optimizer>(m, "Optimizer")
+      .value("NONE", Optimizer::kNone)
+      .value("SGD", Optimizer::kSgd)
+      .value("ROWWISE_ADAGRAD", Optimizer::kRowWiseAdagrad);
+  m.def("state_width", &state_width, py::arg("optimizer"),
+        "fp32 values of optimizer state a row keeps.");
+
+  py::class_<TableConfig>(m, "TableConfig")
+      .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),
+           py::arg("dim"), py::arg("column_offset"), py::arg("lfu"), py::arg("seed"),
+           py::arg("low"), py::arg("high"), py::arg("hbm_slots"));
+
+  py::class_<TableState>(m, "TableState")
+      .def(py::init<>())
+      .def_readwrite("occupied", &TableState::occupied)
+      .def_readwrite("ids", &TableState::ids)
+      .def_readwrite("rows", &TableState::rows)
+      .def_readwrite("states", &TableState::states)
+      .def_readwrite("last_steps", &TableState::last_steps)
+      .def_readwrite("frequencies", &TableState::frequencies);
+
+  py::class_<TableGroup>(m, "TableGroup")
+      .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
+                       Optimizer optimizer, double eps, at::Device device) {
+             return std::make_unique<TableGroup>(
+                 std::move(configs), std::move(feature_tables),
+                 OptimizerConfig{optimizer, static_cast<float>(eps)}, device);
+           }),
+           py::arg("configs"), py::arg("feature_tables"), py::arg("optimizer"), py::arg("eps"),
+           py::arg("device"))
+      .def_property_readonly("handle", &TableGroup::handle)
+      .def_property_readonly("total_dim", &TableGroup::total_dim)
+      .def_property_readonly("num_features", &TableGroup::num_features)
+      .def_property_readonly("num_slots", &TableGroup::num_slots)
+      .def_property_readonly("counters", &TableGroup::counters)
+      .def("begin_step", &TableGroup::begin_step)
+      .def("pin", &TableGroup::pin, py::arg("step"))
+      .def("release", &TableGroup::release, py::arg("step"))
+      .def("export_table", &TableGroup::export_table, py::arg("table"))
+      .def("load_table", &TableGroup::load_table, py::arg("table"), py::arg("state"))
+      .def("clear_table", &TableGroup::clear_table, py::arg("table"))
+      .def("sizes", &TableGroup::sizes)
+      .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
+      .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
+  m.def(
+      "group_total_dim", [](int64_t handle) { return TableGroup::from_handle(handle).total_dim(); },
+      py::arg("handle"));
+}
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,335 @@
+#include "bindings/table_group.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <limits>
+#include <unordered_map>
+#include <utility>
+
+#include "bindings/host_memory.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+using hash_table::kNumCounters;
+using hash_table::TableView;
+
+// Living groups by handle. A handle is never used twice.
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<int64_t, TableGroup*> groups;
+  int64_t next = 1;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;  // outlives every group, also at exit
+  return *instance;
+}
+
+at::Tensor to_device_int32(const std::vector<int64_t>& values, at::Device device) {
+  return at::tensor(values, at::kLong).to(at::kInt).to(device);
+}
+
+void check_config(const TableConfig& config, bool cuda) {
+  const auto& name = config.name;
+  TORCH_CHECK_VALUE(config.capacity >= 1, "table '", name, "': capacity is ", config.capacity,
+                    ", but must be at least 1.");
+  TORCH_CHECK_VALUE(config.capacity <= (int64_t{1} << 37), "table '", name, "': capacity is ",
+                    config.capacity, ", but must be at most 2^37.");
+  TORCH_CHECK_VALUE(config.dim >= 1 && config.dim <= 2048, "table '", name, "': dim is ",
+                    config.dim, ", but must be from 1 to 2048.");
+  TORCH_CHECK_VALUE(config.low <= config.high, "table '", name, "': initial rows from ",
+                    config.low, " to ", config.high, ", but the first must not be larger.");
+  TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
+                    config.column_offset, ", but must not be negative.");
+  const int64_t slots = hash_table::geometry_of(config.capacity).num_slots();
+  TORCH_CHECK_VALUE(config.hbm_slots >= 0 && config.hbm_slots <= slots, "table '", name,
+                    "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
+  TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
+                    "': on a CPU hbm_slots must be all ", slots, " slots.");
+}
+
+void check_tensor(const at::Tensor& tensor, const char* what, const std::string& table,
+                  at::ScalarType dtype, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype, "table '", table, "': ",
+                    what, " must be of dtype ", dtype, ", but is of ",
+                    tensor.defined() ? toString(tensor.scalar_type()) : "none", ".");
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, "table '", table, "': ", what, " must have shape ",
+                    shape, ", but has ", tensor.sizes(), ".");
+}
+
+int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.numel() * tensor.element_size() : 0;
+}
+
+}  // namespace
+
+TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
+                       OptimizerConfig optimizer, at::Device device)
+    : configs_(std::move(configs)),
+      feature_table_list_(std::move(feature_tables)),
+      optimizer_(optimizer),
+      device_(device) {
+  TORCH_CHECK_VALUE(device.is_cpu() || device.is_cuda(), "device is ", device,
+                    ", but must be a CPU or a CUDA device.");
+#ifndef TORCHREC_HKV_CUDA
+  TORCH_CHECK_VALUE(device.is_cpu(), "device is ", device,
+                    ", but this build of torchrec_hkv has no CUDA kernels.");
+#endif
+  TORCH_CHECK_VALUE(!configs_.empty(), "a group needs at least one table.");
+  for (const TableConfig& config : configs_) check_config(config, device.is_cuda());
+  std::vector<int64_t> columns;
+  for (const int64_t table : feature_table_list_) {
+    TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "a feature names table ", table,
+                      ", but the group has ", num_tables(), ".");
+    columns.push_back(total_dim_);
+    total_dim_ += configs_[table].dim;
+  }
+  TORCH_CHECK_VALUE(total_dim_ <= std::numeric_limits<int32_t>::max(),
+                    "the features' columns add up to ", total_dim_,
+                    ", but must not exceed 2^31 - 1.");
+  c10::OptionalDeviceGuard guard(device);
+  for (const TableConfig& config : configs_) {
+    memory_.push_back(allocate(config));
+    first_slots_.push_back(num_slots_);
+    num_slots_ += memory_.back().geometry.num_slots();
+    four_wide_ = four_wide_ && config.dim % 4 == 0;
+  }
+  counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
+  feature_tables_ = to_device_int32(feature_table_list_, device);
+  feature_columns_ = to_device_int32(columns, device);
+  const int64_t view_bytes = num_tables() * static_cast<int64_t>(sizeof(TableView));
+  at::Tensor views = at::empty({view_bytes}, at::kByte);
+  for (int64_t t = 0; t < num_tables(); ++t) {
+    reinterpret_cast<TableView*>(views.data_ptr())[t] = view_of(t);
+  }
+  views_ = views.to(device);
+  Registry& all = registry();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  handle_ = all.next++;
+  all.groups[handle_] = this;
+}
+
+TableGroup::~TableGroup() {
+  Registry& all = registry();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.groups.erase(handle_);
+}
+
+TableGroup* TableGroup::find_handle(int64_t handle) {
+  Registry& all = registry();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.groups.find(handle);
+  return found == all.groups.end() ? nullptr : found->second;
+}
+
+TableGroup& TableGroup::from_handle(int64_t handle) {
+  TableGroup* group = find_handle(handle);
+  TORCH_CHECK_VALUE(group != nullptr, "no table group has the handle ", handle,
+                    "; it may have been deleted.");
+  return *group;
+}
+
+TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
+  const auto options = at::device(device_);
+  Memory memory;
+  memory.geometry = hash_table::geometry_of(config.capacity);
+  const int64_t slots = memory.geometry.num_slots();
+  const int64_t on_host = slots - config.hbm_slots;
+  const int64_t width = state_width(optimizer_.kind);
+  memory.digests = at::empty({memory.geometry.num_buckets, kBucketDigests},
+                             options.dtype(at::kShort));
+  reset_digests(memory);
+  // Empty slots are never read, but an export copies them: keep it free of other memory's contents.
+  memory.ids = at::zeros({slots}, options.dtype(at::kLong));
+  memory.last_steps = at::zeros({slots}, options.dtype(at::kInt));
+  memory.frequencies = at::zeros({config.eviction == hash_table::Eviction::kLfu ? slots : 0},
+                                 options.dtype(at::kInt));
+  memory.locks = at::zeros({(memory.geometry.num_buckets + 31) / 32}, options.dtype(at::kInt));
+  memory.rows = at::empty({config.hbm_slots, config.dim}, options.dtype(at::kFloat));
+  memory.states = at::empty({config.hbm_slots, width}, options.dtype(at::kFloat));
+  memory.rows_host = pinned_floats(on_host, config.dim, device_);
+  memory.states_host = pinned_floats(on_host, width, device_);
+  return memory;
+}
+
+void TableGroup::reset_digests(const Memory& memory) const {
+  at::Tensor digests = memory.digests;
+  digests.fill_(static_cast<int16_t>(kEmptyDigest));
+  if (memory.geometry.bucket_slots < kBucketDigests) {
+    digests.slice(1, memory.geometry.bucket_slots).fill_(static_cast<int16_t>(kClosedDigest));
+  }
+}
+
+TableView TableGroup::view_of(int64_t table) const {
+  const TableConfig& config = configs_[table];
+  const Memory& memory = memory_[table];
+  const auto words = [](const at::Tensor& t) {
+    return t.numel() ? reinterpret_cast<uint32_t*>(t.data_ptr<int32_t>()) : nullptr;
+  };
+  TableView view{};
+  view.digests = reinterpret_cast<uint16_t*>(memory.digests.data_ptr<int16_t>());
+  view.ids = memory.ids.data_ptr<int64_t>();
+  view.last_steps = words(memory.last_steps);
+  view.frequencies = words(memory.frequencies);
+  view.locks = words(memory.locks);
+  view.rows = memory.rows.data_ptr<float>();
+  view.states = memory.states.data_ptr<float>();
+  view.rows_host = memory.rows_host.data_ptr<float>();
+  view.states_host = memory.states_host.data_ptr<float>();
+  view.hbm_slots = config.hbm_slots;
+  view.counters =
+      reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
+  view.first_slot = first_slots_[table];
+  view.num_slots = memory.geometry.num_slots();
+  view.num_buckets = static_cast<uint32_t>(memory.geometry.num_buckets);
+  view.bucket_slots = memory.geometry.bucket_slots;
+  view.dim = static_cast<int32_t>(config.dim);
+  view.state_width = state_width(optimizer_.kind);
+  view.column_offset = static_cast<int32_t>(config.column_offset);
+  view.eviction = config.eviction;
+  view.initial_rows =
+      InitialRows{config.seed, static_cast<float>(config.low), static_cast<float>(config.high)};
+  return view;
+}
+
+const TableView* TableGroup::views() const {
+  return reinterpret_cast<const TableView*>(views_.const_data_ptr<uint8_t>());
+}
+
+int64_t TableGroup::begin_step() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(clock_ < std::numeric_limits<uint32_t>::max(),
+              "a table counts at most 2^32 - 1 training steps.");
+  return ++clock_;
+}
+
+void TableGroup::pin(int64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  pinned_.insert(step);
+}
+
+void TableGroup::release(int64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = pinned_.find(step);
+  if (found != pinned_.end()) pinned_.erase(found);
+}
+
+hash_table::Steps TableGroup::steps(int64_t now) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(now >= 1 && now <= clock_, "step is ", now, ", but must be from 1 to ", clock_,
+                    ", the last one begun.");
+  const int64_t oldest = pinned_.empty() ? now : std::min(now, *pinned_.begin());
+  return hash_table::Steps{static_cast<uint32_t>(now), static_cast<uint32_t>(oldest)};
+}
+
+void TableGroup::check_index(int64_t table) const {
+  TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "table is ", table,
+                    ", but the group has ", num_tables(), ".");
+}
+
+at::Tensor TableGroup::occupied(int64_t table) const {
+  const Memory& memory = memory_[table];
+  const at::Tensor usable = memory.digests.slice(1, 0, memory.geometry.bucket_slots);
+  return usable.ne(static_cast<int16_t>(kEmptyDigest)).reshape({-1});
+}
+
+TableState TableGroup::export_table(int64_t table) const {
+  check_index(table);
+  c10::OptionalDeviceGuard guard(device_);
+  const Memory& memory = memory_[table];
+  const auto joined = [&](const at::Tensor& hbm, const at::Tensor& host) {
+    return host.size(0) == 0 ? hbm.clone() : at::cat({hbm, host.to(device_)});
+  };
+  TableState state;
+  state.occupied = occupied(table);
+  state.ids = memory.ids.clone();
+  state.rows = joined(memory.rows, memory.rows_host);
+  state.states = joined(memory.states, memory.states_host);
+  state.last_steps = memory.last_steps.clone();
+  state.frequencies = memory.frequencies.clone();
+  // Empty slots hold whatever was there: give zeros instead.
+  const at::Tensor free = state.occupied.logical_not();
+  state.ids.masked_fill_(free, 0);
+  state.rows.masked_fill_(free.unsqueeze(1), 0);
+  state.states.masked_fill_(free.unsqueeze(1), 0);
+  state.last_steps.masked_fill_(free, 0);
+  if (state.frequencies.numel()) state.frequencies.masked_fill_(free, 0);
+  return state;
+}
+
+void TableGroup::load_table(int64_t table, const TableState& state) {
+  check_index(table);
+  c10::OptionalDeviceGuard guard(device_);
+  const TableConfig& config = configs_[table];
+  Memory& memory = memory_[table];
+  const int64_t slots = memory.geometry.num_slots();
+  check_tensor(state.occupied, "occupied", config.name, at::kBool, {slots});
+  check_tensor(state.ids, "ids", config.name, at::kLong, {slots});
+  check_tensor(state.rows, "rows", config.name, at::kFloat, {slots, config.dim});
+  check_tensor(state.states, "states", config.name, at::kFloat,
+               {slots, state_width(optimizer_.kind)});
+  check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
+  check_tensor(state.frequencies, "frequencies", config.name, at::kInt,
+               {memory.frequencies.numel()});
+  const at::Tensor ids = state.ids.cpu().contiguous();
+  const at::Tensor occupied = state.occupied.cpu().contiguous();
+  at::Tensor digests = at::empty(memory.digests.sizes(), at::kShort);
+  const int64_t lost = hash_table::cpu::rebuild_digests(
+      ids.const_data_ptr<int64_t>(),
+      reinterpret_cast<const uint8_t*>(occupied.const_data_ptr<bool>()),
+      static_cast<uint32_t>(memory.geometry.num_buckets), memory.geometry.bucket_slots,
+      reinterpret_cast<uint16_t*>(digests.data_ptr<int16_t>()));
+  TORCH_CHECK_VALUE(lost == 0, "table '", config.name, "': ", lost,
+                    " of the ids to load stand where they can't be found; the state is of another "
+                    "table or damaged.");
+  const auto split = [&](at::Tensor hbm, at::Tensor host, const at::Tensor& from) {
+    hbm.copy_(from.slice(0, 0, config.hbm_slots));
+    if (host.size(0)) host.copy_(from.slice(0, config.hbm_slots));
+  };
+  memory.digests.copy_(digests);
+  memory.ids.copy_(state.ids);
+  memory.last_steps.copy_(state.last_steps);
+  memory.frequencies.copy_(state.frequencies);
+  split(memory.rows, memory.rows_host, state.rows);
+  split(memory.states, memory.states_host, state.states);
+  // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
+  const int64_t newest = slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max()
+                                     .item<int64_t>()
+                               : 0;
+  std::lock_guard<std::mutex> lock(mutex_);
+  clock_ = std::max(clock_, newest);
+}
+
+void TableGroup::clear_table(int64_t table) {
+  check_index(table);
+  c10::OptionalDeviceGuard guard(device_);
+  reset_digests(memory_[table]);
+}
+
+at::Tensor TableGroup::sizes() const {
+  c10::OptionalDeviceGuard guard(device_);
+  std::vector<at::Tensor> all;
+  for (int64_t t = 0; t < num_tables(); ++t) all.push_back(occupied(t).sum());
+  return at::stack(all);
+}
+
+int64_t TableGroup::hbm_bytes(int64_t table) const {
+  check_index(table);
+  if (device_.is_cpu()) return 0;
+  const Memory& m = memory_[table];
+  return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
+         bytes_of(m.frequencies) + bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
+}
+
+int64_t TableGroup::host_bytes(int64_t table) const {
+  check_index(table);
+  const Memory& m = memory_[table];
+  const int64_t host = bytes_of(m.rows_host) + bytes_of(m.states_host);
+  if (device_.is_cuda()) return host;
+  return host + bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
+         bytes_of(m.frequencies) + bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
+}
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,125 @@
+// The tables of a group with their memory: what kernels see as TableView, as a Python object.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "common/optimizers.h"
+#include "hash_table/geometry.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::bindings {
+
+struct TableConfig {
+  std::string name;
+  int64_t capacity;
+  int64_t dim;
+  int64_t column_offset;
+  hash_table::Eviction eviction;
+  uint64_t seed;  // already mixed with the table's name
+  double low;
+  double high;
+  int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
+};
+
+// One table's arrays, for export and load; first dimension num_slots.
+struct TableState {
+  at::Tensor occupied;     // bool
+  at::Tensor ids;          // int64
+  at::Tensor rows;         // float32 [., dim]
+  at::Tensor states;       // float32 [., state width]
+  at::Tensor last_steps;   // int32
+  at::Tensor frequencies;  // int32, empty under LRU
+};
+
+class TableGroup {
+ public:
+  // Makes empty tables. feature_tables: the table of each feature, in the order of the output.
+  TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
+             OptimizerConfig optimizer, at::Device device);
+  ~TableGroup();
+  TableGroup(const TableGroup&) = delete;
+  TableGroup& operator=(const TableGroup&) = delete;
+
+  // Ops name a group by a number, since the dispatcher takes no other objects. Throws ValueError for
+  // a number that no living group has.
+  static TableGroup& from_handle(int64_t handle);
+  static TableGroup* find_handle(int64_t handle);  // null where there is none
+  int64_t handle() const { return handle_; }
+
+  at::Device device() const { return device_; }
+  const OptimizerConfig& optimizer() const { return optimizer_; }
+  int64_t num_tables() const { return static_cast<int64_t>(configs_.size()); }
+  int64_t num_features() const { return static_cast<int64_t>(feature_table_list_.size()); }
+  int64_t total_dim() const { return total_dim_; }
+  int64_t num_slots() const { return num_slots_; }
+  bool four_wide() const { return four_wide_; }
+  const at::Tensor& counters() const { return counters_; }
+
+  // On the group's device.
+  const hash_table::TableView* views() const;
+  const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
+  const int32_t* feature_columns() const { return feature_columns_.const_data_ptr<int32_t>(); }
+
+  // The number of the next training step. Steps start at 1.
+  int64_t begin_step();
+  // A pinned step's rows are not evicted until it is released.
+  void pin(int64_t step);
+  void release(int64_t step);
+  // The oldest step that is pinned, or `now`.
+  hash_table::Steps steps(int64_t now) const;
+
+  TableState export_table(int64_t table) const;
+  void load_table(int64_t table, const TableState& state);
+  void clear_table(int64_t table);
+  // Occupied slots of each table, int64 [tables], on the device.
+  at::Tensor sizes() const;
+  int64_t hbm_bytes(int64_t table) const;
+  int64_t host_bytes(int64_t table) const;
+
+ private:
+  struct Memory {
+    hash_table::Geometry geometry;
+    at::Tensor digests;      // int16 [num_buckets, 64]
+    at::Tensor ids;          // int64 [num_slots]
+    at::Tensor last_steps;   // int32 [num_slots]
+    at::Tensor frequencies;  // int32 [num_slots] or empty
+    at::Tensor locks;        // int32 bitmap
+    at::Tensor rows;         // float32 [hbm_slots, dim]
+    at::Tensor states;
+    at::Tensor rows_host;  // float32 [num_slots - hbm_slots, dim], pinned
+    at::Tensor states_host;
+  };
+
+  void check_index(int64_t table) const;
+  Memory allocate(const TableConfig& config) const;
+  hash_table::TableView view_of(int64_t table) const;
+  at::Tensor occupied(int64_t table) const;
+  void reset_digests(const Memory& memory) const;
+
+  std::vector<TableConfig> configs_;
+  std::vector<int64_t> feature_table_list_;
+  OptimizerConfig optimizer_;
+  at::Device device_;
+  std::vector<Memory> memory_;
+  std::vector<int64_t> first_slots_;
+  int64_t num_slots_ = 0;
+  int64_t total_dim_ = 0;
+  bool four_wide_ = true;
+  at::Tensor counters_;         // int64 [tables, kNumCounters]
+  at::Tensor views_;            // bytes of TableView[tables], on the device
+  at::Tensor feature_tables_;   // int32, on the device
+  at::Tensor feature_columns_;  // int32, on the device
+  int64_t handle_ = 0;
+
+  mutable std::mutex mutex_;
+  int64_t clock_ = 0;
+  std::multiset<int64_t> pinned_;
+};
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,61 @@
+// Hashing of ids: where an id lives inside a table, and which rank owns it.
+//
+// Both devices and both sides of a network must agree on these functions, and checkpoints depend on
+// them: a change is a change of file format.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+
+namespace torchrec_hkv {
+
+// SplitMix64's finaliser (Steele, Lea, Flood 2014; constants by Stafford): a bijection of 64 bits.
+HKV_HOST_DEVICE uint64_t mix64(uint64_t x) {
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9ull;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+// Slots of a bucket have one digest each; a bucket's 64 digests fill one 128-byte line.
+constexpr int kBucketDigests = 64;
+constexpr uint16_t kEmptyDigest = 0;        // the slot is free
+constexpr uint16_t kClosedDigest = 0xFFFF;  // past the bucket's capacity: never used
+
+// The two buckets that may hold an id, and its digest, which is neither empty nor closed.
+struct BucketChoice {
+  uint32_t first;
+  uint32_t second;
+  uint16_t digest;
+};
+
+HKV_HOST_DEVICE BucketChoice choose_buckets(int64_t id, uint32_t num_buckets) {
+  const uint64_t hash = mix64(static_cast<uint64_t>(id) ^ 0x6a09e667f3bcc909ull);
+  BucketChoice choice;
+  choice.first = static_cast<uint32_t>(((hash >> 32) * num_buckets) >> 32);
+  choice.second = static_cast<uint32_t>(((hash & 0xffffffffull) * num_buckets) >> 32);
+  if (choice.second == choice.first && num_buckets > 1) {
+    choice.second = choice.first + 1 == num_buckets ? 0 : choice.first + 1;
+  }
+  const uint16_t digest = static_cast<uint16_t>(hash ^ (hash >> 32));
+  choice.digest = digest == kEmptyDigest ? 1 : digest == kClosedDigest ? 0xFFFE : digest;
+  return choice;
+}
+
+// An id belongs to one of 2^16 owner buckets; ranks own contiguous ranges of them. The mix differs
+// from that of choose_buckets, so that a rank's ids still spread over all buckets of its table.
+constexpr int kOwnerBucketBits = 16;
+
+HKV_HOST_DEVICE uint32_t owner_bucket(int64_t id) {
+  return static_cast<uint32_t>(mix64(static_cast<uint64_t>(id) + 0x9e3779b97f4a7c15ull) >>
+                               (64 - kOwnerBucketBits));
+}
+
+HKV_HOST_DEVICE int32_t owner_rank(int64_t id, int32_t world_size) {
+  return static_cast<int32_t>((owner_bucket(id) * static_cast<uint64_t>(world_size)) >>
+                              kOwnerBucketBits);
+}
+
+}  // namespace torchrec_hkv

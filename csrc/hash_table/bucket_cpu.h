@@ -1,0 +1,81 @@
+// Scanning a bucket on the CPU.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+// Bit p of the result: position p of the bucket carries the digest.
+inline uint64_t match_digests(const uint16_t* line, uint16_t digest) {
+#ifdef __AVX2__
+  const __m256i wanted = _mm256_set1_epi16(static_cast<int16_t>(digest));
+  const auto half = [&](const uint16_t* from) {
+    const __m256i* vectors = reinterpret_cast<const __m256i*>(from);
+    const __m256i low = _mm256_cmpeq_epi16(_mm256_loadu_si256(vectors), wanted);
+    const __m256i high = _mm256_cmpeq_epi16(_mm256_loadu_si256(vectors + 1), wanted);
+    // packs works within 128-bit lanes; the permutation restores the order.
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8);
+    return static_cast<uint32_t>(_mm256_movemask_epi8(packed));
+  };
+  return half(line) | static_cast<uint64_t>(half(line + 32)) << 32;
+#else
+  uint64_t mask = 0;
+  for (int p = 0; p < kBucketDigests; ++p) {
+    mask |= static_cast<uint64_t>(line[p] == digest) << p;
+  }
+  return mask;
+#endif
+}
+
+inline const uint16_t* digest_line(const TableView& table, uint32_t bucket) {
+  return table.digests + static_cast<int64_t>(bucket) * kBucketDigests;
+}
+
+inline int64_t first_slot_of(const TableView& table, uint32_t bucket) {
+  return static_cast<int64_t>(bucket) * table.bucket_slots;
+}
+
+// The id's slot in one bucket, or kNoSlot.
+inline int64_t find_in_bucket(const TableView& table, int64_t id, uint32_t bucket,
+                              uint16_t digest) {
+  const int64_t base = first_slot_of(table, bucket);
+  for (uint64_t mask = match_digests(digest_line(table, bucket), digest); mask; mask &= mask - 1) {
+    const int64_t slot = base + __builtin_ctzll(mask);
+    if (table.ids[slot] == id) return slot;
+  }
+  return kNoSlot;
+}
+
+// The id's slot in its table, or kNoSlot.
+inline int64_t find_slot(const TableView& table, int64_t id, const BucketChoice& choice) {
+  const int64_t slot = find_in_bucket(table, id, choice.first, choice.digest);
+  return slot != kNoSlot ? slot : find_in_bucket(table, id, choice.second, choice.digest);
+}
+
+// Threads may touch one slot at once.
+inline void touch(const TableView& table, int64_t slot, uint32_t step) {
+  std::atomic_ref<uint32_t> last(table.last_steps[slot]);
+  if (last.load(std::memory_order_relaxed) != step) last.store(step, std::memory_order_relaxed);
+  if (table.frequencies != nullptr) {
+    std::atomic_ref<uint32_t> frequency(table.frequencies[slot]);
+    // Saturates rather than wraps: 2^32 - 1 lookups are as good as more.
+    if (frequency.load(std::memory_order_relaxed) != UINT32_MAX) {
+      frequency.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+}
+
+inline void count(const TableView& table, Counter counter, uint64_t by) {
+  if (by != 0) {
+    std::atomic_ref<uint64_t>(table.counters[counter]).fetch_add(by, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

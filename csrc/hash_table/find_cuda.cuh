@@ -1,0 +1,16 @@
+// The first half of find_or_insert on the GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// As find, and touches and counts what it finds.
+void find_and_touch(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
+                    cudaStream_t stream);
+
+}  // namespace torchrec_hkv::hash_table::cuda

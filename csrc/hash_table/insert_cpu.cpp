@@ -1,0 +1,137 @@
+#include <algorithm>
+#include <vector>
+
+#include "common/parallel.h"
+#include "hash_table/bucket_cpu.h"
+#include "hash_table/find_cpu.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+struct Place {
+  int64_t slot;  // kNoSlot: none
+  bool evicts;
+};
+
+// The slot of the lowest score in two full buckets. Pinned slots do not take part.
+Place lowest_score(const TableView& table, const BucketChoice& choice, uint32_t pinned_from) {
+  Place place{kNoSlot, true};
+  uint64_t lowest = UINT64_MAX;
+  const uint32_t buckets[2] = {choice.first, choice.second};
+  const int num = choice.first == choice.second ? 1 : 2;
+  for (int b = 0; b < num; ++b) {
+    const int64_t base = first_slot_of(table, buckets[b]);
+    for (int64_t slot = base; slot < base + table.bucket_slots; ++slot) {
+      const uint32_t step = table.last_steps[slot];
+      if (step >= pinned_from) continue;
+      const uint64_t score = eviction_score(table, slot, step);
+      if (score < lowest) {
+        lowest = score;
+        place.slot = slot;
+      }
+    }
+  }
+  return place;
+}
+
+Place choose_place(const TableView& table, const BucketChoice& choice, uint32_t pinned_from) {
+  const uint64_t free_first = match_digests(digest_line(table, choice.first), kEmptyDigest);
+  const uint64_t free_second = match_digests(digest_line(table, choice.second), kEmptyDigest);
+  if ((free_first | free_second) == 0) return lowest_score(table, choice, pinned_from);
+  const bool first = prefers_first(table.bucket_slots, __builtin_popcountll(free_first),
+                                   __builtin_popcountll(free_second));
+  const int64_t base = first_slot_of(table, first ? choice.first : choice.second);
+  return Place{base + __builtin_ctzll(first ? free_first : free_second), false};
+}
+
+void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,
+               uint32_t step) {
+  const int64_t bucket = slot / table.bucket_slots;
+  table.digests[bucket * kBucketDigests + slot % table.bucket_slots] = choice.digest;
+  table.ids[slot] = id;
+  table.last_steps[slot] = step;
+  if (table.frequencies != nullptr) table.frequencies[slot] = 1;
+  float* row = table.row(slot);
+  for (int32_t c = 0; c < table.dim; ++c) {
+    row[c] = initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c));
+  }
+  std::fill_n(table.state(slot), table.state_width, 0.0f);
+}
+
+// Places the ids of one table that the find phase missed, in the order of the batch.
+void insert_missing(const TableView* tables, int32_t table_index, const Batch& batch, Steps steps,
+                    int64_t* slots) {
+  const TableView& table = tables[table_index];
+  uint64_t inserted = 0, evicted = 0, refused = 0;
+  for (int32_t feature = 0; feature < batch.num_features; ++feature) {
+    if (batch.feature_tables[feature] != table_index) continue;
+    const int64_t end = batch.feature_start(feature + 1);
+    for (int64_t at = batch.feature_start(feature); at < end; ++at) {
+      if (slots[at] != kNoSlot) continue;
+      const int64_t id = batch.ids[at];
+      const BucketChoice choice = choose_buckets(id, table.num_buckets);
+      int64_t slot = find_slot(table, id, choice);
+      if (slot != kNoSlot) {  // placed earlier in this batch
+        touch(table, slot, steps.now);
+      } else {
+        const Place place = choose_place(table, choice, steps.pinned_from);
+        if (place.slot == kNoSlot) {
+          ++refused;
+          continue;
+        }
+        slot = place.slot;
+        place_new(table, id, choice, slot, steps.now);
+        ++inserted;
+        evicted += place.evicts;
+      }
+      slots[at] = table.first_slot + slot;
+    }
+  }
+  count(table, kInserted, inserted);
+  count(table, kEvicted, evicted);
+  count(table, kRefused, refused);
+}
+
+}  // namespace
+
+void find_or_insert(const TableView* tables, const Batch& batch, Steps steps, int64_t* slots,
+                    int threads) {
+  find_and_touch(tables, batch, steps.now, slots, threads);
+  std::vector<int32_t> used(batch.feature_tables, batch.feature_tables + batch.num_features);
+  std::sort(used.begin(), used.end());
+  used.erase(std::unique(used.begin(), used.end()), used.end());
+  // One thread a table: placing depends on the order.
+  parallel_for(static_cast<int64_t>(used.size()), 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) insert_missing(tables, used[t], batch, steps, slots);
+  });
+}
+
+int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,
+                        int32_t bucket_slots, uint16_t* digests) {
+  TableView table{};
+  table.digests = digests;
+  table.ids = const_cast<int64_t*>(ids);
+  table.num_buckets = num_buckets;
+  table.bucket_slots = bucket_slots;
+  table.num_slots = static_cast<int64_t>(num_buckets) * bucket_slots;
+  const auto digest_at = [&](int64_t slot) -> uint16_t& {
+    return digests[slot / bucket_slots * kBucketDigests + slot % bucket_slots];
+  };
+  for (uint32_t bucket = 0; bucket < num_buckets; ++bucket) {
+    uint16_t* line = digests + static_cast<int64_t>(bucket) * kBucketDigests;
+    std::fill_n(line, bucket_slots, kEmptyDigest);
+    std::fill(line + bucket_slots, line + kBucketDigests, kClosedDigest);
+  }
+  for (int64_t slot = 0; slot < table.num_slots; ++slot) {
+    if (occupied[slot]) digest_at(slot) = choose_buckets(ids[slot], num_buckets).digest;
+  }
+  int64_t lost = 0;
+  for (int64_t slot = 0; slot < table.num_slots; ++slot) {
+    if (!occupied[slot]) continue;
+    lost += find_slot(table, ids[slot], choose_buckets(ids[slot], num_buckets)) != slot;
+  }
+  return lost;
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

@@ -1,0 +1,76 @@
+// Row-wise input distribution: sends each id to the rank that owns it.
+//
+// Static and dynamic features go through one call, so that they share one all-to-all. A feature with
+// a block size of 0 is hashed: the id stays as it is and goes to owner_rank(id). Any other block size
+// is TorchRec's contiguous blocks: row r goes to rank r / block as row r % block (FBGEMM's
+// block_bucketize_sparse_features, ids past the last block included).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/hashing.h"
+#include "common/macros.h"
+
+#ifdef TORCHREC_HKV_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace torchrec_hkv::routing {
+
+struct Destination {
+  int32_t rank;
+  int64_t value;
+};
+
+HKV_HOST_DEVICE Destination destination_of(int64_t id, int64_t block_size, int32_t world_size) {
+  if (block_size == 0) return Destination{owner_rank(id, world_size), id};
+  const uint64_t row = static_cast<uint64_t>(id);
+  const uint64_t block = static_cast<uint64_t>(block_size);
+  const uint64_t ranks = static_cast<uint64_t>(world_size);
+  if (row < block * ranks) {
+    return Destination{static_cast<int32_t>(row / block), static_cast<int64_t>(row % block)};
+  }
+  return Destination{static_cast<int32_t>(row % ranks), static_cast<int64_t>(row / ranks)};
+}
+
+// Bags of all features of the sender, in CSR form.
+struct Bags {
+  const int64_t* ids;
+  const float* weights;        // null: none
+  const int64_t* offsets;      // [num_bags + 1]
+  const int64_t* block_sizes;  // [num_bags / batch_size]
+  int64_t num_bags;
+  int64_t batch_size;
+};
+
+// Outputs, rank-major: bag b of rank r is number r * num_bags + b. The ids of a bag keep their order.
+struct Bucketized {
+  int64_t* ids;
+  float* weights;    // null: none
+  int64_t* permute;  // [ids] new position of each id
+};
+
+namespace cpu {
+
+// lengths[r * num_bags + b] = ids of bag b that go to rank r.
+void count(const Bags& bags, int32_t world_size, int64_t* lengths, int threads);
+
+// starts = exclusive sums of the lengths.
+void scatter(const Bags& bags, int32_t world_size, const int64_t* starts, Bucketized out,
+             int threads);
+
+}  // namespace cpu
+
+#ifdef TORCHREC_HKV_CUDA
+namespace cuda {
+
+void count(const Bags& bags, int32_t world_size, int64_t* lengths, cudaStream_t stream);
+
+void scatter(const Bags& bags, int32_t world_size, const int64_t* starts, Bucketized out,
+             cudaStream_t stream);
+
+}  // namespace cuda
+#endif
+
+}  // namespace torchrec_hkv::routing

@@ -1,0 +1,68 @@
+"""Batches of a click log for one rank, in an order that the seed decides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from click_data import ClickLog
+from click_model import Variant
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickBatch:
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels: torch.Tensor
+    #: False in rows that only fill up the last batch.
+    real: torch.Tensor
+
+
+class ClickBatches:
+    """One rank's part of a log, as a variant's tables take it.
+
+    Every global batch is dealt out row by row, so that all ranks always have equally many.
+    """
+
+    def __init__(
+        self, log: ClickLog, variant: Variant, device: torch.device, rank: int, world_size: int
+    ) -> None:
+        self.labels = torch.from_numpy(log.labels)
+        self.dense = torch.from_numpy(log.dense)
+        self.names = [column.name for column in log.columns]
+        self.ids = torch.stack([variant.encode(column) for column in log.columns])
+        self.present = torch.stack([torch.from_numpy(column.present) for column in log.columns])
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
+
+    def shuffled(self, rows: range, batch_size: int, seed: int) -> Iterator[ClickBatch]:
+        """Full global batches of the rows, in random order; the odd rest is left out."""
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        order += rows.start
+        for batch in order.split(batch_size):
+            if len(batch) == batch_size:
+                yield self.make(batch, torch.ones(batch_size, dtype=torch.bool))
+
+    def in_order(self, rows: range, batch_size: int) -> Iterator[ClickBatch]:
+        """All rows in order; the last batch is filled up."""
+        for start in range(rows.start, rows.stop, batch_size):
+            batch = torch.arange(start, start + batch_size)
+            yield self.make(batch.clamp(max=rows.stop - 1), batch < rows.stop)
+
+    def make(self, rows: torch.Tensor, real: torch.Tensor) -> ClickBatch:
+        rows, real = rows[self.rank :: self.world_size], real[self.rank :: self.world_size]
+        present = self.present[:, rows]
+        sparse = KeyedJaggedTensor.from_lengths_sync(
+            keys=self.names,
+            values=self.ids[:, rows][present],
+            lengths=present.to(torch.int32).flatten(),
+        )
+        return ClickBatch(
+            dense=self.dense[rows].to(self.device),
+            sparse=sparse.to(self.device),
+            labels=self.labels[rows].to(self.device),
+            real=real.to(self.device),
+        )

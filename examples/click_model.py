@@ -1,0 +1,155 @@
+"""The model of the examples: a DLRM of TorchRec's own modules over the columns of a click log."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from click_data import ClickLog, Column
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torchrec_hkv import (
+    EmbeddingShardingPlanner,
+    HKVOptions,
+    ParameterConstraints,
+    get_default_sharders,
+)
+from torchrec_hkv.hash_table import initial_rows
+
+DIM = 16
+DENSE_LAYERS = [32, 16]
+OVER_LAYERS = [64, 32, 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How the tables of the open-ended columns are stored; the rest of the model is the same.
+
+    Attributes:
+        key: names the variant on the command line and in the JSON file.
+        title: names it in the printed table.
+        kernel: ``fused``, TorchRec's own, or ``hkv``.
+        rows: rows of a table for each id of its column.
+        hashed: ids share the rows of a stock table by hashing.
+    """
+
+    key: str
+    title: str
+    kernel: str
+    rows: float
+    hashed: bool = False
+
+    def num_embeddings(self, column: Column) -> int:
+        ids = len(np.unique(column.ids[column.present]))
+        return max(1, round(ids * self.rows)) if column.open_ended else ids
+
+    def encode(self, column: Column) -> torch.Tensor:
+        """The ids as this variant's table takes them: int64 ``[rows of the log]``."""
+        if column.open_ended and self.kernel == "hkv":
+            return torch.from_numpy(column.ids)
+        if column.open_ended and self.hashed:
+            row = column.ids.view(np.uint64) % np.uint64(self.num_embeddings(column))
+            return torch.from_numpy(row.astype(np.int64))
+        vocabulary = np.unique(column.ids[column.present])
+        return torch.from_numpy(np.searchsorted(vocabulary, column.ids))
+
+
+# An id may live on one rank only, and on it in two buckets only, so a table that must not evict
+# needs some more rows than it will hold ids.
+SLACK = 1.5
+
+VARIANTS = [
+    Variant("stock", "stock, every id known in advance", "fused", 1.0),
+    Variant("hkv", "hkv, room for all ids", "hkv", SLACK),
+    Variant("hkv-quarter", "hkv, room for a quarter, LFU", "hkv", 0.25),
+    Variant("hashed-quarter", "stock, a quarter of the rows, hashed ids", "fused", 0.25, True),
+]
+
+
+def init_bound(column: Column) -> float:
+    """Rows start uniformly between minus and plus this, whatever the number of rows."""
+    return len(np.unique(column.ids[column.present])) ** -0.5
+
+
+def build(
+    log: ClickLog,
+    variant: Variant,
+    device: torch.device,
+    seed: int,
+    row_learning_rate: float,
+) -> DistributedModelParallel:
+    """Plans and shards the model; the plan is printed on rank 0."""
+    torch.manual_seed(seed)
+    tables = [
+        EmbeddingBagConfig(
+            name=column.name,
+            feature_names=[column.name],
+            embedding_dim=DIM,
+            num_embeddings=variant.num_embeddings(column),
+            weight_init_min=-init_bound(column),
+            weight_init_max=init_bound(column),
+        )
+        for column in log.columns
+    ]
+    model = DLRM(
+        embedding_bag_collection=EmbeddingBagCollection(tables, device=torch.device("meta")),
+        dense_in_features=log.dense.shape[1],
+        dense_arch_layer_sizes=DENSE_LAYERS,
+        over_arch_layer_sizes=OVER_LAYERS,
+        dense_device=device,
+    )
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": row_learning_rate}
+    )
+    sharders = get_default_sharders()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=dist.get_world_size(), compute_device=device.type),
+        constraints={column.name: constraint(column, variant, seed) for column in log.columns},
+    )
+    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    sharded = DistributedModelParallel(model, plan=plan, sharders=sharders, device=device)
+    set_stock_rows(sharded, log, variant, seed)
+    return sharded
+
+
+def constraint(column: Column, variant: Variant, seed: int) -> ParameterConstraints:
+    if not column.open_ended:
+        return ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    if variant.kernel == "fused":
+        return ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
+    return ParameterConstraints(
+        sharding_types=["row_wise"],
+        compute_kernels=["hkv"],
+        options=HKVOptions(eviction="lfu", seed=seed),
+    )
+
+
+@torch.no_grad()
+def set_stock_rows(model: nn.Module, log: ClickLog, variant: Variant, seed: int) -> None:
+    """Gives every stock table the rows a hash table would start its ids from.
+
+    A table of known ids then starts exactly as a hash table does, and the two can be compared.
+    """
+    state = model.state_dict()
+    for column in log.columns:
+        if column.open_ended and variant.kernel != "fused":
+            continue
+        if column.open_ended and not variant.hashed:
+            ids = torch.from_numpy(np.unique(column.ids[column.present]))
+        else:
+            ids = torch.arange(variant.num_embeddings(column))
+        bound = init_bound(column)
+        rows = initial_rows(ids, DIM, table=column.name, seed=seed, low=-bound, high=bound)
+        (key,) = [k for k in state if k.endswith(f"embedding_bags.{column.name}.weight")]
+        for shard in state[key].local_shards():
+            start = shard.metadata.shard_offsets[0]
+            shard.tensor.copy_(rows[start : start + len(shard.tensor)])

@@ -1,0 +1,114 @@
+"""Builds the extension ``torchrec_hkv._C`` from ``csrc/``; the rest is in ``pyproject.toml``.
+
+Environment variables:
+    TORCHREC_HKV_CUDA: 1 builds the CUDA kernels, 0 leaves them out. By default they are built when
+        torch was built for CUDA and a CUDA toolkit is found.
+    TORCHREC_HKV_RELEASE: 1 builds for all supported GPU architectures, and for any x86-64 machine.
+    TORCHREC_HKV_CPU_ARCH: GCC's ``-march`` for the CPU kernels; empty for the compiler's default.
+        By default ``x86-64-v3`` on a machine with AVX2.
+    TORCH_CUDA_ARCH_LIST: PyTorch's own; by default the GPU that is present, or 9.0 without one.
+    MAX_JOBS: PyTorch's own; compilations at a time.
+"""
+
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import (
+    CUDA_HOME,
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+    include_paths,
+)
+
+ROOT = Path(__file__).resolve().parent
+RELEASE_CUDA_ARCHS = "8.0;9.0;10.0"
+DEFAULT_CUDA_ARCH = "9.0"
+
+
+def is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+def files(pattern: str) -> list[str]:
+    """Files of ``csrc/`` as setuptools wants them: relative and in a stable order."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(pattern))
+
+
+def wants_cuda() -> bool:
+    toolkit = torch.version.cuda is not None and CUDA_HOME is not None
+    if "TORCHREC_HKV_CUDA" not in os.environ:
+        return toolkit
+    if is_set("TORCHREC_HKV_CUDA") and not toolkit:
+        missing = "a CUDA toolkit (nvcc)" if torch.version.cuda else "a torch built for CUDA"
+        sys.exit(f"error: TORCHREC_HKV_CUDA=1 needs {missing}, which is not here.")
+    return is_set("TORCHREC_HKV_CUDA")
+
+
+def cpu_arch() -> str:
+    if "TORCHREC_HKV_CPU_ARCH" in os.environ:
+        return os.environ["TORCHREC_HKV_CPU_ARCH"]
+    if is_set("TORCHREC_HKV_RELEASE") or platform.machine() != "x86_64":
+        return ""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return ""
+    return "x86-64-v3" if {"avx2", "bmi2", "fma"} <= set(flags) else ""
+
+
+def choose_cuda_archs() -> None:
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return
+    archs = DEFAULT_CUDA_ARCH
+    if is_set("TORCHREC_HKV_RELEASE"):
+        archs = RELEASE_CUDA_ARCHS
+    elif torch.cuda.is_available():
+        archs = "{}.{}".format(*torch.cuda.get_device_capability())
+    os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+
+
+def headers_outside_toolkit() -> list[str]:
+    """Where torch's wheels keep the CUDA library headers, for a toolkit that comes without them."""
+    if (Path(CUDA_HOME) / "include" / "cublas_v2.h").exists():
+        return []
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else []
+    return [str(p.parent) for root in roots for p in Path(root).glob("*/include/cublas_v2.h")]
+
+
+def extension():
+    cuda = wants_cuda()
+    # torch's headers do not pass -Wextra; as system headers they are not asked to.
+    system = [f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")]
+    # No contraction: a row must come out the same whether or not the compiler finds an FMA.
+    cxx = ["-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
+    cxx += ["-Wall", "-Wextra", *system]
+    if arch := cpu_arch():
+        cxx.append(f"-march={arch}")
+    common = {
+        "name": "torchrec_hkv._C",
+        "include_dirs": [str(ROOT / "csrc")],
+        "depends": [*files("*.h"), *files("*.cuh"), *files("*.hpp"), "setup.py"],
+        "extra_link_args": ["-pthread"],
+    }
+    if not cuda:
+        return CppExtension(sources=files("*.cpp"), extra_compile_args={"cxx": cxx}, **common)
+    choose_cuda_archs()
+    common["include_dirs"] += headers_outside_toolkit()
+    nvcc = ["-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr"]
+    nvcc += ["-Xcompiler=-ffp-contract=off,-fvisibility=hidden,-Wall"]
+    return CUDAExtension(
+        sources=files("*.cpp") + files("*.cu"),
+        define_macros=[("TORCHREC_HKV_CUDA", None)],
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        **common,
+    )
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})

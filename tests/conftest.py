@@ -1,0 +1,43 @@
+"""Fixtures that the tests of all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import Ranks
+
+_GROUPS: dict[tuple[int, str], Ranks] = {}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device_type(request: pytest.FixtureRequest) -> str:
+    """The device a test runs on: ``"cpu"``, and ``"cuda"`` where there is a GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return request.param
+
+
+@pytest.fixture
+def run_ranks(device_type: str) -> Callable[..., list[Any]]:
+    """``run_ranks(world_size, function, *args)``: see :meth:`tests.support.ranks.Ranks.run`."""
+
+    def run(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if device_type == "cuda" and torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} GPUs")
+        key = (world_size, device_type)
+        if key not in _GROUPS or not _GROUPS[key].is_alive:
+            _GROUPS[key] = Ranks(world_size, device_type)
+        return _GROUPS[key].run(function, *args, **kwargs)
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_ranks() -> Iterator[None]:
+    yield
+    for ranks in _GROUPS.values():
+        ranks.end()

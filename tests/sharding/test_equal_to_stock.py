@@ -1,0 +1,24 @@
+"""Tables of a backend train as stock ``fused`` tables do: equal losses and rows over 20 steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.backends import BACKENDS
+from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_to_stock(run_ranks, backend, optimizer, pooling, sharding_type, world_size):
+    scenario = Scenario(backend, sharding_type, pooling, optimizer)
+    for outcome in run_ranks(world_size, train_beside_stock, scenario):
+        stock, ours = outcome.losses.unbind(1)
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+        assert stock[-1] != stock[0]
+        for rows in outcome.rows.values():
+            torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,196 @@
+"""Trains the same ids on stock ``fused`` tables and on tables of a backend, from equal rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim import RowWiseAdagrad
+
+from tests.support.models import make_model, shard_model
+from torchrec_hkv import ParameterConstraints
+
+#: Distinct ids. Stock tables have them as rows 0 .. IDS - 1.
+IDS = 40
+
+#: Rows of a backend's table: enough that nothing is evicted anywhere.
+CAPACITY = 16 * IDS
+
+KEYS = ["f0", "f1", "f2", "g"]
+BATCH = 6
+STEPS = 20
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.02}),
+    "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What is trained.
+
+    Attributes:
+        backend: name of the backend.
+        sharding_type: of all tables.
+        pooling: ``"sum"``, ``"mean"`` or ``"weighted"`` (a sum).
+        optimizer: a key of :data:`OPTIMIZERS`.
+    """
+
+    backend: str
+    sharding_type: str
+    pooling: str
+    optimizer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came out on one rank, stock first.
+
+    Attributes:
+        losses: ``[steps, 2]``.
+        rows: for each table, ``[2, ids, dim]``.
+    """
+
+    losses: torch.Tensor
+    rows: dict[str, torch.Tensor]
+
+
+def raw_ids() -> torch.Tensor:
+    """An injective map from row numbers to ids all over int64, the same on all ranks.
+
+    Returns:
+        int64 ``[IDS]``.
+    """
+    generator = torch.Generator().manual_seed(5)
+    high = torch.randint(-(2**31), 2**31, (IDS,), generator=generator)
+    ids = high * 2**32 + torch.arange(IDS)
+    ids[:5] = torch.tensor([-(2**63), -1, 0, 2**62, 2**63 - 1])
+    return ids
+
+
+def _tables(rows: int, pooling: PoolingType) -> list[EmbeddingBagConfig]:
+    """Two tables that share a feature and differ in dim, and a static one."""
+    return [
+        EmbeddingBagConfig(
+            name="t0",
+            num_embeddings=rows,
+            embedding_dim=8,
+            feature_names=["f0", "f1"],
+            pooling=pooling,
+        ),
+        EmbeddingBagConfig(
+            name="t1",
+            num_embeddings=rows,
+            embedding_dim=12,
+            feature_names=["f1", "f2"],
+            pooling=pooling,
+        ),
+        EmbeddingBagConfig(
+            name="s", num_embeddings=IDS, embedding_dim=4, feature_names=["g"], pooling=pooling
+        ),
+    ]
+
+
+def _shard(
+    scenario: Scenario, rows: int, kernel: str, world_size: int, device: torch.device
+) -> DistributedModelParallel:
+    optimizer, kwargs = OPTIMIZERS[scenario.optimizer]
+    pooling = PoolingType.MEAN if scenario.pooling == "mean" else PoolingType.SUM
+    model = make_model(
+        _tables(rows, pooling), optimizer, kwargs, is_weighted=scenario.pooling == "weighted"
+    )
+    constraints = {
+        name: ParameterConstraints(
+            compute_kernels=["fused" if name == "s" else kernel],
+            sharding_types=[scenario.sharding_type],
+        )
+        for name in ("t0", "t1", "s")
+    }
+    return shard_model(model, constraints, world_size, device)
+
+
+def _features(
+    ids: list[torch.Tensor],
+    lengths: list[torch.Tensor],
+    weights: torch.Tensor | None,
+    device: torch.device,
+) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=KEYS,
+        values=torch.cat(ids).to(device),
+        lengths=torch.cat(lengths).to(device),
+        weights=None if weights is None else weights.to(device),
+    )
+
+
+def _probe(
+    model: nn.Module, table_ids: torch.Tensor, scenario: Scenario, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The row of every id, read through the model, as bags of one id. Changes no row.
+
+    Returns:
+        For each table, ``[IDS, dim]``.
+    """
+    ones = torch.ones(IDS, dtype=torch.int64)
+    weights = torch.ones(4 * IDS) if scenario.pooling == "weighted" else None
+    ids = [table_ids, table_ids, table_ids, torch.arange(IDS)]
+    outputs = model.module.ebc(_features(ids, [ones] * 4, weights, device)).wait()
+    (outputs.values() * 0).sum().backward()
+    by_key = outputs.to_dict()
+    return {
+        "t0": by_key["f0"].detach().cpu(),
+        "t1": by_key["f2"].detach().cpu(),
+        "s": by_key["g"].detach().cpu(),
+    }
+
+
+def _copy_rows(model: DistributedModelParallel, rows: dict[str, torch.Tensor]) -> None:
+    state = model.state_dict()
+    for name, table in rows.items():
+        for shard in state[f"ebc.embedding_bags.{name}.weight"].local_shards():
+            (first, column), (count, dim) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(table[first : first + count, column : column + dim])
+
+
+def train_beside_stock(
+    rank: int, world_size: int, device: torch.device, scenario: Scenario
+) -> Outcome:
+    """Runs on every rank."""
+    torch.manual_seed(11)
+    stock = _shard(scenario, IDS, "fused", world_size, device)
+    ours = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
+    mapped = raw_ids()
+    _copy_rows(stock, _probe(ours, mapped, scenario, device))
+    generator = torch.Generator().manual_seed(100 + rank)
+    vectors = torch.Generator().manual_seed(17)
+    projection = torch.randn(8 * 2 + 12 * 2 + 4, generator=vectors).to(device)
+    losses = []
+    for step in range(STEPS):
+        is_empty = step == 3 and rank == 0
+        longest = 1 if is_empty else 4
+        lengths = [torch.randint(0, longest, (BATCH,), generator=generator) for _ in KEYS]
+        ids = [torch.randint(0, IDS, (int(n.sum()),), generator=generator) for n in lengths]
+        weights = torch.rand(sum(i.numel() for i in ids), generator=generator) + 0.5
+        target = torch.randn(BATCH, generator=generator).to(device)
+        used_weights = weights if scenario.pooling == "weighted" else None
+        step_losses = []
+        for model, sent in (
+            (stock, ids),
+            (ours, [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]),
+        ):
+            # Keys come in the order of the tables' features, whatever the sharding.
+            output = model(_features(sent, lengths, used_weights, device))
+            loss = (output @ projection - target).square().mean()
+            loss.backward()
+            step_losses.append(float(loss.detach()))
+        losses.append(step_losses)
+    stock_rows = _probe(stock, torch.arange(IDS), scenario, device)
+    our_rows = _probe(ours, mapped, scenario, device)
+    return Outcome(
+        losses=torch.tensor(losses, dtype=torch.float64),
+        rows={name: torch.stack([stock_rows[name], our_rows[name]]) for name in stock_rows},
+    )

@@ -1,0 +1,98 @@
+"""A small model of TorchRec's modules, and how tests shard it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints as StockParameterConstraints
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from tests.support import bucketize_stand_in, toy_backend
+from torchrec_hkv import EmbeddingShardingPlanner, get_default_sharders
+
+toy_backend.install()
+bucketize_stand_in.install()
+
+
+class Model(nn.Module):
+    """Pooled features, projected by a fixed vector."""
+
+    def __init__(self, collection: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.ebc = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """``[batch, dims]``."""
+        return self.ebc(features).values()
+
+
+def make_model(
+    tables: Sequence[EmbeddingBagConfig],
+    optimizer: type[torch.optim.Optimizer] | None = torch.optim.SGD,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    *,
+    is_weighted: bool = False,
+) -> Model:
+    """An unsharded model on the meta device.
+
+    Args:
+        tables: of its only collection.
+        optimizer: applied in backward; None for none.
+        optimizer_kwargs: SGD at 0.1 when None.
+        is_weighted: whether the collection is.
+    """
+    collection = EmbeddingBagCollection(
+        tables=list(tables), device=torch.device("meta"), is_weighted=is_weighted
+    )
+    if optimizer is not None:
+        apply_optimizer_in_backward(
+            optimizer, collection.parameters(), dict(optimizer_kwargs or {"lr": 0.1})
+        )
+    return Model(collection)
+
+
+def topology(world_size: int, device: torch.device) -> Topology:
+    """Of ranks on one host."""
+    return Topology(
+        world_size=world_size, local_world_size=world_size, compute_device=device.type
+    )
+
+
+def plan_model(
+    model: Model,
+    constraints: Mapping[str, StockParameterConstraints],
+    world_size: int,
+    device: torch.device,
+    sharders: list | None = None,
+) -> ShardingPlan:
+    """The plan, on every rank."""
+    planner = EmbeddingShardingPlanner(
+        topology=topology(world_size, device), constraints=dict(constraints), batch_size=8
+    )
+    return planner.collective_plan(model, sharders or get_default_sharders(), dist.group.WORLD)
+
+
+def shard_model(
+    model: Model,
+    constraints: Mapping[str, StockParameterConstraints],
+    world_size: int,
+    device: torch.device,
+    sharders: list | None = None,
+) -> DistributedModelParallel:
+    """Plans a model and shards it."""
+    sharders = sharders or get_default_sharders()
+    plan = plan_model(model, constraints, world_size, device, sharders)
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+
+
+def local_tables(model: DistributedModelParallel) -> dict[str, Any]:
+    """The lookup of each table of ours on this rank, by table name."""
+    return model.module.ebc.group_lookups()

@@ -1,0 +1,139 @@
+"""Runs a function on W processes of one process group, and keeps them for the next test.
+
+Starting a process that imports TorchRec takes seconds, so that a group of workers serves all tests
+of its size. A test whose function fails on any rank ends the group, as the other ranks may be
+waiting for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """A function failed on a rank; the message is its traceback there."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """Worker processes of one process group: gloo on the CPU, NCCL with one GPU each."""
+
+    def __init__(self, world_size: int, device_type: str) -> None:
+        """
+        Args:
+            world_size: number of processes.
+            device_type: ``"cpu"`` or ``"cuda"``.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._port = free_port()
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, device_type, self._port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all processes wait for the next function."""
+        return all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Calls ``function(rank, world_size, device, *args)`` on every rank.
+
+        Args:
+            function: at the top level of a module, as it is found by name.
+            args: picklable.
+            timeout: seconds until the group is ended.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RankError: the function failed on a rank.
+            TimeoutError: a rank did not answer in time.
+        """
+        for connection in self._connections:
+            connection.send((function, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < len(self._connections):
+            pending = [c for rank, c in enumerate(self._connections) if rank not in results]
+            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.end()
+                raise TimeoutError(f"{len(pending)} ranks did not answer in {timeout} s.")
+            for connection in ready:
+                rank = self._connections.index(connection)
+                try:
+                    is_good, result = connection.recv()
+                except EOFError:
+                    is_good, result = False, "the process ended"
+                if not is_good:
+                    self.end()
+                    raise RankError(f"On rank {rank}: {result}")
+                results[rank] = result
+        return [results[rank] for rank in range(len(self._connections))]
+
+    def end(self) -> None:
+        """Ends the processes, waiting or not."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(
+    rank: int, world_size: int, device_type: str, port: int, connection: Connection
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=60),
+        device_id=device if device_type == "cuda" else None,
+    )
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            break
+        try:
+            result = function(rank, world_size, device, *args)
+            dist.barrier()
+            connection.send((True, result))
+        except Exception:  # the parent raises it
+            connection.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Compiles every CUDA source of csrc/, warnings as errors, and keeps nothing: no GPU and no torch is
+# needed, only nvcc. Without nvcc it says so and succeeds.
+#
+# TORCHREC_HKV_RELEASE=1 compiles for all supported architectures instead of sm_90 alone.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
+if ! command -v "$nvcc" >/dev/null; then
+  echo "nvcc not found: the CUDA sources are not compiled."
+  exit 0
+fi
+
+architectures=(90)
+if [[ ${TORCHREC_HKV_RELEASE:-0} != 0 ]]; then architectures=(80 90 100); fi
+flags=(-O3 -std=c++20 -Icsrc -DTORCHREC_HKV_CUDA --expt-relaxed-constexpr)
+flags+=(-Werror all-warnings -Xcompiler=-Wall,-Werror,-ffp-contract=off)
+for sm in "${architectures[@]}"; do flags+=(-gencode "arch=compute_$sm,code=sm_$sm"); done
+
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+mapfile -t sources < <(find csrc -name '*.cu' | sort)
+echo "nvcc for sm_${architectures[*]}: ${#sources[@]} files"
+# One object name a source, for files of the same name in different folders.
+printf '%s\n' "${sources[@]}" | xargs -r -P "$(nproc)" -I{} bash -c '
+  source=$1; out=$2; shift 2
+  "$@" -c "$source" -o "$out/${source//\//_}.o" || { echo "failed: $source"; exit 1; }
+' bash {} "$out" "$nvcc" "${flags[@]}"

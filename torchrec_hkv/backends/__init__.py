@@ -1,0 +1,25 @@
+"""Kinds of tables: the protocol that each fulfils and the registry that names them."""
+
+from torchrec_hkv.backends.protocol import (
+    Backend,
+    BackendOptions,
+    GroupLookup,
+    OptimizerSpec,
+    StorageBytes,
+    TableShard,
+    TensorSpec,
+)
+from torchrec_hkv.backends.registry import get, names, register
+
+__all__ = [
+    "Backend",
+    "BackendOptions",
+    "GroupLookup",
+    "OptimizerSpec",
+    "StorageBytes",
+    "TableShard",
+    "TensorSpec",
+    "get",
+    "names",
+    "register",
+]

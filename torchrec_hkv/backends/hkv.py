@@ -1,0 +1,305 @@
+"""The backend ``hkv``: a hash table that takes any 64-bit id and evicts when full."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import ShardingType
+
+from torchrec_hkv.backends.protocol import (
+    Backend,
+    BackendOptions,
+    GroupLookup,
+    OptimizerSpec,
+    StorageBytes,
+    TableShard,
+    TensorSpec,
+)
+from torchrec_hkv.hash_table import (
+    TableGroup,
+    TableMemory,
+    TableSpec,
+    TableState,
+    hbm_slots_for,
+    table_memory,
+)
+
+_STATE_WIDTHS = {"sgd": 0, "rowwise_adagrad": 1}
+_EVICTIONS = ("lru", "lfu")
+
+
+@dataclasses.dataclass(frozen=True)
+class HKVOptions(BackendOptions):
+    """Options of an ``hkv`` table.
+
+    Attributes:
+        eviction: which id leaves a full bucket: ``"lru"``, the one looked up longest ago, or
+            ``"lfu"``, the one looked up least often (among equals, longest ago). Only lookups in
+            training count.
+        hbm_bytes: what the table may take of each GPU's memory, index included. Rows and optimizer
+            states that find no room there lie in pinned host memory, which the GPU reads in place.
+            None: all in the GPU's memory. On a CPU a table lies in host memory whatever this says.
+        seed: of the initial rows, any int64. Equal seeds, table names and ids give equal rows, at
+            any world size.
+        initial_range: initial rows are uniform from the first to the second value. None: the
+            config's ``weight_init_min`` and ``weight_init_max``.
+    """
+
+    eviction: Literal["lru", "lfu"] = "lru"
+    hbm_bytes: int | None = None
+    seed: int = 0
+    initial_range: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.eviction not in _EVICTIONS:
+            raise ValueError(
+                f"HKVOptions: eviction is {self.eviction!r}, but must be 'lru' or 'lfu'."
+            )
+        if self.hbm_bytes is not None and not (_is_int(self.hbm_bytes) and self.hbm_bytes > 0):
+            raise ValueError(
+                f"HKVOptions: hbm_bytes is {self.hbm_bytes!r}, but must be None or a positive "
+                "number of bytes."
+            )
+        if not (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
+            raise ValueError(
+                f"HKVOptions: seed is {self.seed!r}, but must be an integer from -2^63 to 2^63 - 1."
+            )
+        if self.initial_range is not None:
+            object.__setattr__(self, "initial_range", _checked_range(self.initial_range))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _checked_range(value: Sequence[float]) -> tuple[float, float]:
+    """The range as a tuple of two finite floats in order."""
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
+    good = len(numbers) == 2 and all(
+        isinstance(x, (int, float)) and torch.finfo(torch.float32).max >= abs(x) for x in numbers
+    )
+    if not good or numbers[0] > numbers[1]:
+        raise ValueError(
+            f"HKVOptions: initial_range is {value!r}, but must be two finite numbers, the smaller "
+            "first."
+        )
+    return float(numbers[0]), float(numbers[1])
+
+
+def _state_width(optimizer: OptimizerSpec | None) -> int:
+    return 0 if optimizer is None else _STATE_WIDTHS[optimizer.name]
+
+
+def _options(shard: TableShard) -> HKVOptions:
+    if not isinstance(shard.options, HKVOptions):
+        raise ValueError(
+            f"table '{shard.name}': options of type {type(shard.options).__name__} were given to "
+            "backend 'hkv', which takes HKVOptions."
+        )
+    return shard.options
+
+
+def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
+    eviction = _options(shard).eviction
+    return table_memory(shard.capacity, shard.dim, _state_width(optimizer), eviction)
+
+
+class HKVLookup(GroupLookup):
+    """A group of hash tables on one rank."""
+
+    def __init__(
+        self,
+        shards: Sequence[TableShard],
+        feature_tables: Sequence[int],
+        optimizer: OptimizerSpec | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._shards = {shard.name: shard for shard in shards}
+        self._index = {shard.name: i for i, shard in enumerate(shards)}
+        self._mean = shards[0].pooling == "mean"
+        self._group = TableGroup(
+            [_table_spec(shard) for shard in shards],
+            feature_tables,
+            optimizer=None if optimizer is None else optimizer.name,
+            eps=1e-8 if optimizer is None else optimizer.eps,
+            device=device,
+        )
+        # What makes autograd record the lookup; no parameter, since nothing ever changes it.
+        self._anchor = torch.empty(0, device=self._group.device, requires_grad=True)
+        self._no_anchor = torch.empty(0, device=self._group.device)
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_size: int,
+        learning_rate: float,
+    ) -> Tensor:
+        group = self._group
+        if self.training:
+            step = group.begin_step()
+            slots = group.find_or_insert(ids, offsets, batch_size, step)
+            anchor = self._anchor
+        else:
+            step = 0
+            slots = group.find(ids, offsets, batch_size)
+            anchor = self._no_anchor
+        return group.pooled_lookup(
+            anchor, ids, offsets, weights, slots, batch_size, self._mean, step, learning_rate
+        )
+
+    def export_table(self, name: str) -> dict[str, Tensor]:
+        state = self._group.export_table(self._index[name])
+        spec = HKVBackend.state_of(self._shards[name], self._optimizer)
+        return {key: getattr(state, _STATE_FIELDS[key]) for key in spec}
+
+    def load_table(self, name: str, state: Mapping[str, Tensor]) -> None:
+        spec = HKVBackend.state_of(self._shards[name], self._optimizer)
+        missing = sorted(set(spec) - set(state))
+        if missing:
+            raise ValueError(f"table '{name}': the state to load lacks {', '.join(missing)}.")
+        slots = spec["weight"].shape[0]
+        absent = {
+            "states": torch.empty(slots, 0),
+            "frequencies": torch.empty(0, dtype=torch.int32),
+        }
+        fields = {field: state[key] for key, field in _STATE_FIELDS.items() if key in spec}
+        self._group.load_table(self._index[name], TableState(**{**absent, **fields}))
+
+    def counters(self, name: str) -> dict[str, int]:
+        return self._group.counters()[self._index[name]]
+
+    def memory(self, name: str) -> StorageBytes:
+        """Bytes the table takes on this rank."""
+        index = self._index[name]
+        return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))
+
+
+# Names in a state_dict, and the fields of a TableState that they hold.
+_STATE_FIELDS = {
+    "weight": "rows",
+    "ids": "ids",
+    "occupied": "occupied",
+    "last_steps": "last_steps",
+    "frequencies": "frequencies",
+    "optimizer_states": "states",
+}
+
+
+def _table_spec(shard: TableShard) -> TableSpec:
+    options = _options(shard)
+    low, high = options.initial_range or shard.init_range
+    return TableSpec(
+        name=shard.name,
+        capacity=shard.capacity,
+        dim=shard.dim,
+        eviction=options.eviction,
+        hbm_bytes=options.hbm_bytes,
+        seed=options.seed,
+        low=low,
+        high=high,
+        column_offset=shard.column_offset,
+    )
+
+
+class HKVBackend(Backend):
+    """Hash tables as a backend."""
+
+    name: ClassVar[str] = "hkv"
+    options_type: ClassVar[type[BackendOptions]] = HKVOptions
+    sharding_types: ClassVar[tuple[str, ...]] = (
+        ShardingType.ROW_WISE.value,
+        ShardingType.TABLE_WISE.value,
+    )
+    routing: ClassVar[Literal["hashed", "block"]] = "hashed"
+
+    def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
+        options = _options(shard)
+        if shard.capacity < 1:
+            raise ValueError(
+                f"table '{shard.name}': num_embeddings is {shard.num_embeddings}, but must be at "
+                "least 1; it is the capacity of the hash table in rows."
+            )
+        if not 1 <= shard.dim <= 2048:
+            raise ValueError(
+                f"table '{shard.name}': embedding_dim is {shard.dim}, but backend 'hkv' takes 1 to "
+                "2048."
+            )
+        if shard.dtype != torch.float32:
+            raise ValueError(
+                f"table '{shard.name}': data type is {shard.dtype}, but backend 'hkv' takes "
+                "torch.float32."
+            )
+        if optimizer is not None and optimizer.name not in _STATE_WIDTHS:
+            raise ValueError(
+                f"table '{shard.name}': optimizer is {optimizer.name!r}, but backend 'hkv' takes "
+                f"{' or '.join(map(repr, _STATE_WIDTHS))}."
+            )
+        least = _memory(shard, optimizer).least_hbm_bytes
+        if options.hbm_bytes is not None and options.hbm_bytes < least:
+            raise ValueError(
+                f"table '{shard.name}': hbm_bytes is {options.hbm_bytes}, but {shard.capacity} "
+                f"rows on a rank need at least {least}: their index, and one bucket with its rows."
+            )
+        low, high = options.initial_range or shard.init_range
+        if not low <= high:
+            raise ValueError(
+                f"table '{shard.name}': initial rows from {low} to {high}, but the first must not "
+                "be larger."
+            )
+
+    def storage(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
+    ) -> StorageBytes:
+        memory = _memory(shard, optimizer)
+        if device_type != "cuda":
+            return StorageBytes(hbm=0, host=memory.bytes)
+        in_hbm = hbm_slots_for(memory, _options(shard).hbm_bytes)
+        return StorageBytes(
+            hbm=memory.index_bytes + in_hbm * memory.row_bytes,
+            host=(memory.num_slots - in_hbm) * memory.row_bytes,
+        )
+
+    def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
+        # A lookup reads an id's line of digests and its id besides the row: about half as much again
+        # for the rows of 256 to 512 bytes that are usual.
+        return (hbm_bw if device_type == "cuda" else host_bw) / 1.5
+
+    @staticmethod
+    def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:
+        """As :meth:`state_spec`."""
+        slots = _memory(shard, optimizer).num_slots
+        spec = {
+            "weight": TensorSpec((slots, shard.dim), torch.float32),
+            "ids": TensorSpec((slots,), torch.int64),
+            "occupied": TensorSpec((slots,), torch.bool),
+            "last_steps": TensorSpec((slots,), torch.int32),
+        }
+        if _options(shard).eviction == "lfu":
+            spec["frequencies"] = TensorSpec((slots,), torch.int32)
+        if width := _state_width(optimizer):
+            spec["optimizer_states"] = TensorSpec((slots, width), torch.float32)
+        return spec
+
+    def state_spec(
+        self, shard: TableShard, optimizer: OptimizerSpec | None
+    ) -> dict[str, TensorSpec]:
+        return self.state_of(shard, optimizer)
+
+    def create_lookup(
+        self,
+        shards: Sequence[TableShard],
+        feature_tables: Sequence[int],
+        optimizer: OptimizerSpec | None,
+        device: torch.device,
+    ) -> HKVLookup:
+        for shard in shards:
+            self.check(shard, optimizer, device.type)
+        return HKVLookup(shards, feature_tables, optimizer, device)

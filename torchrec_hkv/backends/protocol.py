@@ -1,0 +1,203 @@
+"""What a backend is: the only thing that sharding, planner and checkpoint know of a kind of table.
+
+A backend stores and trains the tables that name it in the planner's constraints. It is one object,
+registered under its name (:mod:`torchrec_hkv.backends.registry`). TorchRec's side (input
+distribution, collectives, output distribution) is written once, in :mod:`torchrec_hkv.sharding`,
+against the classes of this module.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendOptions:
+    """Base of every backend's options.
+
+    Subclasses are frozen dataclasses of hashable fields (TorchRec hashes them to group tables) that
+    refuse impossible values in ``__post_init__`` with a ``ValueError`` of one sentence.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSpec:
+    """A fused optimizer, in FBGEMM's terms. The learning rate is not here: it is live.
+
+    Attributes:
+        name: ``"sgd"`` or ``"rowwise_adagrad"``.
+        eps: added to the square root of the row's state (row-wise Adagrad).
+    """
+
+    name: Literal["sgd", "rowwise_adagrad"]
+    eps: float = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class TableShard:
+    """The part of one table that one rank holds.
+
+    Attributes:
+        name: the table's name in its config.
+        capacity: rows this rank may hold.
+        dim: columns this rank holds.
+        num_embeddings: rows over all ranks, as in the table's config.
+        embedding_dim: columns over all ranks.
+        row_offset: first row of this shard, for backends whose ids are row numbers.
+        column_offset: first column of this shard.
+        dtype: of the rows.
+        pooling: how the ids of a bag are reduced. A row-wise sharded mean arrives as ``"sum"``;
+            TorchRec divides after the reduction over ranks.
+        init_range: the config's ``weight_init_min`` and ``weight_init_max``, or TorchRec's default
+            of plus and minus ``num_embeddings ** -0.5``.
+        options: the backend's options for this table.
+    """
+
+    name: str
+    capacity: int
+    dim: int
+    num_embeddings: int
+    embedding_dim: int
+    row_offset: int
+    column_offset: int
+    dtype: torch.dtype
+    pooling: Literal["sum", "mean"]
+    init_range: tuple[float, float]
+    options: BackendOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor of a table's saved state on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageBytes:
+    """Bytes a table shard takes, apart for the two memories. On a CPU all of it is ``host``."""
+
+    hbm: int
+    host: int
+
+
+class GroupLookup(nn.Module, abc.ABC):
+    """The tables of one group on one rank, looked up in one call and trained in their backward."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        batch_size: int,
+        learning_rate: float,
+    ) -> torch.Tensor:
+        """Pools the rows of each bag.
+
+        In training mode (``self.training``) missing ids are inserted; in evaluation mode nothing in
+        the table changes. The backward applies the optimizer at ``learning_rate`` and returns a
+        gradient for ``weights`` only.
+
+        Args:
+            ids: int64 ``[n]``, feature-major: all bags of the first feature, then of the second.
+            offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
+            weights: float32 ``[n]`` or None.
+            batch_size: bags a feature.
+            learning_rate: of this step.
+
+        Returns:
+            ``[batch_size, sum of the dims of the features' tables]``, requiring grad when training.
+
+        Raises:
+            ValueError: ids of another dtype, offsets of another length, weights of another length.
+        """
+
+    @abc.abstractmethod
+    def export_table(self, name: str) -> dict[str, torch.Tensor]:
+        """A copy of one table's state, each tensor as :meth:`Backend.state_spec` says."""
+
+    @abc.abstractmethod
+    def load_table(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Replaces one table by an exported state.
+
+        Raises:
+            ValueError: a tensor is missing or of another shape or dtype; nothing has changed then.
+        """
+
+    @abc.abstractmethod
+    def counters(self, name: str) -> dict[str, int]:
+        """Counts since creation, by name (a host synchronisation on a GPU). Hash tables give
+        ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``size``, ``capacity``."""
+
+
+class Backend(abc.ABC):
+    """One kind of table."""
+
+    #: What ``compute_kernels`` of the constraints says.
+    name: ClassVar[str]
+    #: The options class; an instance made without arguments stands for "no options given".
+    options_type: ClassVar[type[BackendOptions]]
+    #: TorchRec sharding types (``ShardingType.….value``) of pooled tables.
+    sharding_types: ClassVar[tuple[str, ...]]
+    #: How an id finds its rank under row-wise sharding: ``"hashed"`` takes any int64 and routes by
+    #: :func:`torchrec_hkv.hash_table.owner_rank`; ``"block"`` takes row numbers in contiguous blocks.
+    routing: ClassVar[Literal["hashed", "block"]]
+
+    @abc.abstractmethod
+    def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
+        """Refuses a table this backend can't serve.
+
+        Raises:
+            ValueError: one sentence naming the table, the value and what is allowed.
+        """
+
+    @abc.abstractmethod
+    def storage(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
+    ) -> StorageBytes:
+        """Bytes the shard takes: rows, optimizer states and index."""
+
+    @abc.abstractmethod
+    def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
+        """Bytes of rows a millisecond that a lookup reaches, from the topology's bandwidths."""
+
+    @abc.abstractmethod
+    def state_spec(
+        self, shard: TableShard, optimizer: OptimizerSpec | None
+    ) -> dict[str, TensorSpec]:
+        """The tensors that hold one shard's state. Their first dimensions are stacked over ranks
+        in ``state_dict``, so they must depend on nothing but the shard. ``"weight"`` is the rows."""
+
+    @abc.abstractmethod
+    def create_lookup(
+        self,
+        shards: Sequence[TableShard],
+        feature_tables: Sequence[int],
+        optimizer: OptimizerSpec | None,
+        device: torch.device,
+    ) -> GroupLookup:
+        """Makes the tables of a group.
+
+        Args:
+            shards: this rank's part of each table; all share dtype and pooling.
+            feature_tables: for each feature of the group, in order, the index of its table.
+            optimizer: None when the tables are not trained (no optimizer was applied).
+            device: where the tables live.
+        """
+
+    def describe(self, options: BackendOptions) -> str:
+        """The options that differ from their defaults, for the printed plan."""
+        changed: list[str] = []
+        for field in dataclasses.fields(options):
+            value: Any = getattr(options, field.name)
+            if field.default is dataclasses.MISSING or value != field.default:
+                changed.append(f"{field.name}={value}")
+        return ", ".join(changed)

@@ -1,0 +1,62 @@
+"""Work that one rank does for all: its result, or its error, reaches every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """An error that travels: exceptions may hold what can't be pickled."""
+
+    type_name: str
+    message: str
+    planner_error_type: PlannerErrorType | None
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        return cls(type(error).__name__, str(error), getattr(error, "error_type", None))
+
+    def as_exception(self) -> Exception:
+        if self.planner_error_type is not None:
+            return PlannerError(self.message, self.planner_error_type)
+        if self.type_name == "ValueError":
+            return ValueError(self.message)
+        return RuntimeError(f"{self.type_name} on rank 0: {self.message}")
+
+
+def on_leader(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> T:
+    """Runs something on the first rank and gives every rank its result.
+
+    Args:
+        work: called on rank 0 only; its result must be picklable.
+        pg: the ranks; all of them when None, this process alone where none was initialised.
+
+    Raises:
+        Exception: what ``work`` raised, on every rank; other ranks would wait for it forever.
+    """
+    if not dist.is_initialized():
+        return work()
+    pg = dist.group.WORLD if pg is None else pg
+    outcome: list[T | _Failure | None] = [None]
+    error: Exception | None = None
+    if dist.get_rank(pg) == 0:
+        try:
+            outcome = [work()]
+        except Exception as raised:  # whatever it is, it is raised again below, on all ranks
+            error = raised
+            outcome = [_Failure.of(raised)]
+    if dist.get_world_size(pg) > 1:
+        dist.broadcast_object_list(outcome, group=pg, group_src=0)
+    if error is not None:
+        raise error
+    if isinstance(outcome[0], _Failure):
+        raise outcome[0].as_exception()
+    return outcome[0]

@@ -1,0 +1,59 @@
+"""What differs between TorchRec 1.6 and 1.9, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchrec.distributed.planner.shard_estimators import _calculate_storage_specific_sizes
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+
+def sharder_fused_params(
+    option: ShardingOption, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ``fused_params`` of the sharder that will shard an option's module.
+
+    Args:
+        option: the option being estimated.
+        args: what ``ShardEstimator.estimate`` got after the options, by position ...
+        kwargs: ... and by name: ``sharder_map`` (sharders) up to 1.6, ``sharder_data_map``
+            (their data) from 1.7. Both are keyed alike and both values have ``fused_params``.
+    """
+    sharders = [*args, *kwargs.values()][0]
+    return dict(sharders[sharder_name(type(option.module[1]))].fused_params or {})
+
+
+def stock_table_bytes(option: ShardingOption) -> list[int]:
+    """The bytes that TorchRec counts for each shard of an option: rows and optimizer state.
+
+    Left out are the communication buffers that it adds to them. Only for kernels without a cache.
+    """
+    tensor = option.tensor
+    optimizer_classes: list[type[torch.optim.Optimizer] | None] = getattr(
+        tensor, "_optimizer_classes", [None]
+    )
+    return _calculate_storage_specific_sizes(
+        storage=tensor.element_size() * tensor.nelement(),
+        shape=tensor.shape,
+        shard_sizes=[shard.size for shard in option.shards],
+        sharding_type=option.sharding_type,
+        optimizer_class=optimizer_classes[0],
+    )
+
+
+def to_keyed_jagged_tensor(features: Any) -> KeyedJaggedTensor:
+    """A batch as a KeyedJaggedTensor. TorchRec also takes a TensorDict of jagged tensors."""
+    if isinstance(features, KeyedJaggedTensor):
+        return features
+    return maybe_td_to_kjt(features, list(features.keys()))
+
+
+def is_2d(env: ShardingEnv) -> bool:
+    """Whether tables are replicated over groups of ranks, as ``DMPCollection`` does."""
+    return isinstance(env, ShardingEnv2D)

@@ -1,0 +1,22 @@
+"""Hash tables that hold embedding rows: any 64-bit id, eviction, optimizer state beside the row.
+
+Knows nothing of TorchRec.
+"""
+
+from torchrec_hkv.hash_table.initial_rows import initial_rows, table_seed
+from torchrec_hkv.hash_table.ops import bucketize, owner_rank
+from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec, TableState
+from torchrec_hkv.hash_table.table_memory import TableMemory, hbm_slots_for, table_memory
+
+__all__ = [
+    "TableGroup",
+    "TableMemory",
+    "TableSpec",
+    "TableState",
+    "bucketize",
+    "hbm_slots_for",
+    "initial_rows",
+    "owner_rank",
+    "table_memory",
+    "table_seed",
+]

@@ -1,0 +1,70 @@
+"""The row an id starts from: a pure function of seed, table name, id and column."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits as an unsigned 64-bit number."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def table_seed(seed: int, table: str) -> int:
+    """Mixes a seed with a table's name, so that equal ids of two tables start from different rows.
+
+    Args:
+        seed: any int64.
+        table: the table's name.
+
+    Returns:
+        An int64.
+
+    Raises:
+        ValueError: the seed is no int64.
+    """
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}, but must be from -2^63 to 2^63 - 1.")
+    digest = hashlib.blake2b(table.encode(), digest_size=8).digest()
+    name = int.from_bytes(digest, "little")
+    return _signed(_C.mix64(_C.mix64(seed % (1 << 64)) ^ name))
+
+
+def initial_rows(
+    ids: Tensor,
+    dim: int,
+    *,
+    table: str,
+    seed: int = 0,
+    low: float,
+    high: float,
+    column_offset: int = 0,
+) -> Tensor:
+    """Rows that ids start from when a table first meets them.
+
+    Uniform over ``[low, high)`` with 24 random bits a value, by two SplitMix64 mixes of (seed,
+    table, id, block of four columns). The same bits on a CPU and on a GPU.
+
+    Args:
+        ids: int64 ``[n]``.
+        dim: columns to make, at least 1.
+        table: the table's name.
+        seed: the table's seed (``HKVOptions.seed``).
+        low: smallest value.
+        high: bound of the values; equal to ``low`` for constant rows.
+        column_offset: first column, where columns are sharded.
+
+    Returns:
+        float32 ``[n, dim]`` on the device of ``ids``.
+
+    Raises:
+        TypeError: ids are not int64.
+        ValueError: another argument is not as above.
+    """
+    seed = table_seed(seed, table)
+    return torch.ops.torchrec_hkv.initial_rows(ids, dim, column_offset, seed, low, high)

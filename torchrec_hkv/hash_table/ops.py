@@ -1,0 +1,144 @@
+"""The dispatcher ops ``torch.ops.torchrec_hkv.*``: their fakes, and functions over some of them.
+
+Schemas and kernels are in ``csrc/bindings``. A group of tables is named by its handle, since the
+dispatcher takes no other objects; :class:`torchrec_hkv.hash_table.TableGroup` calls them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+
+_ops = torch.ops.torchrec_hkv
+
+
+@torch.library.register_fake("torchrec_hkv::find")
+def _(group: int, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
+    return torch.empty_like(ids)
+
+
+@torch.library.register_fake("torchrec_hkv::find_or_insert")
+def _(
+    counters: Tensor, group: int, ids: Tensor, offsets: Tensor, batch_size: int, step: int
+) -> Tensor:
+    return torch.empty_like(ids)
+
+
+@torch.library.register_fake("torchrec_hkv::pooled_lookup")
+def _(
+    anchor: Tensor,
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    slots: Tensor,
+    batch_size: int,
+    mean: bool,
+    step: int,
+    learning_rate: float,
+) -> Tensor:
+    return ids.new_empty((batch_size, _C.group_total_dim(group)), dtype=torch.float32)
+
+
+@torch.library.register_fake("torchrec_hkv::weights_gradient")
+def _(
+    group: int,
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    slots: Tensor,
+    batch_size: int,
+    mean: bool,
+) -> Tensor:
+    return torch.empty_like(ids, dtype=torch.float32)
+
+
+@torch.library.register_fake("torchrec_hkv::update_rows")
+def _(
+    counters: Tensor,
+    group: int,
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    slots: Tensor,
+    batch_size: int,
+    mean: bool,
+    learning_rate: float,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::initial_rows")
+def _(ids: Tensor, dim: int, column_offset: int, seed: int, low: float, high: float) -> Tensor:
+    return ids.new_empty((ids.shape[0], dim), dtype=torch.float32)
+
+
+@torch.library.register_fake("torchrec_hkv::bucketize")
+def _(
+    lengths: Tensor,
+    values: Tensor,
+    block_sizes: Tensor,
+    world_size: int,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        lengths.new_empty((world_size * lengths.shape[0],)),
+        torch.empty_like(values),
+        values.new_empty((0,) if weights is None else values.shape, dtype=torch.float32),
+        torch.empty_like(values),
+    )
+
+
+@torch.library.register_fake("torchrec_hkv::owner_ranks")
+def _(ids: Tensor, world_size: int) -> Tensor:
+    return torch.empty_like(ids)
+
+
+def owner_rank(ids: Tensor, world_size: int) -> Tensor:
+    """The rank that owns each id of a hashed table under row-wise sharding.
+
+    An id belongs to one of 65,536 owner buckets, the top 16 bits of a mix of the id; ranks own
+    contiguous ranges of buckets. So an id's owner depends on nothing but the id and the world size.
+
+    Args:
+        ids: int64, any shape, on any device; the result is computed on the CPU.
+        world_size: number of ranks, at least 1.
+
+    Returns:
+        int64, of the shape and on the device of ``ids``.
+    """
+    return _ops.owner_ranks(ids.cpu(), world_size).to(ids.device)
+
+
+def bucketize(
+    lengths: Tensor,
+    values: Tensor,
+    block_sizes: Tensor,
+    world_size: int,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Splits the ids of all features by the rank that owns them.
+
+    Args:
+        lengths: int32 or int64 ``[features * batch_size]``, feature-major.
+        values: int64 ids, bag after bag.
+        block_sizes: int64 ``[features]``. 0: hashed routing (:func:`owner_rank`), ids stay as they
+            are. Otherwise TorchRec's contiguous blocks: row ``r`` goes to rank ``r // block`` as
+            ``r % block``.
+        world_size: number of ranks.
+        weights: float32, one for each id, or None.
+
+    Returns:
+        ``(lengths, values, weights, unbucketize_permute)``; lengths are rank-major
+        ``[world_size * features * batch_size]``, ids of a bag keep their order, and
+        ``unbucketize_permute[i]`` is the new position of id ``i``.
+
+    Raises:
+        TypeError: a dtype is not as above.
+        ValueError: a length is not as above.
+    """
+    out = _ops.bucketize(lengths, values, block_sizes, world_size, weights)
+    return out[0], out[1], None if weights is None else out[2], out[3]

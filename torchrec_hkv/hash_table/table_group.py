@@ -1,0 +1,249 @@
+"""Tables that are looked up and trained in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.initial_rows import table_seed
+from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
+
+_ops = torch.ops.torchrec_hkv
+_OPTIMIZERS = {
+    None: _C.Optimizer.NONE,
+    "sgd": _C.Optimizer.SGD,
+    "rowwise_adagrad": _C.Optimizer.ROWWISE_ADAGRAD,
+}
+_COUNTERS = ("lookups", "hits", "inserted", "evicted", "refused")
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """One table of a group.
+
+    Attributes:
+        name: mixed into the seed of its initial rows.
+        capacity: rows it must hold, at least 1.
+        dim: columns of its rows, 1 to 2048.
+        eviction: ``"lru"`` or ``"lfu"``.
+        hbm_bytes: what it may take of a GPU's memory, index included; rows that find no room there
+            lie in pinned host memory. None: all in HBM. On a CPU the table is in host memory.
+        seed: of the initial rows.
+        low: smallest value of an initial row.
+        high: bound of the values of an initial row; equal to ``low`` for constant rows.
+        column_offset: first column, where a table's columns are sharded.
+    """
+
+    name: str
+    capacity: int
+    dim: int
+    eviction: Literal["lru", "lfu"] = "lru"
+    hbm_bytes: int | None = None
+    seed: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    column_offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TableState:
+    """All that a table holds, by slot; first dimension ``num_slots``, zeros in free slots.
+
+    Attributes:
+        occupied: bool.
+        ids: int64.
+        rows: float32 ``[num_slots, dim]``.
+        states: float32 ``[num_slots, state width]``.
+        last_steps: int32, the step of each id's last training lookup.
+        frequencies: int32, each id's training lookups; empty (``[0]``) under LRU.
+    """
+
+    occupied: Tensor
+    ids: Tensor
+    rows: Tensor
+    states: Tensor
+    last_steps: Tensor
+    frequencies: Tensor
+
+
+class TableGroup:
+    """Hash tables of any dims and capacities behind one lookup.
+
+    Args:
+        tables: the tables.
+        feature_tables: for each feature, in the order of the output's columns, its table's index.
+        optimizer: ``"sgd"``, ``"rowwise_adagrad"`` or None for tables that are not trained.
+        eps: of row-wise Adagrad.
+        device: a CPU or CUDA device.
+
+    Raises:
+        ValueError: an argument is impossible; the sentence names it.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        feature_tables: Sequence[int],
+        optimizer: Literal["sgd", "rowwise_adagrad"] | None = None,
+        eps: float = 1e-8,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if optimizer not in _OPTIMIZERS:
+            raise ValueError(f"optimizer is {optimizer!r}, but must be one of {list(_OPTIMIZERS)}.")
+        self.tables = tuple(tables)
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        kind = _OPTIMIZERS[optimizer]
+        configs = [self._config(spec, kind) for spec in self.tables]
+        self._group = _C.TableGroup(configs, list(feature_tables), kind, eps, self.device)
+
+    def _config(self, spec: TableSpec, optimizer: _C.Optimizer) -> _C.TableConfig:
+        if spec.eviction not in ("lru", "lfu"):
+            raise ValueError(
+                f"table '{spec.name}': eviction is {spec.eviction!r}, but must be 'lru' or 'lfu'."
+            )
+        memory = table_memory(spec.capacity, spec.dim, _C.state_width(optimizer), spec.eviction)
+        hbm_bytes = spec.hbm_bytes if self.device.type == "cuda" else None
+        return _C.TableConfig(
+            name=spec.name,
+            capacity=spec.capacity,
+            dim=spec.dim,
+            column_offset=spec.column_offset,
+            lfu=spec.eviction == "lfu",
+            seed=table_seed(spec.seed, spec.name),
+            low=spec.low,
+            high=spec.high,
+            hbm_slots=hbm_slots_for(memory, hbm_bytes),
+        )
+
+    @property
+    def handle(self) -> int:
+        """The number that names this group in ops."""
+        return self._group.handle
+
+    @property
+    def total_dim(self) -> int:
+        """Columns of all features."""
+        return self._group.total_dim
+
+    def begin_step(self) -> int:
+        """The number of a new training step, to pass to :meth:`find_or_insert`."""
+        return self._group.begin_step()
+
+    def find(self, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
+        """Slots of ids, -1 where a table has no such id. Changes nothing.
+
+        Args:
+            ids: int64 ``[n]``, feature-major.
+            offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
+            batch_size: bags a feature.
+
+        Returns:
+            int64 ``[n]``, slots numbered through the group's tables.
+
+        Raises:
+            TypeError: a dtype is not as above.
+            ValueError: a length or device is not as above; on a CPU also offsets that decrease or
+                do not end with ``n``.
+        """
+        return _ops.find(self.handle, ids, offsets, batch_size)
+
+    def find_or_insert(self, ids: Tensor, offsets: Tensor, batch_size: int, step: int) -> Tensor:
+        """As :meth:`find`, and inserts missing ids with their initial rows.
+
+        An id finds no place, and gets -1, where both of its buckets are full of ids that were looked
+        up in this step or in one whose backward is still to come.
+        """
+        counters = self._group.counters
+        return _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, step)
+
+    def pooled_lookup(
+        self,
+        anchor: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        slots: Tensor,
+        batch_size: int,
+        mean: bool,
+        step: int,
+        learning_rate: float,
+    ) -> Tensor:
+        """Reduced rows of each bag; the backward updates the rows.
+
+        Args:
+            anchor: a tensor that requires grad where the lookup is to be trained.
+            ids: as in :meth:`find`.
+            offsets: as in :meth:`find`.
+            weights: float32 ``[n]`` or None.
+            slots: of :meth:`find` or :meth:`find_or_insert`; an id without one counts with its
+                initial row and is not trained.
+            batch_size: as in :meth:`find`.
+            mean: divide by the number of ids in the bag.
+            step: the step of :meth:`find_or_insert`; 0 in evaluation, where nothing is trained.
+            learning_rate: of the backward.
+
+        Returns:
+            float32 ``[batch_size, total_dim]``.
+        """
+        return _ops.pooled_lookup(
+            anchor,
+            self.handle,
+            ids,
+            offsets,
+            weights,
+            slots,
+            batch_size,
+            mean,
+            step,
+            learning_rate,
+        )
+
+    def export_table(self, table: int) -> TableState:
+        """A copy of all that a table holds."""
+        state = self._group.export_table(table)
+        fields = [field.name for field in dataclasses.fields(TableState)]
+        return TableState(**{name: getattr(state, name) for name in fields})
+
+    def load_table(self, table: int, state: TableState) -> None:
+        """Replaces all that a table holds by an exported state of a table of the same capacity.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype, or an id stands where the table would
+                not find it; nothing has changed then.
+        """
+        loaded = _C.TableState()
+        for field in dataclasses.fields(TableState):
+            setattr(loaded, field.name, getattr(state, field.name))
+        self._group.load_table(table, loaded)
+
+    def clear_table(self, table: int) -> None:
+        """Forgets all ids of a table. Counters go on."""
+        self._group.clear_table(table)
+
+    def counters(self) -> list[dict[str, int]]:
+        """For each table, counts since it was made and its size; waits for the device."""
+        counts = self._group.counters.tolist()
+        sizes = self._group.sizes().tolist()
+        return [
+            {
+                **dict(zip(_COUNTERS, count, strict=True)),
+                "size": size,
+                "capacity": spec.capacity,
+            }
+            for spec, count, size in zip(self.tables, counts, sizes, strict=True)
+        ]
+
+    def hbm_bytes(self, table: int) -> int:
+        """Bytes a table takes of a GPU's memory."""
+        return self._group.hbm_bytes(table)
+
+    def host_bytes(self, table: int) -> int:
+        """Bytes a table takes of host memory."""
+        return self._group.host_bytes(table)

@@ -1,0 +1,62 @@
+"""What a table takes in HBM and in host memory, known before it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torchrec_hkv import _C
+
+
+@dataclasses.dataclass(frozen=True)
+class TableMemory:
+    """Memory of a table of a given capacity.
+
+    Attributes:
+        num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
+        bucket_slots: slots of one bucket, at most 64.
+        index_bytes: digests, ids, steps, frequencies and locks; always in HBM on a GPU.
+        row_bytes: one row with its optimizer state.
+    """
+
+    num_slots: int
+    bucket_slots: int
+    index_bytes: int
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """All the table takes."""
+        return self.index_bytes + self.num_slots * self.row_bytes
+
+    @property
+    def least_hbm_bytes(self) -> int:
+        """HBM without which a table can't be: its index, and one bucket with its rows."""
+        bucket = self.bucket_slots * self.row_bytes + self.index_bytes * self.bucket_slots // (
+            self.num_slots
+        )
+        return max(self.index_bytes, bucket)
+
+
+def table_memory(capacity: int, dim: int, state_width: int, eviction: str) -> TableMemory:
+    """Memory of a table.
+
+    Args:
+        capacity: rows it must hold, at least 1.
+        dim: fp32 values a row.
+        state_width: fp32 values of optimizer state a row.
+        eviction: ``"lru"`` or ``"lfu"``.
+    """
+    buckets, bucket_slots = _C.geometry(capacity)
+    return TableMemory(
+        num_slots=buckets * bucket_slots,
+        bucket_slots=bucket_slots,
+        index_bytes=_C.index_bytes(capacity, eviction == "lfu"),
+        row_bytes=4 * (dim + state_width),
+    )
+
+
+def hbm_slots_for(memory: TableMemory, hbm_bytes: int | None) -> int:
+    """Slots whose rows lie in HBM when the table may take ``hbm_bytes`` there (None: all)."""
+    if hbm_bytes is None:
+        return memory.num_slots
+    return max(0, min(memory.num_slots, (hbm_bytes - memory.index_bytes) // memory.row_bytes))

@@ -1,0 +1,6 @@
+"""Planning: constraints that name backends, their costs beside those of stock kernels, the report."""
+
+from torchrec_hkv.planner.constraints import ParameterConstraints
+from torchrec_hkv.planner.planner import EmbeddingShardingPlanner
+
+__all__ = ["EmbeddingShardingPlanner", "ParameterConstraints"]

@@ -1,0 +1,196 @@
+"""TorchRec's planner, for models where backends serve some of the tables."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner as StockEmbeddingShardingPlanner
+from torchrec.distributed.planner.types import Enumerator, ShardingOption, Topology
+from torchrec.distributed.planner.types import ParameterConstraints as StockParameterConstraints
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.collective import on_leader
+from torchrec_hkv.planner.constraints import Assignment, assignments, translated
+from torchrec_hkv.planner.enumerator import BackendEnumerator
+from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
+from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
+from torchrec_hkv.sharding.sharders import (
+    BackendEmbeddingBagCollectionSharder,
+    get_default_sharders,
+)
+from torchrec_hkv.sharding.tables import check_config
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
+    """Plans where each table goes and which kernel or backend serves it.
+
+    Example::
+
+        constraints = {"user": ParameterConstraints(compute_kernels=["hkv"], options=HKVOptions())}
+        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+        plan = planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
+        print(plan)
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        constraints: dict[str, StockParameterConstraints] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            topology: of the ranks; TorchRec's guess when None.
+            batch_size: on each rank.
+            enumerator: None: it is this package's, which knows backends.
+            constraints: by table; compute kernels may name a backend.
+            kwargs: the other arguments of TorchRec's planner.
+
+        Raises:
+            ValueError: an enumerator was given, or a constraint is refused (see
+                :func:`torchrec_hkv.planner.constraints.assignments`).
+        """
+        if enumerator is not None:
+            raise ValueError(
+                f"The planner was given enumerator {type(enumerator).__name__}, which doesn't know "
+                "backends: leave it None."
+            )
+        self._assigned = assignments(constraints)
+        constraints = translated(constraints, self._assigned)
+        # TorchRec logs a report of its own, where all backends look alike; the plan prints ours.
+        kwargs.setdefault("stats", [])
+        super().__init__(
+            topology=topology, batch_size=batch_size, constraints=constraints, **kwargs
+        )
+        self._enumerator: BackendEnumerator = BackendEnumerator(
+            self._topology, self._batch_size, constraints, self._assigned
+        )
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Plans on this process alone.
+
+        Args:
+            module: the model.
+            sharders: :func:`torchrec_hkv.get_default_sharders`, or others with one for backends.
+
+        Raises:
+            ValueError: a table can't be served by the backend that its constraint names.
+            PlannerError: no plan fits.
+        """
+        self._check_model(module, sharders)
+        plan = super().plan(module, sharders)
+        options = {(option.path, option.name): option for option in self._best_plan or []}
+        plan = ShardingPlan(
+            {
+                path: self._module_plan(path, module_plan, options, sharders)
+                for path, module_plan in plan.plan.items()
+            }
+        )
+        logger.info("%s", plan)
+        return plan
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plans on rank 0 and gives every rank the plan, or the error.
+
+        Args:
+            module: the model.
+            sharders: :func:`torchrec_hkv.get_default_sharders` when None.
+            pg: the ranks, all of them when None.
+
+        Raises:
+            ValueError: as :meth:`plan`, on every rank.
+            PlannerError: likewise.
+        """
+        sharders = get_default_sharders() if sharders is None else sharders
+        return on_leader(lambda: self.plan(module, sharders), pg)
+
+    def _check_model(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
+        """Refuses constrained tables that aren't where a backend can serve them."""
+        by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+        found: set[str] = set()
+        pending = [("", module)]
+        while pending:
+            path, child = pending.pop()
+            sharder = by_type.get(sharder_name(type(child)))
+            if sharder is None:
+                prefix = f"{path}." if path else ""
+                pending.extend((prefix + name, m) for name, m in child.named_children())
+                continue
+            for table in sharder.shardable_parameters(child):
+                if table in self._assigned:
+                    found.add(table)
+                    self._check_table(table, path, child, sharder)
+        missing = sorted(set(self._assigned) - found)
+        if missing:
+            raise ValueError(
+                f"Tables {missing} are constrained to backends and the model has no such tables."
+            )
+
+    def _check_table(
+        self, table: str, path: str, module: nn.Module, sharder: ModuleSharder[nn.Module]
+    ) -> None:
+        assignment = self._assigned[table]
+        if isinstance(sharder, BackendEmbeddingBagCollectionSharder):
+            for config in module.embedding_bag_configs():
+                if config.name == table:
+                    check_config(config)
+        elif assignment.is_only_choice:
+            raise ValueError(
+                f"Table {table!r} is constrained to backend {assignment.backend!r} and belongs to "
+                f"{type(module).__name__} {path!r}, sharded by {type(sharder).__name__}: backends "
+                "serve tables of EmbeddingBagCollections, sharded by those of "
+                "torchrec_hkv.get_default_sharders()."
+            )
+
+    def _module_plan(
+        self,
+        path: str,
+        module_plan: dict[str, ParameterSharding],
+        options: dict[tuple[str, str], ShardingOption],
+        sharders: list[ModuleSharder[nn.Module]],
+    ) -> ReportedModulePlan:
+        shardings: dict[str, ParameterSharding] = {}
+        reports: dict[str, TableReport] = {}
+        fused_params = {
+            sharder_name(sharder.module_type): getattr(sharder, "fused_params", None)
+            for sharder in sharders
+        }
+        for table, sharding in module_plan.items():
+            option = options[path, table]
+            assignment: Assignment | None = self._assigned.get(table) if is_ours(option) else None
+            described = ""
+            if assignment is not None:
+                sharding = BackendParameterSharding.wrap(
+                    sharding, assignment.backend, assignment.options
+                )
+                described = registry.get(assignment.backend).describe(assignment.options)
+            shardings[table] = sharding
+            reports[table] = TableReport(
+                kernel=assignment.backend if assignment else option.compute_kernel,
+                sharding_type=option.sharding_type,
+                ranks=tuple(sharding.ranks or ()),
+                rows=tuple(shard.size[0] for shard in option.shards),
+                dim=option.tensor.shape[1],
+                bytes=tuple(
+                    self._enumerator.storage_estimator.table_bytes(
+                        option, fused_params[option.module_type_key]
+                    )
+                ),
+                options=described,
+            )
+        return ReportedModulePlan(shardings, reports)

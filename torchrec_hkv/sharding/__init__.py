@@ -1,0 +1,15 @@
+"""TorchRec's side of a table: sharders, sharded modules, input distribution, lookups, kernels."""
+
+from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
+from torchrec_hkv.sharding.sharders import (
+    BackendEmbeddingBagCollectionSharder,
+    get_default_sharders,
+)
+
+__all__ = [
+    "BackendEmbeddingBagCollection",
+    "BackendEmbeddingBagCollectionSharder",
+    "BackendParameterSharding",
+    "get_default_sharders",
+]

@@ -1,0 +1,69 @@
+"""What a batch must be before it is sent to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+_ID_DTYPES: frozenset[torch.dtype] = frozenset(
+    {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
+
+
+def prepare_features(
+    features: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig], *, is_weighted: bool
+) -> KeyedJaggedTensor:
+    """Checks a batch on the rank that got it, and widens its ids.
+
+    Args:
+        features: ids of any integer dtype up to int64; weights of any float dtype.
+        configs: of the collection's tables.
+        is_weighted: whether the collection is.
+
+    Returns:
+        The same bags, with int64 ids and, in a weighted collection, float32 weights; the object
+        itself where it is so already. Weights of a collection that is not weighted are dropped.
+
+    Raises:
+        ValueError: ids of another dtype, a missing feature, missing weights, or a batch size of
+            its own for a feature.
+    """
+    values = features.values()
+    if values.dtype not in _ID_DTYPES:
+        raise ValueError(
+            f"The ids have dtype {values.dtype}: they must be of an integer dtype, int64 or narrower."
+        )
+    keys = set(features.keys())
+    for config in configs:
+        for feature in config.feature_names:
+            if feature not in keys:
+                raise ValueError(
+                    f"Table {config.name!r} looks up feature {feature!r}, which the batch lacks: "
+                    f"it has {features.keys()}."
+                )
+    if features.variable_stride_per_key():
+        raise ValueError(
+            "The batch has a batch size of its own for each feature (variable stride per key), "
+            "which tables served by backends don't take yet: give all features the same batch size."
+        )
+    weights = features.weights_or_none()
+    if is_weighted and (weights is None or not weights.is_floating_point()):
+        raise ValueError(
+            "The collection is weighted and the batch has "
+            + ("no weights" if weights is None else f"weights of dtype {weights.dtype}")
+            + ": it must have weights of a float dtype."
+        )
+    wanted_weights = weights.float() if is_weighted else None
+    if values.dtype == torch.int64 and wanted_weights is weights:
+        return features
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=values.long(),
+        weights=wanted_weights,
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride=features.stride(),
+    )

@@ -1,0 +1,166 @@
+"""The compute kernel that TorchRec sees: a group of tables that one backend looks up and trains."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
+from torch import nn
+from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingType
+from torchrec.distributed.utils import append_prefix
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.protocol import GroupLookup, TableShard
+from torchrec_hkv.sharding.optimizer import RowOptimizer, initial_learning_rate, optimizer_spec
+from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
+from torchrec_hkv.sharding.tables import table_shard
+
+
+def placeholder(dim: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """The parameter that stands for a table whose rows come and go: no rows, ``dim`` columns.
+
+    It carries TorchRec's mark of a parameter that is trained in backward, so that
+    ``in_backward_optimizer_filter`` keeps it from dense optimizers.
+    """
+    parameter = nn.Parameter(torch.empty(0, dim, dtype=dtype, device=device))
+    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
+    return parameter
+
+
+class BackendEmbeddingBag(BaseBatchedEmbeddingBag[torch.Tensor], FusedOptimizerModule):
+    """Pooled tables of one backend, data type and pooling, on one rank."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        """
+        Args:
+            config: the group; each table's fused parameters carry its tag.
+            pg: the ranks.
+            device: of the tables, the CPU when None.
+            sharding_type: given where a mean arrives as a sum that TorchRec divides later.
+        """
+        super().__init__(config, pg, device, sharding_type)
+        device = device or torch.device("cpu")
+        shards = self._shards()
+        backend = registry.get(self._tags()[0].backend)
+        fused_params = without_tag(config.fused_params or {})
+        self._emb_module: GroupLookup = backend.create_lookup(
+            shards,
+            self._feature_table_map,
+            optimizer_spec(shards[0].name, fused_params),
+            device,
+        )
+        self._param_per_table = {
+            shard.name: placeholder(shard.dim, shard.dtype, device) for shard in shards
+        }
+        self._optim = RowOptimizer(
+            {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
+            initial_learning_rate(fused_params),
+        )
+
+    def _tags(self) -> list[TableTag]:
+        tags = [tag_of(table) for table in self._config.embedding_tables]
+        return [tag for tag in tags if tag is not None]
+
+    def _shards(self) -> list[TableShard]:
+        # What the base class worked out is the sharding's doing: a mean may have become a sum.
+        is_mean = self._pooling == PoolingMode.MEAN
+        return [
+            table_shard(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                data_type=self._config.data_type,
+                pooling=PoolingType.MEAN if is_mean else PoolingType.SUM,
+                sharding_type=None,
+                sizes=(table.local_rows, table.local_cols),
+                offsets=(row_offset, column_offset),
+                init_range=tag.init_range,
+                options=tag.options,
+            )
+            for table, tag, row_offset, column_offset in zip(
+                self._config.embedding_tables,
+                self._tags(),
+                self._row_offset,
+                self._col_offset,
+                strict=True,
+            )
+        ]
+
+    def forward(
+        self,
+        features: KeyedJaggedTensor,
+        vbe_output: torch.Tensor | None = None,
+        vbe_output_offsets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Looks up all features of the group.
+
+        Args:
+            features: int64 ids of the group's features, feature-major; weights where the
+                collection is weighted.
+            vbe_output: not used: batches of different sizes are refused before they come here.
+            vbe_output_offsets: likewise.
+
+        Returns:
+            ``[batch, sum of the features' dims]``.
+        """
+        weights = features.weights_or_none() if self._config.is_weighted else None
+        return self._emb_module(
+            features.values(),
+            features.offsets().long(),
+            None if weights is None else weights.float(),
+            features.stride(),
+            self._optim.learning_rate,
+        )
+
+    @property
+    def emb_module(self) -> GroupLookup:
+        """The backend's lookup of this group."""
+        return self._emb_module
+
+    @property
+    def fused_optimizer(self) -> RowOptimizer:
+        """Holds the learning rate."""
+        return self._optim
+
+    def split_embedding_weights(self) -> list[torch.Tensor]:
+        """Nothing that could be split: the rows are the backend's. Placeholders instead."""
+        return [parameter.detach() for parameter in self._param_per_table.values()]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The placeholders, by ``"{table}.weight"``."""
+        for name, parameter in self._param_per_table.items():
+            yield append_prefix(prefix, f"{name}.weight"), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: what a backend keeps is no buffer of the model's."""
+        yield from ()
+
+    def state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Adds nothing: the sharded collection exports whole tables (sharding/state.py)."""
+        return OrderedDict() if destination is None else destination
+
+

@@ -1,0 +1,170 @@
+"""TorchRec's description of a table, turned into what a backend is asked about: its shards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    PoolingType,
+    data_type_to_dtype,
+)
+
+from torchrec_hkv.backends.protocol import BackendOptions, TableShard
+
+#: Sharding types under which TorchRec sums over ranks and divides a mean afterwards.
+_SUMMED_OVER_RANKS: frozenset[str] = frozenset(
+    {
+        ShardingType.ROW_WISE.value,
+        ShardingType.TABLE_ROW_WISE.value,
+        ShardingType.GRID_SHARD.value,
+    }
+)
+
+
+def check_config(config: BaseEmbeddingConfig) -> None:
+    """Refuses what no backend can do with a table's config.
+
+    Raises:
+        ValueError: a size that is not positive, or a feature of stock tables that is not ours.
+    """
+    for field in ("num_embeddings", "embedding_dim"):
+        value = getattr(config, field)
+        if value < 1:
+            raise ValueError(f"Table {config.name!r} has {field}={value}: it must be at least 1.")
+    if config.use_virtual_table:
+        raise ValueError(
+            f"Table {config.name!r} has use_virtual_table=True, which only TorchRec's own virtual "
+            "table kernels serve: leave it False."
+        )
+    if config.num_embeddings_post_pruning is not None:
+        raise ValueError(
+            f"Table {config.name!r} has num_embeddings_post_pruning="
+            f"{config.num_embeddings_post_pruning}, which only stock kernels serve: leave it None."
+        )
+    init_range(config)
+
+
+def init_range(config: BaseEmbeddingConfig) -> tuple[float, float]:
+    """The lowest and highest initial value of a table's rows.
+
+    TorchRec fills in ``init_fn`` when none is given: ``uniform_`` between ``weight_init_min`` and
+    ``weight_init_max``, which in turn default to plus and minus ``num_embeddings ** -0.5``. Rows
+    that come and go are initialised one by one, so that no other function can be honoured.
+
+    Raises:
+        ValueError: the config has an ``init_fn`` of its own.
+    """
+    init_fn = config.init_fn
+    if (
+        isinstance(init_fn, functools.partial)
+        and init_fn.func is nn.init.uniform_
+        and not init_fn.args
+        and set(init_fn.keywords) <= {"a", "b"}
+    ):
+        return (float(init_fn.keywords.get("a", 0.0)), float(init_fn.keywords.get("b", 1.0)))
+    raise ValueError(
+        f"Table {config.name!r} has init_fn={init_fn}, which can't be called for rows that are made "
+        "one by one: give weight_init_min and weight_init_max instead."
+    )
+
+
+def table_shard(
+    *,
+    name: str,
+    num_embeddings: int,
+    embedding_dim: int,
+    data_type: DataType,
+    pooling: PoolingType,
+    sharding_type: str | None,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    init_range: tuple[float, float],
+    options: BackendOptions,
+) -> TableShard:
+    """One shard of a table.
+
+    Args:
+        name: the table's.
+        num_embeddings: rows over all ranks.
+        embedding_dim: columns over all ranks.
+        data_type: of the rows.
+        pooling: as the config says.
+        sharding_type: decides whether a mean arrives as a sum; None for the whole table.
+        sizes: rows and columns of the shard.
+        offsets: its first row and column.
+        init_range: lowest and highest initial value.
+        options: the backend's, for this table.
+    """
+    is_mean = pooling == PoolingType.MEAN and sharding_type not in _SUMMED_OVER_RANKS
+    return TableShard(
+        name=name,
+        capacity=sizes[0],
+        dim=sizes[1],
+        num_embeddings=num_embeddings,
+        embedding_dim=embedding_dim,
+        row_offset=offsets[0],
+        column_offset=offsets[1],
+        dtype=_dtype(data_type),
+        pooling="mean" if is_mean else "sum",
+        init_range=init_range,
+        options=options,
+    )
+
+
+def _dtype(data_type: DataType) -> torch.dtype:
+    return data_type_to_dtype(data_type)
+
+
+def config_shards(
+    config: BaseEmbeddingConfig,
+    pooling: PoolingType,
+    sharding_type: str | None,
+    sizes: Sequence[Sequence[int]],
+    offsets: Sequence[Sequence[int]],
+    options: BackendOptions,
+) -> list[TableShard]:
+    """All shards of a table, from its config.
+
+    Args:
+        config: the table's.
+        pooling: as the config says.
+        sharding_type: None for the whole table.
+        sizes: rows and columns of each shard.
+        offsets: first row and column of each.
+        options: the backend's, for this table.
+
+    Raises:
+        ValueError: the config has an ``init_fn`` of its own.
+    """
+    return [
+        table_shard(
+            name=config.name,
+            num_embeddings=config.num_embeddings,
+            embedding_dim=config.embedding_dim,
+            data_type=config.data_type,
+            pooling=pooling,
+            sharding_type=sharding_type,
+            sizes=size,
+            offsets=offset,
+            init_range=init_range(config),
+            options=options,
+        )
+        for size, offset in zip(sizes, offsets, strict=True)
+    ]
+
+
+def balanced_rows(num_embeddings: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Splits a capacity evenly. TorchRec splits into blocks of equal size, so that the last ranks
+    may get little or nothing, while ids that are routed by hash come to all ranks alike.
+
+    Returns:
+        Rows of each rank, and the first row of each.
+    """
+    bounds = [num_embeddings * rank // world_size for rank in range(world_size + 1)]
+    return [high - low for low, high in zip(bounds, bounds[1:], strict=False)], bounds[:-1]
