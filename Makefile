@@ -39,6 +39,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 DEVICE := $(if $(filter 1,$(TORCHREC_HKV_CUDA)),cuda,cpu)
 # Two processes; one where they would have to share a GPU.
 NPROC := $(if $(filter cuda1,$(DEVICE)$(GPUS)),1,2)
+THREADS := $(shell n=$$(($(MAX_JOBS) / $(NPROC))); echo $$((n < 1 ? 1 : n)))
 DEMO_ARGS :=
 TEST_ARGS :=
 
@@ -51,7 +52,7 @@ DATA := .data/$(RECBOLE)-py3-none-any.whl
 .PHONY: demo test build lint clean FORCE
 
 demo: $(EXTENSION) $(DATA)
-	$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) \
+	OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) \
 		examples/train_movielens.py --device $(DEVICE) $(DEMO_ARGS)
 
 test: $(EXTENSION)

@@ -116,6 +116,8 @@ def build(
         constraints={column.name: constraint(column, variant, seed) for column in log.columns},
     )
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    if dist.get_rank() == 0:
+        print(plan)
     sharded = DistributedModelParallel(model, plan=plan, sharders=sharders, device=device)
     set_stock_rows(sharded, log, variant, seed)
     return sharded

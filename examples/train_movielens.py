@@ -11,9 +11,11 @@ trained on, the last 20 % are the test. It runs in one process without torchrun,
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -113,8 +115,16 @@ def join_processes(device: str) -> torch.device:
     return torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
 
 
+def silence_advice() -> None:
+    """Leaves out what TorchRec and PyTorch advise their own developers."""
+    warnings.simplefilter("ignore", FutureWarning)
+    for name in ("torchrec", "torch.fx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def main() -> int:
     arguments = parse_arguments()
+    silence_advice()
     try:
         log = load(arguments)
     except DataError as error:

@@ -74,11 +74,12 @@ def load(
     folder = _Place(Path(path)).newest()
     metadata = dcp.FileSystemReader(folder).read_metadata()
     state = _state(model, None)
-    _check_match(folder, metadata, {f"model.{key}": value for key, value in state["model"].items()})
+    _check_match(folder, metadata, _flat("model", state["model"]))
     if optimizer is not None:
         _check_has_optimizer(folder, metadata)
         _initialise(optimizer)
         state["optimizer"] = optimizer.state_dict()
+        _check_match(folder, metadata, _flat("optimizer", state["optimizer"]))
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     if optimizer is not None:
@@ -139,8 +140,8 @@ def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) ->
     missing = [key for key in wanted if key not in saved]
     if missing:
         raise ValueError(
-            f"The checkpoint {folder} lacks {len(missing)} tensors of the model, the first being "
-            f"{missing[0]!r}: load it into the model it was saved from."
+            f"The checkpoint {folder} lacks {len(missing)} of the tensors to load, the first being "
+            f"{missing[0]!r}: load it into what it was saved from."
         )
     # World sizes first: at another one most shapes differ too.
     for key in sorted(wanted, key=lambda key: _SHARDS_PATTERN.search(key) is None):
@@ -157,8 +158,8 @@ def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) ->
                 "sharding type it was saved with."
             )
         raise ValueError(
-            f"In the checkpoint {folder}, {key!r} has shape {tuple(entry.size)} and in the model "
-            f"{tuple(value.size())}: load it into the model it was saved from."
+            f"In the checkpoint {folder}, {key!r} has shape {tuple(entry.size)} and here "
+            f"{tuple(value.size())}: load it into what it was saved from."
         )
 
 
@@ -173,8 +174,20 @@ def _initialise(optimizer: KeyedOptimizer) -> None:
     """Makes the lazy states of dense optimizers, which TorchRec loads in place."""
     for leaf in _leaves(optimizer):
         if isinstance(leaf, KeyedOptimizerWrapper) and not leaf.state:
-            leaf.init_state()
+            before = [parameter.detach().clone() for parameter in leaf.params.values()]
+            leaf.init_state()  # a step on zero gradients, in which weight decay would count
             leaf.zero_grad()
+            for parameter, value in zip(leaf.params.values(), before, strict=True):
+                parameter.detach().copy_(value)
+
+
+def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of nested mappings, by their path."""
+    leaves: dict[str, Any] = {}
+    for key, value in state.items():
+        path = f"{prefix}.{key}"
+        leaves.update(_flat(path, value) if isinstance(value, Mapping) else {path: value})
+    return leaves
 
 
 def _leaves(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:

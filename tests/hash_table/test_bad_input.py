@@ -1,0 +1,132 @@
+"""Bad input is refused with one sentence before anything changes."""
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, insert, lookup, random_ids
+from torchrec_hkv.hash_table import TableGroup, TableSpec
+
+
+@pytest.fixture
+def group():
+    return TableGroup([TableSpec("t", 100, 4, low=-1, high=1)], [0, 0], "sgd")
+
+
+IDS, OFFSETS = torch.arange(4), torch.tensor([0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "batch_size", "error", "match"),
+    [
+        (IDS.float(), OFFSETS, 2, TypeError, r"ids must be of dtype Long, but is of dtype Float"),
+        (IDS.int(), OFFSETS, 2, TypeError, r"ids must be of dtype Long, but is of dtype Int"),
+        (IDS.view(2, 2), OFFSETS, 2, ValueError, r"ids must have one dimension, but has shape"),
+        (IDS, OFFSETS.int(), 2, TypeError, r"offsets must be of dtype Long"),
+        (IDS, OFFSETS[:4], 2, ValueError, r"offsets must have 5 elements, but has 4"),
+        (IDS, OFFSETS, -1, ValueError, r"batch_size is -1, but must not be negative"),
+        (IDS, OFFSETS + 1, 2, ValueError, r"offsets must begin with 0, but begin with 1"),
+        (IDS, OFFSETS * 2, 2, ValueError, r"offsets must end with the number of ids, 4, but end"),
+        (
+            IDS,
+            torch.tensor([0, 3, 2, 3, 4]),
+            2,
+            ValueError,
+            r"offsets must not decrease, but go from 3 to 2 at bag 1",
+        ),
+    ],
+)
+def test_batches(group, ids, offsets, batch_size, error, match):
+    step = group.begin_step()
+    for call in (
+        lambda: group.find(ids, offsets, batch_size),
+        lambda: group.find_or_insert(ids, offsets, batch_size, step),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    assert group.counters()[0] == {
+        **dict.fromkeys(["lookups", "hits", "inserted", "evicted", "refused", "size"], 0),
+        "capacity": 100,
+    }
+
+
+def test_a_step_that_was_not_begun(group):
+    with pytest.raises(ValueError, match=r"step is 3, but must be from 1 to 0"):
+        group.find_or_insert(IDS, OFFSETS, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "match"),
+    [
+        (torch.rand(3), ValueError, r"weights must have 4 elements, but has 3"),
+        (torch.rand(4).double(), TypeError, r"weights must be of dtype Float, but is of dtype Dou"),
+    ],
+)
+def test_weights(group, weights, error, match):
+    with pytest.raises(error, match=match):
+        lookup(group, Bags(IDS, OFFSETS, 2), weights)
+
+
+def test_a_gradient_of_another_shape(group):
+    slots = insert(group, Bags(IDS, OFFSETS, 2))
+    counters = group._group.counters
+    update = torch.ops.torchrec_hkv.update_rows
+    args = (IDS, OFFSETS, None, slots, 2, False, 0.1)
+    with pytest.raises(ValueError, match=r"grad must have shape \[2, 8\], but has \[2, 7\]"):
+        update(counters, group.handle, torch.rand(2, 7), *args)
+
+
+def test_training_tables_without_an_optimizer():
+    group = TableGroup([TableSpec("t", 100, 4)], [0])
+    slots = insert(group, Bags.flat(IDS))
+    with pytest.raises(ValueError, match=r"built without an optimizer"):
+        torch.ops.torchrec_hkv.update_rows(
+            group._group.counters,
+            group.handle,
+            torch.rand(1, 4),
+            IDS,
+            torch.tensor([0, 4]),
+            None,
+            slots,
+            1,
+            False,
+            0.1,
+        )
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        (TableSpec("t", 0, 4), r"capacity is 0, but must be at least 1"),
+        (TableSpec("t", 10, 0), r"table 't': dim is 0, but must be from 1 to 2048"),
+        (TableSpec("t", 10, 2049), r"table 't': dim is 2049, but must be from 1 to 2048"),
+        (TableSpec("t", 10, 4, "fifo"), r"table 't': eviction is 'fifo', but must be 'lru' or"),
+        (TableSpec("t", 10, 4, low=1, high=0), r"initial rows from 1 to 0"),
+    ],
+)
+def test_impossible_tables(spec, match):
+    with pytest.raises(ValueError, match=match):
+        TableGroup([spec], [0])
+
+
+def test_impossible_groups():
+    spec = TableSpec("t", 10, 4)
+    with pytest.raises(ValueError, match=r"a feature names table 1, but the group has 1"):
+        TableGroup([spec], [1])
+    with pytest.raises(ValueError, match=r"at least one table"):
+        TableGroup([], [])
+    with pytest.raises(ValueError, match=r"optimizer is 'adam', but must be one of"):
+        TableGroup([spec], [0], "adam")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
+def test_a_device_that_is_not_there():
+    with pytest.raises(ValueError, match=r"no CUDA kernels"):
+        TableGroup([TableSpec("t", 10, 4)], [0], device="cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_ids_on_another_device():
+    group = TableGroup([TableSpec("t", 10, 4)], [0], device="cuda")
+    with pytest.raises(ValueError, match=r"ids must be on cuda:0, but is on cpu"):
+        insert(group, Bags.flat(random_ids(3)))

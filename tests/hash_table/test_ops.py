@@ -1,0 +1,76 @@
+"""The dispatcher ops have schemas, fakes and autograd formulas that PyTorch finds correct."""
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, insert, random_ids
+from torchrec_hkv.hash_table import TableGroup, TableSpec
+
+ops = torch.ops.torchrec_hkv
+
+
+@pytest.fixture
+def case(device_type):
+    group = TableGroup(
+        [TableSpec("a", 200, 4, low=-1, high=1), TableSpec("b", 200, 3, low=-1, high=1)],
+        [0, 1, 0],
+        "sgd",
+        device=device_type,
+    )
+    bags = Bags.random(3, 8, random_ids(50)).to(device_type)
+    return group, bags, insert(group, bags)
+
+
+def test_find(case):
+    group, bags, _ = case
+    torch.library.opcheck(ops.find, (group.handle, bags.ids, bags.offsets, 8))
+
+
+def test_find_or_insert(case):
+    group, bags, _ = case
+    args = (group._group.counters, group.handle, bags.ids, bags.offsets, 8, group.begin_step())
+    torch.library.opcheck(ops.find_or_insert, args)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_pooled_lookup(case, weighted):
+    group, bags, slots = case
+    anchor = torch.empty(0, device=bags.ids.device, requires_grad=True)
+    weights = None
+    if weighted:
+        weights = torch.rand(len(slots), device=anchor.device, requires_grad=True)
+    # A learning rate of 0, as the checks run the op several times and compare.
+    args = (anchor, group.handle, bags.ids, bags.offsets, weights, slots, 8, True, 0, 0.0)
+    torch.library.opcheck(ops.pooled_lookup, args)
+
+
+def test_weights_gradient(case):
+    group, bags, slots = case
+    grad = torch.randn(8, group.total_dim, device=bags.ids.device)
+    args = (group.handle, grad, bags.ids, bags.offsets, slots, 8, False)
+    torch.library.opcheck(ops.weights_gradient, args)
+
+
+def test_update_rows(case):
+    group, bags, slots = case
+    grad = torch.randn(8, group.total_dim, device=bags.ids.device)
+    counters = group._group.counters
+    args = (counters, group.handle, grad, bags.ids, bags.offsets, None, slots, 8, False, 0.0)
+    torch.library.opcheck(ops.update_rows, args)
+
+
+def test_initial_rows(device_type):
+    args = (random_ids(5).to(device_type), 6, 2, 11, -1.0, 1.0)
+    torch.library.opcheck(ops.initial_rows, args)
+
+
+def test_gradcheck_of_weights(case):
+    """The analytic gradient of the weights against differences, in float32."""
+    group, bags, slots = case
+    anchor = torch.empty(0, device=bags.ids.device)
+    weights = torch.rand(len(slots), device=bags.ids.device, requires_grad=True)
+
+    def pooled(w):
+        return group.pooled_lookup(anchor, bags.ids, bags.offsets, w, slots, 8, True, 0, 0.0)
+
+    assert torch.autograd.gradcheck(pooled, (weights,), eps=1e-2, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,57 @@
+"""What a forward found stays put until its backward, also when other batches are looked up between."""
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
+from torchrec_hkv.hash_table import TableGroup, TableSpec
+
+
+def make(eviction: str, device: str) -> TableGroup:
+    return TableGroup([TableSpec("t", 64, 2, eviction, low=-1, high=1)], [0], "sgd", device=device)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_rows_stay_until_the_backward(device_type, eviction):
+    group = make(eviction, device_type)
+    ids = random_ids(200).to(device_type)
+    out = lookup(group, Bags.flat(ids[:40]))
+    before = rows_by_id(group)
+    insert(group, Bags.flat(ids[40:100]))  # 24 places are free, the other 40 are pinned
+    assert group.counters()[0]["refused"] == 36
+    assert group.counters()[0]["evicted"] == 0
+    out.backward(torch.ones_like(out))
+    after = rows_by_id(group)
+    for id_ in ids[:40].tolist():
+        torch.testing.assert_close(after[id_], before[id_] - 0.1)
+    insert(group, Bags.flat(ids[100:164]))
+    assert rows_by_id(group).keys() == set(ids[100:164].tolist())
+
+
+def test_a_graph_dropped_without_backward_ends_the_pin(device_type):
+    group = make("lru", device_type)
+    ids = random_ids(128).to(device_type)
+    out = lookup(group, Bags.flat(ids[:64]))
+    del out
+    insert(group, Bags.flat(ids[64:]))
+    assert rows_by_id(group).keys() == set(ids[64:].tolist())
+
+
+def test_no_pin_without_grad(device_type):
+    group = make("lru", device_type)
+    ids = random_ids(128).to(device_type)
+    with torch.no_grad():
+        out = lookup(group, Bags.flat(ids[:64]))
+    assert not out.requires_grad
+    with torch.inference_mode():
+        lookup(group, Bags.flat(ids[:64]))
+    insert(group, Bags.flat(ids[64:]))
+    assert group.counters()[0]["refused"] == 0
+
+
+def test_a_graph_may_outlive_its_tables(device_type):
+    group = make("lru", device_type)
+    out = lookup(group, Bags.flat(random_ids(10).to(device_type)))
+    del group
+    with pytest.raises(ValueError, match=r"no table group has the handle"):
+        out.backward(torch.ones_like(out))

@@ -1,0 +1,90 @@
+"""Random batches of ids in CSR form, for tests of the hash table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table import TableGroup
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+def random_ids(n: int, generator: torch.Generator | None = None) -> Tensor:
+    """Ids over the whole int64 range, int64 ``[n]``."""
+    return torch.randint(INT64_MIN, INT64_MAX, (n,), generator=generator)
+
+
+@dataclasses.dataclass
+class Bags:
+    """A batch on one device.
+
+    Attributes:
+        ids: int64 ``[n]``.
+        offsets: int64 ``[features * batch_size + 1]``.
+        batch_size: bags a feature.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    batch_size: int
+
+    @staticmethod
+    def random(features: int, batch_size: int, pool: Tensor, longest: int = 5) -> Bags:
+        """Bags of 0 to ``longest`` ids drawn from ``pool`` with repetition."""
+        lengths = torch.randint(0, longest + 1, (features * batch_size,))
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+        ids = pool[torch.randint(0, len(pool), (int(offsets[-1]),))]
+        return Bags(ids, offsets, batch_size)
+
+    @staticmethod
+    def flat(ids: Tensor) -> Bags:
+        """One feature with one bag of all ids."""
+        ids = ids.contiguous()
+        return Bags(ids, torch.tensor([0, ids.numel()], device=ids.device), 1)
+
+    def to(self, device: str) -> Bags:
+        """The same on another device."""
+        return Bags(self.ids.to(device), self.offsets.to(device), self.batch_size)
+
+    def feature(self, index: int) -> tuple[Tensor, Tensor]:
+        """Ids and offsets (from 0) of one feature."""
+        bounds = self.offsets[index * self.batch_size : (index + 1) * self.batch_size + 1]
+        return self.ids[bounds[0] : bounds[-1]], bounds - bounds[0]
+
+
+def insert(group: TableGroup, bags: Bags) -> Tensor:
+    """Slots after a training lookup; rows are not pinned afterwards."""
+    step = group.begin_step()
+    return group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, step)
+
+
+def find(group: TableGroup, bags: Bags) -> Tensor:
+    """Slots, -1 where an id is not in its table."""
+    return group.find(bags.ids, bags.offsets, bags.batch_size)
+
+
+def lookup(
+    group: TableGroup,
+    bags: Bags,
+    weights: Tensor | None = None,
+    mean: bool = False,
+    learning_rate: float = 0.1,
+) -> Tensor:
+    """A training lookup, as the backend does it."""
+    anchor = torch.empty(0, device=bags.ids.device, requires_grad=True)
+    step = group.begin_step()
+    slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, step)
+    return group.pooled_lookup(
+        anchor, bags.ids, bags.offsets, weights, slots, bags.batch_size, mean, step, learning_rate
+    )
+
+
+def rows_by_id(group: TableGroup, table: int = 0) -> dict[int, Tensor]:
+    """What a table holds: id to row, on the CPU."""
+    state = group.export_table(table)
+    occupied = state.occupied.cpu()
+    ids = state.ids.cpu()[occupied].tolist()
+    return dict(zip(ids, state.rows.cpu()[occupied], strict=True))
