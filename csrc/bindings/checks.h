@@ -22,8 +22,8 @@ inline void check_vector(const at::Tensor& tensor, const char* name) {
 
 inline void check_length(const at::Tensor& tensor, const char* name, int64_t length) {
   check_vector(tensor, name);
-  TORCH_CHECK_VALUE(tensor.numel() == length, name, " must have ", length,
-                    " elements, but has ", tensor.numel(), ".");
+  TORCH_CHECK_VALUE(tensor.numel() == length, name, " must have ", length, " elements, but has ",
+                    tensor.numel(), ".");
 }
 
 }  // namespace torchrec_hkv::bindings

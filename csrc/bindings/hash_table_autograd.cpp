@@ -1,9 +1,8 @@
-// The autograd formula of pooled_lookup: its backward updates the rows. Step 0 stands for a lookup in
-// evaluation, whose rows are neither pinned nor updated.
+// The autograd formula of pooled_lookup: its backward updates the rows. Step 0 stands for a lookup
+// in evaluation, whose rows are neither pinned nor updated.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "bindings/hash_table_ops.h"
 #include "bindings/table_group.h"
 
 namespace torchrec_hkv::bindings {
@@ -32,11 +31,16 @@ struct StepPin : torch::CustomClassHolder {
 
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
   // `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
-  static Variable forward(AutogradContext* ctx, const Variable& /*anchor*/,
+  static Variable forward(AutogradContext* ctx, const Variable& anchor,
                           const std::optional<Variable>& weights, int64_t handle,
                           const Variable& ids, const Variable& offsets, const Variable& slots,
                           int64_t batch_size, bool mean, int64_t step, double learning_rate) {
-    const at::AutoDispatchBelowADInplaceOrView below;
+    static const auto lookup =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
+            .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
+                              const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
+                              int64_t, double)>();
     ctx->save_for_backward({ids, offsets, slots, weights.value_or(Variable())});
     ctx->saved_data["handle"] = handle;
     ctx->saved_data["batch_size"] = batch_size;
@@ -45,10 +49,11 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
     ctx->saved_data["training"] = step > 0;
     if (step > 0) {
-      ctx->saved_data["pin"] =
-          at::IValue::make_capsule(c10::make_intrusive<StepPin>(handle, step));
+      ctx->saved_data["pin"] = at::IValue::make_capsule(c10::make_intrusive<StepPin>(handle, step));
     }
-    return pool_rows(handle, ids, offsets, weights, slots, batch_size, mean);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, step,
+                       learning_rate);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -91,17 +96,15 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
 
 at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, const at::Tensor& ids,
                                   const at::Tensor& offsets,
-                                  const std::optional<at::Tensor>& weights,
-                                  const at::Tensor& slots, int64_t batch_size, bool mean,
-                                  int64_t step, double learning_rate) {
+                                  const std::optional<at::Tensor>& weights, const at::Tensor& slots,
+                                  int64_t batch_size, bool mean, int64_t step,
+                                  double learning_rate) {
   return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, step,
                              learning_rate);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(torchrec_hkv, Autograd, m) {
-  m.impl("pooled_lookup", &pooled_lookup_autograd);
-}
+TORCH_LIBRARY_IMPL(torchrec_hkv, Autograd, m) { m.impl("pooled_lookup", &pooled_lookup_autograd); }
 
 }  // namespace torchrec_hkv::bindings

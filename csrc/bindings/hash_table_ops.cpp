@@ -9,7 +9,6 @@
 #endif
 
 #include "bindings/checks.h"
-#include "bindings/hash_table_ops.h"
 #include "bindings/table_group.h"
 #include "hash_table/kernels.h"
 
@@ -22,14 +21,14 @@ using hash_table::Pooling;
 
 // Runs one of two calls, for the group's device.
 #ifdef TORCHREC_HKV_CUDA
-#define HKV_ON_DEVICE(device, cpu_call, cuda_call)                               \
-  if ((device).is_cuda()) {                                                      \
-    const c10::OptionalDeviceGuard guard(device);                                \
+#define HKV_ON_DEVICE(device, cpu_call, cuda_call)                                 \
+  if ((device).is_cuda()) {                                                        \
+    const c10::OptionalDeviceGuard guard(device);                                  \
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream((device).index()); \
-    cuda_call;                                                                   \
-  } else {                                                                       \
-    const int threads = at::get_num_threads();                                   \
-    cpu_call;                                                                    \
+    cuda_call;                                                                     \
+  } else {                                                                         \
+    const int threads = at::get_num_threads();                                     \
+    cpu_call;                                                                      \
   }
 #else
 #define HKV_ON_DEVICE(device, cpu_call, cuda_call) \
@@ -92,14 +91,13 @@ Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& w
   return Pooling{mean, weights->const_data_ptr<float>()};
 }
 
-Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad,
-                              int64_t batch_size) {
+Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad, int64_t batch_size) {
   check_dtype(grad, "grad", at::kFloat);
   check_device(grad, "grad", group.device());
-  TORCH_CHECK_VALUE(grad.dim() == 2 && grad.size(0) == batch_size &&
-                        grad.size(1) == group.total_dim(),
-                    "grad must have shape [", batch_size, ", ", group.total_dim(), "], but has ",
-                    grad.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      grad.dim() == 2 && grad.size(0) == batch_size && grad.size(1) == group.total_dim(),
+      "grad must have shape [", batch_size, ", ", group.total_dim(), "], but has ", grad.sizes(),
+      ".");
   TORCH_CHECK_VALUE(grad.is_contiguous(), "grad must be contiguous.");
   return Output<const float>{grad.const_data_ptr<float>(), group.total_dim()};
 }
@@ -130,8 +128,8 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
 }
 
 at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
-                            const at::Tensor& offsets, const at::Tensor& slots,
-                            int64_t batch_size, bool mean) {
+                            const at::Tensor& offsets, const at::Tensor& slots, int64_t batch_size,
+                            bool mean) {
   const TableGroup& group = TableGroup::from_handle(handle);
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   check_slots(group, slots, ids);
@@ -146,10 +144,9 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
   return result;
 }
 
-void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad,
-                 const at::Tensor& ids, const at::Tensor& offsets,
-                 const std::optional<at::Tensor>& weights, const at::Tensor& slots,
-                 int64_t batch_size, bool mean, double learning_rate) {
+void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
+                 const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
+                 const at::Tensor& slots, int64_t batch_size, bool mean, double learning_rate) {
   const TableGroup& group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group.device());
   TORCH_CHECK_VALUE(group.optimizer().kind != Optimizer::kNone,
@@ -164,8 +161,7 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad,
   at::Tensor scratch;
   if (group.device().is_cuda()) {
     const c10::OptionalDeviceGuard guard(group.device());
-    const size_t bytes =
-        hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots());
+    const size_t bytes = hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots());
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif
@@ -194,40 +190,28 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
   float* out = rows.data_ptr<float>();
   const auto width = static_cast<int32_t>(dim);
   const auto first = static_cast<int32_t>(column_offset);
-  HKV_ON_DEVICE(
-      ids.device(),
-      hash_table::cpu::initial_rows(init, in, ids.numel(), width, first, out, threads),
-      hash_table::cuda::initial_rows(init, in, ids.numel(), width, first, out, stream));
+  HKV_ON_DEVICE(ids.device(),
+                hash_table::cpu::initial_rows(init, in, ids.numel(), width, first, out, threads),
+                hash_table::cuda::initial_rows(init, in, ids.numel(), width, first, out, stream));
   return rows;
 }
 
-}  // namespace
-
-at::Tensor pool_rows(int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
-                     const std::optional<at::Tensor>& weights, const at::Tensor& slots,
-                     int64_t batch_size, bool mean) {
-  const TableGroup& group = TableGroup::from_handle(handle);
-  const Batch batch = make_batch(group, ids, offsets, batch_size);
-  check_slots(group, slots, ids);
-  const Pooling pooling = make_pooling(group, weights, mean, ids);
-  at::Tensor pooled =
-      at::empty({batch_size, group.total_dim()}, ids.options().dtype(at::kFloat));
-  const Output<float> out{pooled.data_ptr<float>(), group.total_dim()};
-  const int64_t* at = slots.const_data_ptr<int64_t>();
-  HKV_ON_DEVICE(
-      group.device(),
-      hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
-      hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, stream));
-  return pooled;
-}
-
-namespace {
-
+// Below autograd, `anchor`, `step` and `learning_rate` have nothing to say.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                          const at::Tensor& slots, int64_t batch_size, bool mean, int64_t /*step*/,
                          double /*learning_rate*/) {
-  return pool_rows(handle, ids, offsets, weights, slots, batch_size, mean);
+  const TableGroup& group = TableGroup::from_handle(handle);
+  const Batch batch = make_batch(group, ids, offsets, batch_size);
+  check_slots(group, slots, ids);
+  const Pooling pooling = make_pooling(group, weights, mean, ids);
+  at::Tensor pooled = at::empty({batch_size, group.total_dim()}, ids.options().dtype(at::kFloat));
+  const Output<float> out{pooled.data_ptr<float>(), group.total_dim()};
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  HKV_ON_DEVICE(group.device(),
+                hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
+                hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, stream));
+  return pooled;
 }
 
 }  // namespace
@@ -251,17 +235,19 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "-> Tensor");
 }
 
-#define HKV_REGISTER(m)                        \
-  m.impl("find", &find);                       \
-  m.impl("find_or_insert", &find_or_insert);   \
-  m.impl("pooled_lookup", &pooled_lookup);     \
+#define HKV_REGISTER(m)                          \
+  m.impl("find", &find);                         \
+  m.impl("find_or_insert", &find_or_insert);     \
+  m.impl("pooled_lookup", &pooled_lookup);       \
   m.impl("weights_gradient", &weights_gradient); \
-  m.impl("update_rows", &update_rows);         \
+  m.impl("update_rows", &update_rows);           \
   m.impl("initial_rows", &initial_rows);
 
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { HKV_REGISTER(m) }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
 #ifdef TORCHREC_HKV_CUDA
-TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) { HKV_REGISTER(m) }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
+  HKV_REGISTER(m)
+}
 #endif
 
 }  // namespace torchrec_hkv::bindings

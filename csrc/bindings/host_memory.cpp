@@ -15,8 +15,8 @@ at::Tensor pinned_floats(int64_t rows, int64_t columns, at::Device device) {
   const cudaError_t status = cudaHostAlloc(&memory, bytes, cudaHostAllocDefault);
   if (status != cudaSuccess) {
     cudaGetLastError();  // an allocation that failed must not fail the next launch check
-    TORCH_CHECK(false, "could not pin ", bytes, " bytes of host memory: ",
-                cudaGetErrorString(status), ".");
+    TORCH_CHECK(false, "could not pin ", bytes,
+                " bytes of host memory: ", cudaGetErrorString(status), ".");
   }
   return at::from_blob(memory, {rows, columns}, [](void* p) { cudaFreeHost(p); }, at::kFloat);
 #else

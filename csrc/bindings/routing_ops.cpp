@@ -27,8 +27,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bucketize(
     int64_t world_size, const std::optional<at::Tensor>& weights) {
   const at::Device device = values.device();
   TORCH_CHECK_TYPE(lengths.scalar_type() == at::kLong || lengths.scalar_type() == at::kInt,
-                   "lengths must be of an integer dtype, but are of dtype ",
-                   lengths.scalar_type(), ".");
+                   "lengths must be of an integer dtype, but are of dtype ", lengths.scalar_type(),
+                   ".");
   check_vector(lengths, "lengths");
   check_device(lengths, "lengths", device);
   check_dtype(values, "values", at::kLong);
@@ -57,7 +57,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bucketize(
   const at::Tensor in_weights = weights ? weights->contiguous() : at::Tensor();
   at::Tensor out_lengths = at::empty({world_size * lengths.numel()}, offsets.options());
   at::Tensor out_ids = at::empty_like(ids);
-  at::Tensor out_weights = at::empty({weights ? values.numel() : 0}, ids.options().dtype(at::kFloat));
+  at::Tensor out_weights =
+      at::empty({weights ? values.numel() : 0}, ids.options().dtype(at::kFloat));
   at::Tensor permute = at::empty_like(ids);
 
   const routing::Bags bags{ids.const_data_ptr<int64_t>(),

@@ -39,8 +39,8 @@ void check_config(const TableConfig& config, bool cuda) {
                     config.capacity, ", but must be at most 2^37.");
   TORCH_CHECK_VALUE(config.dim >= 1 && config.dim <= 2048, "table '", name, "': dim is ",
                     config.dim, ", but must be from 1 to 2048.");
-  TORCH_CHECK_VALUE(config.low <= config.high, "table '", name, "': initial rows from ",
-                    config.low, " to ", config.high, ", but the first must not be larger.");
+  TORCH_CHECK_VALUE(config.low <= config.high, "table '", name, "': initial rows from ", config.low,
+                    " to ", config.high, ", but the first must not be larger.");
   TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
                     config.column_offset, ", but must not be negative.");
   const int64_t slots = hash_table::geometry_of(config.capacity).num_slots();
@@ -52,8 +52,8 @@ void check_config(const TableConfig& config, bool cuda) {
 
 void check_tensor(const at::Tensor& tensor, const char* what, const std::string& table,
                   at::ScalarType dtype, at::IntArrayRef shape) {
-  TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype, "table '", table, "': ",
-                    what, " must be of dtype ", dtype, ", but is of ",
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype, "table '", table,
+                    "': ", what, " must be of dtype ", dtype, ", but is of ",
                     tensor.defined() ? toString(tensor.scalar_type()) : "none", ".");
   TORCH_CHECK_VALUE(tensor.sizes() == shape, "table '", table, "': ", what, " must have shape ",
                     shape, ", but has ", tensor.sizes(), ".");
@@ -138,8 +138,8 @@ TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
   const int64_t slots = memory.geometry.num_slots();
   const int64_t on_host = slots - config.hbm_slots;
   const int64_t width = state_width(optimizer_.kind);
-  memory.digests = at::empty({memory.geometry.num_buckets, kBucketDigests},
-                             options.dtype(at::kShort));
+  memory.digests =
+      at::empty({memory.geometry.num_buckets, kBucketDigests}, options.dtype(at::kShort));
   reset_digests(memory);
   // Empty slots are never read, but an export copies them: keep it free of other memory's contents.
   memory.ids = at::zeros({slots}, options.dtype(at::kLong));
@@ -179,8 +179,7 @@ TableView TableGroup::view_of(int64_t table) const {
   view.rows_host = memory.rows_host.data_ptr<float>();
   view.states_host = memory.states_host.data_ptr<float>();
   view.hbm_slots = config.hbm_slots;
-  view.counters =
-      reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
+  view.counters = reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
   view.first_slot = first_slots_[table];
   view.num_slots = memory.geometry.num_slots();
   view.num_buckets = static_cast<uint32_t>(memory.geometry.num_buckets);
@@ -225,8 +224,8 @@ hash_table::Steps TableGroup::steps(int64_t now) const {
 }
 
 void TableGroup::check_index(int64_t table) const {
-  TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "table is ", table,
-                    ", but the group has ", num_tables(), ".");
+  TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "table is ", table, ", but the group has ",
+                    num_tables(), ".");
 }
 
 at::Tensor TableGroup::occupied(int64_t table) const {
@@ -295,9 +294,8 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   split(memory.rows, memory.rows_host, state.rows);
   split(memory.states, memory.states_host, state.states);
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
-  const int64_t newest = slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max()
-                                     .item<int64_t>()
-                               : 0;
+  const int64_t newest =
+      slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
   std::lock_guard<std::mutex> lock(mutex_);
   clock_ = std::max(clock_, newest);
 }
@@ -319,8 +317,8 @@ int64_t TableGroup::hbm_bytes(int64_t table) const {
   check_index(table);
   if (device_.is_cpu()) return 0;
   const Memory& m = memory_[table];
-  return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
-         bytes_of(m.frequencies) + bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
+  return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) + bytes_of(m.frequencies) +
+         bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
 }
 
 int64_t TableGroup::host_bytes(int64_t table) const {

@@ -46,8 +46,8 @@ class TableGroup {
   TableGroup(const TableGroup&) = delete;
   TableGroup& operator=(const TableGroup&) = delete;
 
-  // Ops name a group by a number, since the dispatcher takes no other objects. Throws ValueError for
-  // a number that no living group has.
+  // Ops name a group by a number, since the dispatcher takes no other objects. Throws ValueError
+  // for a number that no living group has.
   static TableGroup& from_handle(int64_t handle);
   static TableGroup* find_handle(int64_t handle);  // null where there is none
   int64_t handle() const { return handle_; }

@@ -1,8 +1,9 @@
+#include "hash_table/find_cpu.h"
+
 #include <algorithm>
 
 #include "common/parallel.h"
 #include "hash_table/bucket_cpu.h"
-#include "hash_table/find_cpu.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -30,8 +31,7 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
     for (int k = 0; k < n; ++k) {
       masks[k] = match_digests(digest_line(table, choices[k].first), choices[k].digest);
       if (masks[k] != 0) {
-        const int64_t slot =
-            first_slot_of(table, choices[k].first) + __builtin_ctzll(masks[k]);
+        const int64_t slot = first_slot_of(table, choices[k].first) + __builtin_ctzll(masks[k]);
         __builtin_prefetch(&table.ids[slot]);
         if (kTouch) __builtin_prefetch(&table.last_steps[slot], 1);
       } else {

@@ -13,8 +13,7 @@ __global__ void __launch_bounds__(kThreads)
     find_kernel(const TableView* __restrict__ tables, Batch batch, uint32_t step,
                 int64_t* __restrict__ slots) {
   const int lane = threadIdx.x % kLineLanes;
-  const int64_t position =
-      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLineLanes;
+  const int64_t position = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLineLanes;
   const bool valid = position < batch.num_ids;
   const unsigned tile = 0xffu << (threadIdx.x % kWarp / kLineLanes * kLineLanes);
   int32_t table_index = -1;
@@ -29,8 +28,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int turn = 0; turn < 2; ++turn, bucket = choice.second) {
       const uint4 line = reinterpret_cast<const uint4*>(
           table.digests + static_cast<int64_t>(bucket) * kBucketDigests)[lane];
-      const int64_t base =
-          static_cast<int64_t>(bucket) * table.bucket_slots + lane * kLaneDigests;
+      const int64_t base = static_cast<int64_t>(bucket) * table.bucket_slots + lane * kLaneDigests;
       int64_t mine = kNoSlot;
       for (uint32_t mask = match_lane(line, choice.digest); mask; mask &= mask - 1) {
         const int64_t candidate = base + __ffs(static_cast<int>(mask)) - 1;
@@ -71,8 +69,8 @@ template <bool kTouch>
 void launch_find(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
                  cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  find_kernel<kTouch><<<grid_for(batch.num_ids * kLineLanes), kThreads, 0, stream>>>(
-      tables, batch, step, slots);
+  find_kernel<kTouch>
+      <<<grid_for(batch.num_ids * kLineLanes), kThreads, 0, stream>>>(tables, batch, step, slots);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -4,8 +4,8 @@
 // bucket. Both buckets are locked while the id is placed, and locks are taken and released within
 // one turn of the loop, so that no lane waits for another lane of its warp. Before it locks, a tile
 // looks whether an equal id of the batch has been placed meanwhile: a new id that fills half of a
-// batch costs one insertion, not a queue at its lock. An id is written before its digest, so whoever
-// sees the digest finds the id.
+// batch costs one insertion, not a queue at its lock. An id is written before its digest, so
+// whoever sees the digest finds the id.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
@@ -48,16 +48,15 @@ __device__ int64_t free_slot(const TableView& table, const LaneSlots& mine, bool
   const int free_first = __shfl_sync(tile, number, base);
   const int free_second = __shfl_sync(tile, number, base + kLineLanes);
   if (free_first + free_second == 0) return kNoSlot;
-  const bool take_first =
-      same_bucket || prefers_first(table.bucket_slots, free_first, free_second);
+  const bool take_first = same_bucket || prefers_first(table.bucket_slots, free_first, free_second);
   const bool candidate = free != 0 && (tile_lane < kLineLanes) == take_first;
   const int from = __ffs(static_cast<int>(__ballot_sync(tile, candidate))) - 1;
   return __shfl_sync(tile, mine.first_slot + __ffs(static_cast<int>(free)) - 1, from);
 }
 
 // The slot of the lowest score that is not pinned, or kNoSlot. Under both locks, buckets full.
-__device__ int64_t lowest_score(const TableView& table, const LaneSlots& mine,
-                                uint32_t pinned_from, unsigned tile) {
+__device__ int64_t lowest_score(const TableView& table, const LaneSlots& mine, uint32_t pinned_from,
+                                unsigned tile) {
   uint64_t lowest = ~0ull;
   int64_t slot = kNoSlot;
   for (int k = 0; k < mine.usable; ++k) {
@@ -96,8 +95,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_position =
       (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kWarp;
   const int64_t my_position = first_position + lane;
-  unsigned missing = __ballot_sync(
-      kAllLanes, my_position < batch.num_ids && slots[my_position] == kNoSlot);
+  unsigned missing =
+      __ballot_sync(kAllLanes, my_position < batch.num_ids && slots[my_position] == kNoSlot);
   const int tile_lane = lane % kTile;
   const unsigned tile = 0xffffu << (lane - tile_lane);
   while (missing) {
@@ -115,8 +114,8 @@ __global__ void __launch_bounds__(kThreads)
       const uint32_t bucket = tile_lane < kLineLanes ? choice.first : choice.second;
       const int line_lane = tile_lane % kLineLanes;
       LaneSlots mine;
-      mine.digests = table.digests + static_cast<int64_t>(bucket) * kBucketDigests +
-                     line_lane * kLaneDigests;
+      mine.digests =
+          table.digests + static_cast<int64_t>(bucket) * kBucketDigests + line_lane * kLaneDigests;
       mine.first_slot =
           static_cast<int64_t>(bucket) * table.bucket_slots + line_lane * kLaneDigests;
       mine.usable = max(0, min(kLaneDigests, table.bucket_slots - line_lane * kLaneDigests));

@@ -22,33 +22,34 @@ void find(const TableView* tables, const Batch& batch, int64_t* slots, int threa
 
 // The same for training: an id that is found is touched (step, frequency); one that is not takes a
 // free slot of its buckets, the one of the emptier bucket once the first is three quarters full;
-// where both are full, the place of the lowest score that is not pinned; where all are pinned, none:
-// kNoSlot, counted as refused. A new id's row is its initial row, its state zero. The same batch on
-// the same table gives the same slots whatever the number of threads.
+// where both are full, the place of the lowest score that is not pinned; where all are pinned,
+// none: kNoSlot, counted as refused. A new id's row is its initial row, its state zero. The same
+// batch on the same table gives the same slots whatever the number of threads.
 void find_or_insert(const TableView* tables, const Batch& batch, Steps steps, int64_t* slots,
                     int threads);
 
-// out[b, columns of f] = the reduced rows of bag (f, b). An id without a slot counts with its initial
-// row. A bag without ids gives zeros.
+// out[b, columns of f] = the reduced rows of bag (f, b). An id without a slot counts with its
+// initial row. A bag without ids gives zeros.
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<float> out, int threads);
 
 // weights_grad[i] = the dot product of row i with its bag's gradient (divided by the bag's length
 // under mean).
-void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots,
-                       bool mean, Output<const float> grad, float* weights_grad, int threads);
+void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
+                       Output<const float> grad, float* weights_grad, int threads);
 
 // Adds up the gradients of equal slots, then updates each row and its state once. Deterministic.
-void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
-                 Pooling pooling, Output<const float> grad, OptimizerConfig optimizer,
-                 float learning_rate, int threads);
+void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
+                 int threads);
 
 // out[i] = the initial row of ids[i], columns [column_offset, column_offset + dim).
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, int threads);
 
-// Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the number
-// of occupied slots that could not be found again: ids outside their buckets, or standing twice.
+// Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the
+// number of occupied slots that could not be found again: ids outside their buckets, or standing
+// twice.
 int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,
                         int32_t bucket_slots, uint16_t* digests);
 
@@ -65,18 +66,17 @@ void find_or_insert(const TableView* tables, const Batch& batch, Steps steps, in
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<float> out, cudaStream_t stream);
 
-void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots,
-                       bool mean, Output<const float> grad, float* weights_grad,
-                       cudaStream_t stream);
+void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
+                       Output<const float> grad, float* weights_grad, cudaStream_t stream);
 
 // Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots.
 size_t update_rows_scratch(int64_t num_ids, int64_t num_slots);
 
-// group_four_wide: all dims of the group are multiples of four. `scratch` must be aligned to 256 bytes.
-void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
-                 Pooling pooling, Output<const float> grad, OptimizerConfig optimizer,
-                 float learning_rate, int64_t num_slots, bool group_four_wide, void* scratch,
-                 cudaStream_t stream);
+// group_four_wide: all dims of the group are multiples of four. `scratch` must be aligned to 256
+// bytes.
+void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
+                 int64_t num_slots, bool group_four_wide, void* scratch, cudaStream_t stream);
 
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, cudaStream_t stream);

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kPrefetchAhead = 4;
 
-// Calls visit(feature, sample, table, first position, one past the last) for each bag in the range of
-// bag numbers feature * batch_size + sample.
+// Calls visit(feature, sample, table, first position, one past the last) for each bag in the range
+// of bag numbers feature * batch_size + sample.
 template <typename Visit>
 void for_each_bag(const TableView* tables, const Batch& batch, int64_t begin, int64_t end,
                   const Visit& visit) {
@@ -36,51 +36,51 @@ void prefetch_row(const TableView& table, const int64_t* slots, int64_t at, int6
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<float> out, int threads) {
   parallel_for(batch.num_features * batch.batch_size, 64, threads, [&](int64_t begin, int64_t end) {
-    for_each_bag(tables, batch, begin, end,
-                 [&](int32_t feature, int64_t sample, const TableView& table, int64_t first,
-                     int64_t last) {
-      float* to = out.data + sample * out.stride + batch.feature_columns[feature];
-      std::fill_n(to, table.dim, 0.0f);
-      const float bag_scale = pooling.mean && last > first ? 1.0f / (last - first) : 1.0f;
-      for (int64_t at = first; at < last; ++at) {
-        prefetch_row(table, slots, at + kPrefetchAhead, last);
-        const float scale = pooling.weights ? pooling.weights[at] * bag_scale : bag_scale;
-        if (slots[at] != kNoSlot) {
-          const float* row = table.row(slots[at] - table.first_slot);
-          for (int32_t c = 0; c < table.dim; ++c) to[c] += scale * row[c];
-        } else {
-          for (int32_t c = 0; c < table.dim; ++c) {
-            to[c] += scale * initial_value(table.initial_rows, batch.ids[at],
-                                           static_cast<uint32_t>(table.column_offset + c));
+    for_each_bag(
+        tables, batch, begin, end,
+        [&](int32_t feature, int64_t sample, const TableView& table, int64_t first, int64_t last) {
+          float* to = out.data + sample * out.stride + batch.feature_columns[feature];
+          std::fill_n(to, table.dim, 0.0f);
+          const float bag_scale = pooling.mean && last > first ? 1.0f / (last - first) : 1.0f;
+          for (int64_t at = first; at < last; ++at) {
+            prefetch_row(table, slots, at + kPrefetchAhead, last);
+            const float scale = pooling.weights ? pooling.weights[at] * bag_scale : bag_scale;
+            if (slots[at] != kNoSlot) {
+              const float* row = table.row(slots[at] - table.first_slot);
+              for (int32_t c = 0; c < table.dim; ++c) to[c] += scale * row[c];
+            } else {
+              for (int32_t c = 0; c < table.dim; ++c) {
+                to[c] += scale * initial_value(table.initial_rows, batch.ids[at],
+                                               static_cast<uint32_t>(table.column_offset + c));
+              }
+            }
           }
-        }
-      }
-    });
+        });
   });
 }
 
-void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots,
-                       bool mean, Output<const float> grad, float* weights_grad, int threads) {
+void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
+                       Output<const float> grad, float* weights_grad, int threads) {
   parallel_for(batch.num_features * batch.batch_size, 64, threads, [&](int64_t begin, int64_t end) {
-    for_each_bag(tables, batch, begin, end,
-                 [&](int32_t feature, int64_t sample, const TableView& table, int64_t first,
-                     int64_t last) {
-      const float* from = grad.data + sample * grad.stride + batch.feature_columns[feature];
-      const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
-      for (int64_t at = first; at < last; ++at) {
-        float dot = 0.0f;
-        if (slots[at] != kNoSlot) {
-          const float* row = table.row(slots[at] - table.first_slot);
-          for (int32_t c = 0; c < table.dim; ++c) dot += from[c] * row[c];
-        } else {
-          for (int32_t c = 0; c < table.dim; ++c) {
-            dot += from[c] * initial_value(table.initial_rows, batch.ids[at],
-                                           static_cast<uint32_t>(table.column_offset + c));
+    for_each_bag(
+        tables, batch, begin, end,
+        [&](int32_t feature, int64_t sample, const TableView& table, int64_t first, int64_t last) {
+          const float* from = grad.data + sample * grad.stride + batch.feature_columns[feature];
+          const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
+          for (int64_t at = first; at < last; ++at) {
+            float dot = 0.0f;
+            if (slots[at] != kNoSlot) {
+              const float* row = table.row(slots[at] - table.first_slot);
+              for (int32_t c = 0; c < table.dim; ++c) dot += from[c] * row[c];
+            } else {
+              for (int32_t c = 0; c < table.dim; ++c) {
+                dot += from[c] * initial_value(table.initial_rows, batch.ids[at],
+                                               static_cast<uint32_t>(table.column_offset + c));
+              }
+            }
+            weights_grad[at] = dot * bag_scale;
           }
-        }
-        weights_grad[at] = dot * bag_scale;
-      }
-    });
+        });
   });
 }
 
@@ -89,8 +89,7 @@ void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_
   parallel_for(n, 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       for (int32_t c = 0; c < dim; ++c) {
-        out[i * dim + c] =
-            initial_value(init, ids[i], static_cast<uint32_t>(column_offset + c));
+        out[i * dim + c] = initial_value(init, ids[i], static_cast<uint32_t>(column_offset + c));
       }
     }
   });

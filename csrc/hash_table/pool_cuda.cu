@@ -114,9 +114,8 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots,
-                       bool mean, Output<const float> grad, float* weights_grad,
-                       cudaStream_t stream) {
+void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
+                       Output<const float> grad, float* weights_grad, cudaStream_t stream) {
   const int64_t bags = batch.num_features * batch.batch_size;
   if (bags == 0) return;
   weights_grad_kernel<<<grid_for(bags * kWarp), kThreads, 0, stream>>>(tables, batch, slots, mean,

@@ -4,8 +4,8 @@
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
 // frequency, row and optimizer state lie in arrays of their own at the slot's number,
 // bucket * bucket_slots + position. Every id has two candidate buckets; nothing moves once placed,
-// so a slot number stays valid until its id is evicted. Emptiness is told by the digest, never by an
-// id: every 64-bit id is legal.
+// so a slot number stays valid until its id is evicted. Emptiness is told by the digest, never by
+// an id: every 64-bit id is legal.
 //
 // Slots of a group's tables are numbered through: slot + first_slot is unique in the group.
 #pragma once
@@ -76,9 +76,9 @@ HKV_HOST_DEVICE uint64_t eviction_score(const TableView& table, int64_t slot, ui
 
 // The ids of one call: feature-major bags of the features of a group, in CSR form.
 struct Batch {
-  const int64_t* ids;             // [offsets[num_features * batch_size]]
-  const int64_t* offsets;         // [num_features * batch_size + 1], nondecreasing
-  const int32_t* feature_tables;  // [num_features] table of each feature
+  const int64_t* ids;              // [offsets[num_features * batch_size]]
+  const int64_t* offsets;          // [num_features * batch_size + 1], nondecreasing
+  const int32_t* feature_tables;   // [num_features] table of each feature
   const int32_t* feature_columns;  // [num_features] first column of each feature in the output
   int32_t num_features;
   int64_t batch_size;
@@ -104,8 +104,8 @@ struct Batch {
   }
 };
 
-// Steps of training lookups. Rows touched at or after `pinned_from` belong to batches whose backward
-// is still to come: they are never evicted.
+// Steps of training lookups. Rows touched at or after `pinned_from` belong to batches whose
+// backward is still to come: they are never evicted.
 struct Steps {
   uint32_t now;
   uint32_t pinned_from;

@@ -100,42 +100,41 @@ void apply(const TableView& table, int64_t slot, const float* grad,
 
 }  // namespace
 
-void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
-                 Pooling pooling, Output<const float> grad, OptimizerConfig optimizer,
-                 float learning_rate, int threads) {
+void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
+                 int threads) {
   Partitions parts = partition_by_slot(batch, slots, threads);
   int32_t widest = 0;
   for (int32_t f = 0; f < batch.num_features; ++f) {
     widest = std::max(widest, tables[batch.feature_tables[f]].dim);
   }
-  parallel_for(static_cast<int64_t>(parts.starts.size()) - 1, 1, threads,
-               [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(widest);
-    for (int64_t p = begin; p < end; ++p) {
-      Occurrence* first = parts.entries.data() + parts.starts[p];
-      Occurrence* const last = parts.entries.data() + parts.starts[p + 1];
-      std::sort(first, last, [](const Occurrence& a, const Occurrence& b) {
-        return a.slot != b.slot ? a.slot < b.slot : a.position < b.position;
-      });
-      while (first != last) {
-        const int64_t slot = first->slot;
-        const TableView& table =
-            tables[batch.feature_tables[first->bag / batch.batch_size]];
-        std::fill_n(sum.data(), table.dim, 0.0f);
-        for (; first != last && first->slot == slot; ++first) {
-          const int64_t feature = first->bag / batch.batch_size;
-          const int64_t sample = first->bag - feature * batch.batch_size;
-          const float* from = grad.data + sample * grad.stride + batch.feature_columns[feature];
-          float scale = pooling.weights ? pooling.weights[first->position] : 1.0f;
-          if (pooling.mean) {
-            scale *= 1.0f / (batch.offsets[first->bag + 1] - batch.offsets[first->bag]);
+  parallel_for(
+      static_cast<int64_t>(parts.starts.size()) - 1, 1, threads, [&](int64_t begin, int64_t end) {
+        std::vector<float> sum(widest);
+        for (int64_t p = begin; p < end; ++p) {
+          Occurrence* first = parts.entries.data() + parts.starts[p];
+          Occurrence* const last = parts.entries.data() + parts.starts[p + 1];
+          std::sort(first, last, [](const Occurrence& a, const Occurrence& b) {
+            return a.slot != b.slot ? a.slot < b.slot : a.position < b.position;
+          });
+          while (first != last) {
+            const int64_t slot = first->slot;
+            const TableView& table = tables[batch.feature_tables[first->bag / batch.batch_size]];
+            std::fill_n(sum.data(), table.dim, 0.0f);
+            for (; first != last && first->slot == slot; ++first) {
+              const int64_t feature = first->bag / batch.batch_size;
+              const int64_t sample = first->bag - feature * batch.batch_size;
+              const float* from = grad.data + sample * grad.stride + batch.feature_columns[feature];
+              float scale = pooling.weights ? pooling.weights[first->position] : 1.0f;
+              if (pooling.mean) {
+                scale *= 1.0f / (batch.offsets[first->bag + 1] - batch.offsets[first->bag]);
+              }
+              for (int32_t c = 0; c < table.dim; ++c) sum[c] += scale * from[c];
+            }
+            apply(table, slot - table.first_slot, sum.data(), optimizer, learning_rate);
           }
-          for (int32_t c = 0; c < table.dim; ++c) sum[c] += scale * from[c];
         }
-        apply(table, slot - table.first_slot, sum.data(), optimizer, learning_rate);
-      }
-    }
-  });
+      });
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -1,6 +1,6 @@
 // The backward on the GPU: one radix sort of (slot, position) brings equal slots together; the warp
-// that stands at the first of a run adds up the run's gradients in the order of the batch and updates
-// the row once. No gradient is stored for each id. Deterministic.
+// that stands at the first of a run adds up the run's gradients in the order of the batch and
+// updates the row once. No gradient is stored for each id. Deterministic.
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
@@ -97,10 +97,9 @@ __device__ Columns<kWidth> sum_run(const Run& run, const Batch& batch, const Poo
 
 // Rows wider than a warp's registers are summed twice: once for the squares, once for the update.
 template <int kWidth>
-__device__ void update_row(const TableView& table, int64_t slot, const Run& run,
-                           const Batch& batch, const Pooling& pooling,
-                           const Output<const float>& grad, const OptimizerConfig& optimizer,
-                           float learning_rate) {
+__device__ void update_row(const TableView& table, int64_t slot, const Run& run, const Batch& batch,
+                           const Pooling& pooling, const Output<const float>& grad,
+                           const OptimizerConfig& optimizer, float learning_rate) {
   const int lane = threadIdx.x % kWarp;
   const bool one_pass = table.dim <= kWarp * kWidth;
   Columns<kWidth> sum = Columns<kWidth>::zero();
@@ -176,10 +175,9 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_slots) {
   return layout(num_ids, num_slots, nullptr, &scratch);
 }
 
-void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
-                 Pooling pooling, Output<const float> grad, OptimizerConfig optimizer,
-                 float learning_rate, int64_t num_slots, bool group_four_wide, void* memory,
-                 cudaStream_t stream) {
+void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
+                 int64_t num_slots, bool group_four_wide, void* memory, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   Scratch scratch;
   layout(batch.num_ids, num_slots, static_cast<char*>(memory), &scratch);
@@ -190,9 +188,9 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
       batch, slots, no_slot, scratch.keys_in, scratch.positions_in, scratch.bags);
   HKV_CUDA_CHECK_LAUNCH();
   HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
-      scratch.sort, scratch.sort_bytes, static_cast<const uint64_t*>(scratch.keys_in),
-      scratch.keys, static_cast<const uint32_t*>(scratch.positions_in), scratch.positions,
-      batch.num_ids, 0, bits, stream));
+      scratch.sort, scratch.sort_bytes, static_cast<const uint64_t*>(scratch.keys_in), scratch.keys,
+      static_cast<const uint32_t*>(scratch.positions_in), scratch.positions, batch.num_ids, 0, bits,
+      stream));
   update_kernel<<<grid_for(batch.num_ids * kWarp), kThreads, 0, stream>>>(
       tables, batch, pooling, grad, optimizer, learning_rate, no_slot, group_four_wide,
       scratch.keys, scratch.positions, scratch.bags);

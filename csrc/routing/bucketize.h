@@ -1,9 +1,9 @@
 // Row-wise input distribution: sends each id to the rank that owns it.
 //
-// Static and dynamic features go through one call, so that they share one all-to-all. A feature with
-// a block size of 0 is hashed: the id stays as it is and goes to owner_rank(id). Any other block size
-// is TorchRec's contiguous blocks: row r goes to rank r / block as row r % block (FBGEMM's
-// block_bucketize_sparse_features, ids past the last block included).
+// Static and dynamic features go through one call, so that they share one all-to-all. A feature
+// with a block size of 0 is hashed: the id stays as it is and goes to owner_rank(id). Any other
+// block size is TorchRec's contiguous blocks: row r goes to rank r / block as row r % block
+// (FBGEMM's block_bucketize_sparse_features, ids past the last block included).
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,8 @@ struct Bags {
   int64_t batch_size;
 };
 
-// Outputs, rank-major: bag b of rank r is number r * num_bags + b. The ids of a bag keep their order.
+// Outputs, rank-major: bag b of rank r is number r * num_bags + b. The ids of a bag keep their
+// order.
 struct Bucketized {
   int64_t* ids;
   float* weights;    // null: none

@@ -74,8 +74,8 @@ void count(const Bags& bags, int32_t world_size, int64_t* lengths, cudaStream_t 
 void scatter(const Bags& bags, int32_t world_size, const int64_t* starts, Bucketized out,
              cudaStream_t stream) {
   if (bags.num_bags == 0) return;
-  bucketize_kernel<true><<<warps_grid(bags.num_bags), kThreads, 0, stream>>>(
-      bags, world_size, nullptr, starts, out);
+  bucketize_kernel<true>
+      <<<warps_grid(bags.num_bags), kThreads, 0, stream>>>(bags, world_size, nullptr, starts, out);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -56,7 +56,9 @@ def refused(change, match):
     with pytest.raises(ValueError, match=match):
         target.load_table(0, change(source.export_table(0)))
     after = target.export_table(0)
-    assert all(torch.equal(a, b) for a, b in zip(vars(before).values(), vars(after).values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(vars(before).values(), vars(after).values(), strict=True)
+    )
 
 
 def test_another_shape_is_refused():

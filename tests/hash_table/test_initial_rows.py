@@ -1,4 +1,4 @@
-"""The initial row is a pure function of (seed, table name, id, column), the same on both devices."""
+"""The initial row is a pure function of (seed, table, id, column), the same on both devices."""
 
 import hashlib
 

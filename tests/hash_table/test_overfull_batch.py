@@ -1,5 +1,5 @@
-"""A batch with more distinct ids than the table: the table fills, the others are refused, counted and
-looked up by their initial rows."""
+"""A batch with more distinct ids than the table: the table fills, the others are refused, counted
+and looked up by their initial rows."""
 
 import pytest
 import torch

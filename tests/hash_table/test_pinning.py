@@ -1,4 +1,4 @@
-"""What a forward found stays put until its backward, also when other batches are looked up between."""
+"""What a forward found stays put until its backward, also when other batches come between."""
 
 import pytest
 import torch

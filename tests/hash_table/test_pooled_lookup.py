@@ -65,7 +65,9 @@ def test_evaluation_gives_missing_ids_their_initial_rows_and_changes_nothing(dev
     assert torch.equal(out, rows)
     assert not out.requires_grad
     after = group.export_table(0)
-    assert all(torch.equal(a, b) for a, b in zip(vars(before).values(), vars(after).values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(vars(before).values(), vars(after).values(), strict=True)
+    )
     assert group.counters()[0]["lookups"] == 50
 
 

@@ -50,6 +50,8 @@ def make_fbgemm(specs, features, optimizer, mean, device, names):
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equal_to_fbgemm(device_type, optimizer, mean, weighted):
+    if device_type == "cpu" and mean and weighted:
+        pytest.skip("FBGEMM's CPU backward of a weighted mean does not divide by the length")
     specs = [
         TableSpec(f"t{dim}", 100, dim, low=-0.5, high=0.5) for dim in (4, 64, 132, 8)
     ]  # FBGEMM's GPU kernels take multiples of four
@@ -79,17 +81,25 @@ def test_equal_to_fbgemm(device_type, optimizer, mean, weighted):
 @pytest.mark.parametrize("dim", [1, 3, 7, 130, 513, 2048])
 @pytest.mark.parametrize("optimizer", list(FBGEMM))
 def test_any_dim_against_the_formula(device_type, dim, optimizer):
-    group = TableGroup([TableSpec("t", 100, dim, low=-1, high=1)], [0], optimizer, 1e-8, device_type)
+    """A weighted mean, in float64."""
+    group = TableGroup(
+        [TableSpec("t", 100, dim, low=-1, high=1)], [0], optimizer, 1e-8, device_type
+    )
     pool = random_ids(20)
     rows = initial_rows(pool, dim, table="t", low=-1, high=1).double()
     states = torch.zeros(20, dtype=torch.double)
     for _ in range(3):
         bags = Bags.random(1, 40, torch.arange(20))
         ours = Bags(pool[bags.ids], bags.offsets, 40).to(device_type)
-        grad = torch.randn(40, dim)
-        lookup(group, ours, learning_rate=0.05).backward(grad.to(device_type))
-        bag_of = torch.repeat_interleave(torch.arange(40), bags.offsets.diff())
-        summed = torch.zeros(20, dim).double().index_add_(0, bags.ids, grad.double()[bag_of])
+        grad, weights = torch.randn(40, dim), torch.rand(len(bags.ids))
+        out = lookup(group, ours, weights.to(device_type), mean=True, learning_rate=0.05)
+        out.backward(grad.to(device_type))
+        lengths = bags.offsets.diff()
+        bag_of = torch.repeat_interleave(torch.arange(40), lengths)
+        scale = (weights.double() / lengths[bag_of]).unsqueeze(1)
+        summed = (
+            torch.zeros(20, dim).double().index_add_(0, bags.ids, grad.double()[bag_of] * scale)
+        )
         if optimizer == "sgd":
             rows -= 0.05 * summed
         else:

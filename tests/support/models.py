@@ -15,11 +15,10 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.support import bucketize_stand_in, toy_backend
+from tests.support import toy_backend
 from torchrec_hkv import EmbeddingShardingPlanner, get_default_sharders
 
 toy_backend.install()
-bucketize_stand_in.install()
 
 
 class Model(nn.Module):

@@ -268,8 +268,8 @@ class HKVBackend(Backend):
         )
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
-        # A lookup reads an id's line of digests and its id besides the row: about half as much again
-        # for the rows of 256 to 512 bytes that are usual.
+        # A lookup reads an id's line of digests and its id besides the row: about half as much
+        # again for the rows of 256 to 512 bytes that are usual.
         return (hbm_bw if device_type == "cuda" else host_bw) / 1.5
 
     @staticmethod

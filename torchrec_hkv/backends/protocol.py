@@ -148,7 +148,8 @@ class Backend(abc.ABC):
     #: TorchRec sharding types (``ShardingType.….value``) of pooled tables.
     sharding_types: ClassVar[tuple[str, ...]]
     #: How an id finds its rank under row-wise sharding: ``"hashed"`` takes any int64 and routes by
-    #: :func:`torchrec_hkv.hash_table.owner_rank`; ``"block"`` takes row numbers in contiguous blocks.
+    #: :func:`torchrec_hkv.hash_table.owner_rank`; ``"block"`` takes row numbers in contiguous
+    #: blocks.
     routing: ClassVar[Literal["hashed", "block"]]
 
     @abc.abstractmethod
@@ -173,8 +174,11 @@ class Backend(abc.ABC):
     def state_spec(
         self, shard: TableShard, optimizer: OptimizerSpec | None
     ) -> dict[str, TensorSpec]:
-        """The tensors that hold one shard's state. Their first dimensions are stacked over ranks
-        in ``state_dict``, so they must depend on nothing but the shard. ``"weight"`` is the rows."""
+        """The tensors that hold one shard's state; ``"weight"`` is the rows.
+
+        Their first dimensions are stacked over ranks in ``state_dict``, so they must depend on
+        nothing but the shard.
+        """
 
     @abc.abstractmethod
     def create_lookup(

@@ -157,8 +157,8 @@ class TableGroup:
     def find_or_insert(self, ids: Tensor, offsets: Tensor, batch_size: int, step: int) -> Tensor:
         """As :meth:`find`, and inserts missing ids with their initial rows.
 
-        An id finds no place, and gets -1, where both of its buckets are full of ids that were looked
-        up in this step or in one whose backward is still to come.
+        An id finds no place, and gets -1, where both of its buckets are full of ids that were
+        looked up in this step or in one whose backward is still to come.
         """
         counters = self._group.counters
         return _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, step)

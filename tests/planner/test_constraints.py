@@ -1,0 +1,92 @@
+"""Constraints that can't be met are refused with one sentence, when the planner is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec.distributed.planner import ParameterConstraints as StockParameterConstraints
+from torchrec.modules.embedding_configs import DataType
+
+from tests.support.models import topology
+from tests.support.toy_backend import ToyOptions
+from torchrec_hkv import EmbeddingShardingPlanner, HKVOptions, ParameterConstraints
+from torchrec_hkv.planner.constraints import assignments, translated
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (
+            {"compute_kernels": ["hkw"]},
+            r"compute kernel 'hkw', which is neither a registered backend \(\[.*'hkv'.*\]\)",
+        ),
+        ({"compute_kernels": ["customized_kernel"]}, "compute kernel 'customized_kernel'"),
+        ({"compute_kernels": ["hkv", "toy"]}, "allowed is one"),
+        (
+            {"compute_kernels": ["toy"], "options": HKVOptions()},
+            "backend 'toy' and has options HKVOptions: that backend takes ToyOptions",
+        ),
+        (
+            {"compute_kernels": ["hkv"], "options": ToyOptions()},
+            "backend 'hkv' and has options ToyOptions: that backend takes HKVOptions",
+        ),
+        ({"compute_kernels": ["fused"], "options": HKVOptions()}, "no backend that would take"),
+        ({"options": HKVOptions()}, "no backend that would take"),
+        (
+            {"compute_kernels": ["toy"], "sharding_types": ["column_wise"]},
+            r"'column_wise' on backend 'toy': allowed are \['row_wise', 'table_wise'\]",
+        ),
+        (
+            {"compute_kernels": ["toy"], "sharding_types": ["data_parallel", "grid_shard"]},
+            "'data_parallel' on backend 'toy'",
+        ),
+        ({"compute_kernels": ["toy"], "enforce_hbm": True}, "enforce_hbm=True"),
+        ({"compute_kernels": ["toy"], "stochastic_rounding": True}, "stochastic_rounding=True"),
+        ({"compute_kernels": ["toy"], "use_virtual_table": True}, "use_virtual_table=True"),
+        ({"compute_kernels": ["toy"], "output_dtype": DataType.FP16}, "output_dtype="),
+    ],
+)
+def test_refused(constraint, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        EmbeddingShardingPlanner(
+            topology=topology(2, CPU), constraints={"t": ParameterConstraints(**constraint)}
+        )
+    assert "Table 't'" in str(refusal.value)
+    assert str(refusal.value).count("\n") == 0
+
+
+def test_an_enumerator_of_the_users_is_refused():
+    with pytest.raises(ValueError, match="doesn't know backends: leave it None"):
+        EmbeddingShardingPlanner(topology=topology(2, CPU), enumerator=object())
+
+
+def test_backends_become_the_kernel_that_torchrec_knows():
+    options = ToyOptions(seed=4)
+    constraints = {
+        "ours": ParameterConstraints(compute_kernels=["toy"], options=options),
+        "either": ParameterConstraints(compute_kernels=["fused", "toy"]),
+        "stock": StockParameterConstraints(compute_kernels=["fused"]),
+        "free": StockParameterConstraints(),
+    }
+    assigned = assignments(constraints)
+    assert set(assigned) == {"ours", "either"}
+    assert assigned["ours"].options == options
+    assert assigned["ours"].is_only_choice
+    assert assigned["either"].options == ToyOptions()
+    assert not assigned["either"].is_only_choice
+    kernels = {name: c.compute_kernels for name, c in translated(constraints, assigned).items()}
+    assert kernels == {
+        "ours": ["customized_kernel"],
+        "either": ["fused", "customized_kernel"],
+        "stock": ["fused"],
+        "free": None,
+    }
+    assert constraints["ours"].compute_kernels == ["toy"]
+
+
+def test_options_count_in_the_hash():
+    made = [ParameterConstraints(options=ToyOptions(seed=seed)) for seed in (1, 1, 2)]
+    assert hash(made[0]) == hash(made[1])
+    assert hash(made[0]) != hash(made[2])

@@ -1,0 +1,68 @@
+"""What the planner counts for a table on a backend: what it takes, and stock buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec import EmbeddingBagConfig
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.optim import RowWiseAdagrad
+
+from tests.support.models import make_model, topology
+from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, backends
+from torchrec_hkv.backends import OptimizerSpec
+from torchrec_hkv.compat import stock_table_bytes
+from torchrec_hkv.planner.options import is_ours, shards_of
+from torchrec_hkv.sharding.sharders import get_default_sharders
+
+
+@pytest.mark.parametrize("planned_for", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["toy", "hkv"])
+@pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
+def test_tables_and_buffers(planned_for, backend, sharding_type):
+    table = EmbeddingBagConfig(
+        name="t", num_embeddings=1000, embedding_dim=16, feature_names=["f"]
+    )
+    model = make_model([table], RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6})
+    constraint = ParameterConstraints(
+        compute_kernels=[backend, "fused"], sharding_types=[sharding_type]
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=topology(2, torch.device(planned_for)), constraints={"t": constraint}
+    )
+    options = planner._enumerator.enumerate(model, get_default_sharders())
+    (ours,) = [option for option in options if is_ours(option)]
+    (stock,) = [option for option in options if option.compute_kernel == "fused"]
+    shards = shards_of(ours, planner._assigned["t"])
+    for mine, theirs, counted, shard in zip(
+        ours.shards, stock.shards, stock_table_bytes(stock), shards, strict=True
+    ):
+        taken = backends.get(backend).storage(
+            shard, OptimizerSpec("rowwise_adagrad", 1e-6), planned_for
+        )
+        # Stock: rows and optimizer state, and buffers, all in one memory.
+        is_cpu = planned_for == "cpu"
+        buffers = (theirs.storage.ddr if is_cpu else theirs.storage.hbm) - counted
+        assert counted == shard.capacity * 16 * 4 + shard.capacity * 4
+        assert mine.storage.hbm == taken.hbm + (0 if is_cpu else buffers)
+        assert mine.storage.ddr == taken.host + (buffers if is_cpu else 0)
+        assert mine.perf.total > 0
+
+
+def test_stock_tables_are_counted_as_torchrec_does():
+    tables = [
+        EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["f"]),
+        EmbeddingBagConfig(name="s", num_embeddings=100, embedding_dim=8, feature_names=["g"]),
+    ]
+    planner = EmbeddingShardingPlanner(
+        topology=topology(2, torch.device("cpu")),
+        constraints={"t": ParameterConstraints(compute_kernels=["toy"])},
+    )
+    options = planner._enumerator.enumerate(make_model(tables), get_default_sharders())
+    stock = [option for option in options if option.name == "s"]
+    before = [(shard.storage, shard.perf) for option in stock for shard in option.shards]
+    assert issubclass(type(planner._enumerator.storage_estimator), EmbeddingStorageEstimator)
+    alone = EmbeddingShardingPlanner(topology=topology(2, torch.device("cpu")))
+    free = alone._enumerator.enumerate(make_model(tables), get_default_sharders())
+    stock_alone = [option for option in free if option.name == "s"]
+    assert before == [(s.storage, s.perf) for option in stock_alone for s in option.shards]

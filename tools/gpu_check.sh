@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# On a machine with one or more GPUs, in one call: builds with CUDA, runs the GPU tests, and trains the
+# main example on one GPU and on all of them.
+#
+#   tools/gpu_check.sh [FOLDER] [pytest arguments]
+#
+# FOLDER (default: build/gpu_check) gets the logs and the example's figures as JSON. The Python on PATH
+# must have torch for CUDA, TorchRec, fbgemm-gpu, pybind11 and pytest; where .gpu/activate.sh exists, it
+# is sourced first, and wheels in .gpu/wheels are added, for machines that reach no package index.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+out=${1:-build/gpu_check}
+shift || true
+mkdir -p "$out"
+status=0
+
+if [[ -f .gpu/activate.sh ]]; then
+  # shellcheck disable=SC1091
+  . .gpu/activate.sh
+fi
+if compgen -G '.gpu/wheels/*.whl' >/dev/null; then
+  site=$(mktemp -d)
+  python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" .gpu/wheels/*.whl
+  export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+step() { # step NAME COMMAND...: runs it, keeps its log, says how long it took
+  local name=$1 begin=$SECONDS
+  shift
+  "$@" >"$out/$name.log" 2>&1
+  local code=$?
+  echo "== $name: exit $code, $((SECONDS - begin)) s"
+  if ((code)); then
+    status=1
+    tail -n 40 "$out/$name.log"
+  fi
+}
+
+python3 -c 'import torch; print(torch.__version__, torch.cuda.device_count(), torch.cuda.get_device_name())'
+step build env TORCHREC_HKV_CUDA=1 python3 setup.py build_ext --inplace
+step tests python3 -m pytest -m gpu -q "$@"
+tail -n 3 "$out/tests.log"
+
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+data=$(compgen -G '.gpu/wheels/recbole-*.whl' || compgen -G '.data/recbole-*.whl')
+for n in $(printf '1\n%s\n' "$gpus" | sort -nu); do
+  step "example_$n" python3 -m torch.distributed.run --nproc_per_node "$n" \
+    examples/train_movielens.py --data "$data" --json "$out/example_$n.json"
+  tail -n 12 "$out/example_$n.log"
+done
+exit $status
