@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch-size",
         type=positive,
-        default=1024,
+        default=256,
         help="rows a step, over all processes (default: %(default)s)",
     )
     parser.add_argument("--limit", type=positive, help="use the earliest rows only, so many")

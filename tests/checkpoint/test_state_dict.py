@@ -75,7 +75,9 @@ def _refusals(rank, world_size, device, backend):
     def refusal(change):
         state = dict(model.state_dict())
         change(state)
-        with pytest.raises(ValueError, match="The state of table 't'|In the state of table 't'") as e:
+        with pytest.raises(
+            ValueError, match=r"The state of table 't'|In the state of table 't'"
+        ) as e:
             model.load_state_dict(state)
         return str(e.value)
 

@@ -14,9 +14,7 @@ from torchrec_hkv import ParameterConstraints
 
 
 def _tables(rows=64):
-    return [
-        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])
-    ]
+    return [EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])]
 
 
 def _plan(rank, world_size, device):

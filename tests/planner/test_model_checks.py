@@ -42,9 +42,7 @@ TOY = ParameterConstraints(compute_kernels=["toy"])
 
 def test_a_table_of_an_embedding_collection():
     collection = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(name="t", num_embeddings=64, embedding_dim=4, feature_names=["f"])
-        ],
+        tables=[EmbeddingConfig(name="t", num_embeddings=64, embedding_dim=4, feature_names=["f"])],
         device=torch.device("meta"),
     )
     message = _refusal(nn.ModuleDict({"ec": collection}), TOY)
@@ -63,9 +61,7 @@ def test_a_table_that_the_model_lacks():
 
 
 def test_options_that_are_impossible_for_the_table():
-    constraint = ParameterConstraints(
-        compute_kernels=["toy"], options=ToyOptions(max_capacity=63)
-    )
+    constraint = ParameterConstraints(compute_kernels=["toy"], options=ToyOptions(max_capacity=63))
     assert "at most 63 are allowed" in _refusal(make_model([_table()]), constraint)
 
 

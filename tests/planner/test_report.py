@@ -45,7 +45,9 @@ def test_the_plan_prints_backends(planned_for):
     plan = _plan(planned_for)
     text = str(plan)
     assert "customized_kernel" not in text
-    header, user = (next(x for x in text.splitlines() if x.startswith(n)) for n in ("table", "user"))
+    header, user = (
+        next(x for x in text.splitlines() if x.startswith(n)) for n in ("table", "user")
+    )
     for column in ("kernel", "sharding", "ranks", "rows", "HBM per rank", "host per rank"):
         assert column in header
     for cell in ("hkv", "row_wise", "0, 1", "50,000 x2", "eviction=lfu", "hbm_bytes=1048576"):

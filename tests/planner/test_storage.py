@@ -20,9 +20,7 @@ from torchrec_hkv.sharding.sharders import get_default_sharders
 @pytest.mark.parametrize("backend", ["toy", "hkv"])
 @pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
 def test_tables_and_buffers(planned_for, backend, sharding_type):
-    table = EmbeddingBagConfig(
-        name="t", num_embeddings=1000, embedding_dim=16, feature_names=["f"]
-    )
+    table = EmbeddingBagConfig(name="t", num_embeddings=1000, embedding_dim=16, feature_names=["f"])
     model = make_model([table], RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6})
     constraint = ParameterConstraints(
         compute_kernels=[backend, "fused"], sharding_types=[sharding_type]

@@ -13,9 +13,7 @@ IDS = [-(2**63), -1, 0, 2**62, 2**63 - 1]
 
 
 def _train(rank, world_size, device, sharding_type):
-    table = EmbeddingBagConfig(
-        name="t", num_embeddings=64, embedding_dim=4, feature_names=["f"]
-    )
+    table = EmbeddingBagConfig(name="t", num_embeddings=64, embedding_dim=4, feature_names=["f"])
     constraint = ParameterConstraints(
         compute_kernels=["toy"], sharding_types=[sharding_type], options=ToyOptions(seed=3)
     )

@@ -39,17 +39,21 @@ def make_model(
     optimizer_kwargs: Mapping[str, Any] | None = None,
     *,
     is_weighted: bool = False,
+    device: torch.device | None = None,
 ) -> Model:
-    """An unsharded model on the meta device.
+    """An unsharded model.
 
     Args:
         tables: of its only collection.
         optimizer: applied in backward; None for none.
         optimizer_kwargs: SGD at 0.1 when None.
         is_weighted: whether the collection is.
+        device: of the unsharded weights, the meta device when None.
     """
     collection = EmbeddingBagCollection(
-        tables=list(tables), device=torch.device("meta"), is_weighted=is_weighted
+        tables=list(tables),
+        device=torch.device("meta") if device is None else device,
+        is_weighted=is_weighted,
     )
     if optimizer is not None:
         apply_optimizer_in_backward(
@@ -60,9 +64,7 @@ def make_model(
 
 def topology(world_size: int, device: torch.device) -> Topology:
     """Of ranks on one host."""
-    return Topology(
-        world_size=world_size, local_world_size=world_size, compute_device=device.type
-    )
+    return Topology(world_size=world_size, local_world_size=world_size, compute_device=device.type)
 
 
 def plan_model(

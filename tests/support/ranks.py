@@ -105,9 +105,7 @@ class Ranks:
             process.join()
 
 
-def _serve(
-    rank: int, world_size: int, device_type: str, port: int, connection: Connection
-) -> None:
+def _serve(rank: int, world_size: int, device_type: str, port: int, connection: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),

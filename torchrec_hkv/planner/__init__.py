@@ -1,4 +1,4 @@
-"""Planning: constraints that name backends, their costs beside those of stock kernels, the report."""
+"""Planning: constraints that name backends, costs beside stock kernels, the report."""
 
 from torchrec_hkv.planner.constraints import ParameterConstraints
 from torchrec_hkv.planner.planner import EmbeddingShardingPlanner

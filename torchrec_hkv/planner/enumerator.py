@@ -1,4 +1,4 @@
-"""The ways to shard each table: TorchRec's enumeration, where backends stand beside stock kernels."""
+"""The ways to shard each table: TorchRec's, where backends stand beside stock kernels."""
 
 from __future__ import annotations
 

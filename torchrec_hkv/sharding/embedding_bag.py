@@ -60,9 +60,7 @@ class BackendEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         device: torch.device | None = None,
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-    ) -> EmbeddingSharding[
-        EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor
-    ]:
+    ) -> EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
         """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
         shardings = [info.param_sharding for info in sharding_infos]
         if not any(isinstance(sharding, BackendParameterSharding) for sharding in shardings):

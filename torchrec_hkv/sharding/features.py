@@ -34,7 +34,8 @@ def prepare_features(
     values = features.values()
     if values.dtype not in _ID_DTYPES:
         raise ValueError(
-            f"The ids have dtype {values.dtype}: they must be of an integer dtype, int64 or narrower."
+            f"The ids have dtype {values.dtype}: they must be of an integer dtype, "
+            "int64 or narrower."
         )
     keys = set(features.keys())
     for config in configs:

@@ -1,4 +1,4 @@
-"""Row-wise input distribution: raw ids and row numbers, bucketized in one call, sent in one all-to-all."""
+"""Row-wise input distribution: raw ids and row numbers, bucketized and sent together."""
 
 from __future__ import annotations
 

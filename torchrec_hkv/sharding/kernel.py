@@ -162,5 +162,3 @@ class BackendEmbeddingBag(BaseBatchedEmbeddingBag[torch.Tensor], FusedOptimizerM
     ) -> dict[str, Any]:
         """Adds nothing: the sharded collection exports whole tables (sharding/state.py)."""
         return OrderedDict() if destination is None else destination
-
-

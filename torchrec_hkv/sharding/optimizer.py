@@ -1,4 +1,4 @@
-"""Fused optimizers: what ``apply_optimizer_in_backward`` asked for, and the object that holds the LR."""
+"""Fused optimizers: what was applied in backward, and the object that holds the learning rate."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from torchrec_hkv.sharding.validation import planned_tables
 
 
 class BackendEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """Shards an EmbeddingBagCollection whose tables stock kernels and backends serve side by side."""
+    """Shards EmbeddingBagCollections that stock kernels and backends serve side by side."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec's, and row-wise on the CPU too, where it leaves it out."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import (
@@ -69,8 +69,8 @@ def init_range(config: BaseEmbeddingConfig) -> tuple[float, float]:
     ):
         return (float(init_fn.keywords.get("a", 0.0)), float(init_fn.keywords.get("b", 1.0)))
     raise ValueError(
-        f"Table {config.name!r} has init_fn={init_fn}, which can't be called for rows that are made "
-        "one by one: give weight_init_min and weight_init_max instead."
+        f"Table {config.name!r} has init_fn={init_fn}, which can't be called for rows that are "
+        "made one by one: give weight_init_min and weight_init_max instead."
     )
 
 
@@ -110,15 +110,11 @@ def table_shard(
         embedding_dim=embedding_dim,
         row_offset=offsets[0],
         column_offset=offsets[1],
-        dtype=_dtype(data_type),
+        dtype=data_type_to_dtype(data_type),
         pooling="mean" if is_mean else "sum",
         init_range=init_range,
         options=options,
     )
-
-
-def _dtype(data_type: DataType) -> torch.dtype:
-    return data_type_to_dtype(data_type)
 
 
 def config_shards(
@@ -167,4 +163,4 @@ def balanced_rows(num_embeddings: int, world_size: int) -> tuple[list[int], list
         Rows of each rank, and the first row of each.
     """
     bounds = [num_embeddings * rank // world_size for rank in range(world_size + 1)]
-    return [high - low for low, high in zip(bounds, bounds[1:], strict=False)], bounds[:-1]
+    return [high - low for low, high in itertools.pairwise(bounds)], bounds[:-1]

@@ -69,9 +69,7 @@ def planned_tables(
         check_config(config)
         check_sharding_type(name, sharding.backend, sharding.sharding_type)
         backend = registry.get(sharding.backend)
-        optimizer = applied_optimizer(
-            name, module.embedding_bags[name].weight, fused_params
-        )
+        optimizer = applied_optimizer(name, module.embedding_bags[name].weight, fused_params)
         shards = config_shards(
             config,
             config.pooling,

@@ -1,0 +1,147 @@
+"""The backend ``hkv``: its options, what it refuses, what it announces."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torchrec_hkv import HKVOptions, backends
+from torchrec_hkv.backends import BackendOptions, OptimizerSpec, TableShard
+
+ADAGRAD = OptimizerSpec("rowwise_adagrad", 1e-6)
+
+
+def shard(**changes) -> TableShard:
+    values = {
+        "name": "user",
+        "capacity": 1000,
+        "dim": 8,
+        "num_embeddings": 2000,
+        "embedding_dim": 8,
+        "row_offset": 0,
+        "column_offset": 0,
+        "dtype": torch.float32,
+        "pooling": "sum",
+        "init_range": (-0.1, 0.1),
+        "options": HKVOptions(),
+    }
+    return TableShard(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"eviction": "fifo"}, r"eviction is 'fifo', but must be 'lru' or 'lfu'"),
+        ({"hbm_bytes": 0}, r"hbm_bytes is 0, but must be None or a positive number of bytes"),
+        ({"hbm_bytes": -5}, r"hbm_bytes is -5"),
+        ({"hbm_bytes": 1.5}, r"hbm_bytes is 1.5"),
+        ({"seed": 2**63}, r"seed is 9223372036854775808, but must be an integer from -2\^63"),
+        ({"seed": 0.5}, r"seed is 0.5"),
+        ({"initial_range": (1.0, 0.0)}, r"initial_range is \(1.0, 0.0\), but must be two finite"),
+        ({"initial_range": (0.0, float("inf"))}, r"initial_range is \(0.0, inf\)"),
+        ({"initial_range": 3}, r"initial_range is 3"),
+    ],
+)
+def test_impossible_options(options, match):
+    with pytest.raises(ValueError, match=match):
+        HKVOptions(**options)
+
+
+def test_options_are_hashable_and_described():
+    options = HKVOptions(eviction="lfu", hbm_bytes=1 << 20, initial_range=[0, 1])
+    assert hash(options) == hash(dataclasses.replace(options))
+    described = backends.get("hkv").describe(options)
+    assert described == "eviction=lfu, hbm_bytes=1048576, initial_range=(0.0, 1.0)"
+    assert backends.get("hkv").describe(HKVOptions()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"capacity": 0, "num_embeddings": 0}, r"table 'user': num_embeddings is 0, but must be"),
+        ({"dim": 0}, r"table 'user': embedding_dim is 0, but backend 'hkv' takes 1 to 2048"),
+        ({"dim": 4096}, r"table 'user': embedding_dim is 4096"),
+        ({"dtype": torch.float16}, r"data type is torch.float16, but backend 'hkv' takes torch.fl"),
+        (
+            {"options": HKVOptions(hbm_bytes=1000)},
+            r"table 'user': hbm_bytes is 1000, but 1000 rows on a rank need at least \d+: their",
+        ),
+        ({"options": BackendOptions()}, r"options of type BackendOptions were given to backend 'h"),
+    ],
+)
+def test_impossible_tables(changes, match):
+    backend = backends.get("hkv")
+    with pytest.raises(ValueError, match=match):
+        backend.check(shard(**changes), ADAGRAD, "cpu")
+    with pytest.raises(ValueError, match=match):
+        backend.create_lookup([shard(**changes)], [0], ADAGRAD, torch.device("cpu"))
+
+
+def test_hbm_bytes_below_one_bucket():
+    one_bucket = shard(capacity=64, dim=512, options=HKVOptions(hbm_bytes=64 * 512 * 4))
+    with pytest.raises(ValueError, match=r"one bucket with its rows"):
+        backends.get("hkv").check(one_bucket, ADAGRAD, "cuda")
+
+
+@pytest.mark.parametrize("options", [HKVOptions(), HKVOptions(eviction="lfu", hbm_bytes=30_000)])
+def test_announced_storage_is_what_a_table_takes(device_type, options):
+    backend, one = backends.get("hkv"), shard(options=options)
+    lookup = backend.create_lookup([one], [0], ADAGRAD, torch.device(device_type))
+    announced = backend.storage(one, ADAGRAD, device_type)
+    assert lookup.memory("user") == announced
+    assert announced.hbm + announced.host >= 1000 * (8 + 1) * 4
+    if device_type == "cuda" and options.hbm_bytes:
+        assert announced.hbm <= options.hbm_bytes < announced.hbm + announced.host
+
+
+def test_state_has_the_announced_shapes(device_type):
+    backend = backends.get("hkv")
+    for eviction in ("lru", "lfu"):
+        for optimizer in (None, OptimizerSpec("sgd"), ADAGRAD):
+            one = shard(options=HKVOptions(eviction=eviction))
+            lookup = backend.create_lookup([one], [0], optimizer, torch.device(device_type))
+            state = lookup.export_table("user")
+            spec = backend.state_spec(one, optimizer)
+            assert {k: (tuple(v.shape), v.dtype) for k, v in state.items()} == {
+                k: (v.shape, v.dtype) for k, v in spec.items()
+            }
+            lookup.load_table("user", state)
+            with pytest.raises(ValueError, match=r"table 'user': the state to load lacks weight"):
+                lookup.load_table("user", {k: v for k, v in state.items() if k != "weight"})
+
+
+def run(lookup, ids, learning_rate=0.5):
+    device = lookup._group.device
+    ids = torch.tensor(ids, device=device)
+    offsets = torch.arange(len(ids) + 1, device=device)
+    return lookup(ids, offsets, None, len(ids), learning_rate)
+
+
+def test_training_inserts_and_updates_evaluation_does_neither(device_type):
+    lookup = backends.get("hkv").create_lookup(
+        [shard()], [0], OptimizerSpec("sgd"), torch.device(device_type)
+    )
+    out = run(lookup, [-1, 2**62])
+    before = out.detach().clone()
+    out.backward(torch.ones_like(out))
+    assert lookup.counters("user")["size"] == 2
+    lookup.eval()
+    again = run(lookup, [-1, 2**62, 77])
+    assert not again.requires_grad
+    assert torch.equal(again[:2], before - 0.5)
+    assert (again[2] != 0).all()
+    assert lookup.counters("user")["size"] == 2
+    assert lookup.counters("user")["lookups"] == 2
+
+
+def test_the_initial_range(device_type):
+    for options, low, high in (
+        (HKVOptions(), -0.1, 0.1),
+        (HKVOptions(initial_range=(2.0, 3.0)), 2.0, 3.0),
+    ):
+        lookup = backends.get("hkv").create_lookup(
+            [shard(options=options)], [0], None, torch.device(device_type)
+        )
+        out = run(lookup, list(range(500)))
+        assert low <= out.min() < out.max() < high
+        assert out.max() - out.min() > 0.99 * (high - low)

@@ -1,0 +1,131 @@
+"""The example as a user runs it: its table, its JSON file, and its answers to bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "examples" / "train_movielens.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+RUNS = ["stock", "hkv", "hkv-quarter", "hashed-quarter"]
+ROWS, USERS, MOVIES = 4000, 120, 80
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory):
+    """A MovieTweetings file in which some movies are liked and others are not."""
+    random = np.random.default_rng(0)
+    users, movies = random.integers(USERS, size=ROWS), random.integers(MOVIES, size=ROWS)
+    liked = random.random(ROWS) < np.where(movies % 2 == 0, 0.8, 0.2)
+    lines = [
+        f"{user}::{movie}::{9 if like else 3}::{1_360_000_000 + 600 * i}"
+        for i, (user, movie, like) in enumerate(zip(users, movies, liked, strict=True))
+    ]
+    path = tmp_path_factory.mktemp("clicks") / "clicks.dat"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def example(*arguments, processes=None):
+    launcher = [*TORCHRUN, str(processes)] if processes else []
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, *launcher, SCRIPT, "--device", "cpu", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module", params=[None, 2], ids=["1 process", "2 processes"])
+def trained(request, clicks, tmp_path_factory):
+    """What the whole example printed, and what it wrote."""
+    path = tmp_path_factory.mktemp("json") / "figures.json"
+    done = example(
+        *("--data", clicks, "--json", path, "--batch-size", 64, "--epochs", 1),
+        processes=request.param,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text()), request.param or 1
+
+
+def test_hash_tables_with_room_for_all_ids_train_as_stock_tables_do(trained):
+    _, figures, _ = trained
+    runs = figures["runs"]
+    assert runs["hkv"]["test_auc"] == pytest.approx(runs["stock"]["test_auc"], abs=0.002)
+    assert runs["hkv"]["train_loss"] == pytest.approx(runs["stock"]["train_loss"], abs=1e-4)
+
+
+def test_all_runs_learn_something(trained):
+    _, figures, _ = trained
+    assert figures["runs"]["stock"]["test_auc"] > 0.65
+    assert all(figures["runs"][key]["test_auc"] > 0.52 for key in RUNS)
+
+
+def test_hash_tables_with_room_for_all_ids_evict_nothing(trained):
+    _, figures, _ = trained
+    counters = figures["runs"]["hkv"]["counters"]
+    assert counters["evicted"] == counters["refused"] == 0
+    assert 0 < counters["size"] <= USERS + MOVIES
+
+
+def test_small_hash_tables_evict(trained):
+    _, figures, _ = trained
+    counters = figures["runs"]["hkv-quarter"]["counters"]
+    assert counters["evicted"] > 0
+    assert counters["size"] <= counters["capacity"]
+
+
+def test_json_says_what_was_run(trained):
+    _, figures, processes = trained
+    assert list(figures["runs"]) == RUNS
+    assert figures["world_size"] == processes
+    assert (figures["data"], figures["device"], figures["seed"]) == ("MovieTweetings", "cpu", 0)
+    assert (figures["train_rows"], figures["test_rows"]) == (ROWS * 8 // 10, ROWS * 2 // 10)
+    assert {"python", "torch", "torchrec", "torchrec-hkv"} <= set(figures["versions"])
+
+
+def test_plan_progress_and_table_are_printed(trained):
+    output, figures, _ = trained
+    assert "row_wise" in output
+    assert "eviction=lfu" in output
+    assert "hit rate" in output
+    for run in figures["runs"].values():
+        assert f"{run['test_auc']:.4f}" in output
+
+
+def refused(*arguments):
+    done = example(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_missing_file_is_refused_in_one_sentence(tmp_path):
+    assert "There is no data file" in refused("--data", tmp_path / "nothing.dat")
+
+
+def test_batch_larger_than_the_data_is_refused(clicks):
+    message = refused("--data", clicks, "--limit", 100, "--batch-size", 81)
+    assert message == "error: A batch of 81 rows is more than the 80 rows to train on."
+
+
+def test_folder_that_does_not_exist_is_refused_before_training(clicks, tmp_path):
+    message = refused("--data", clicks, "--json", tmp_path / "none" / "figures.json")
+    assert "There is no folder" in message
+
+
+def test_batch_size_of_zero_is_refused(clicks):
+    assert "'0' is not a positive number" in refused("--data", clicks, "--batch-size", 0)
+
+
+def test_error_under_torchrun_is_said_once(tmp_path):
+    done = example("--data", tmp_path / "nothing.dat", processes=2)
+    assert done.returncode != 0
+    assert done.stderr.count("There is no data file") == 1

@@ -1,0 +1,96 @@
+"""What a table takes is what was announced, in HBM and in host memory."""
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
+from torchrec_hkv.hash_table import (
+    TableGroup,
+    TableSpec,
+    hbm_slots_for,
+    initial_rows,
+    table_memory,
+)
+
+
+@pytest.mark.parametrize("capacity", [1, 64, 65, 1000, 12_345])
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_announced_bytes_are_what_the_table_takes(device_type, capacity, eviction):
+    group = TableGroup(
+        [TableSpec("t", capacity, 5, eviction)], [0], "rowwise_adagrad", device=device_type
+    )
+    memory = table_memory(capacity, 5, 1, eviction)
+    assert capacity <= memory.num_slots < capacity + -(-capacity // 64)
+    taken = group.hbm_bytes(0), group.host_bytes(0)
+    assert taken == ((memory.bytes, 0) if device_type == "cuda" else (0, memory.bytes))
+
+
+def test_index_bytes_a_slot():
+    memory = table_memory(1 << 20, 64, 0, "lru")
+    assert memory.index_bytes / memory.num_slots <= 14.01
+    memory = table_memory(1 << 20, 64, 0, "lfu")
+    assert memory.index_bytes / memory.num_slots <= 18.01
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_rows_beyond_hbm_bytes_lie_in_host_memory(share):
+    memory = table_memory(1000, 8, 1, "lru")
+    hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
+    slots = hbm_slots_for(memory, hbm_bytes)
+    assert slots == int(share * memory.num_slots)
+    assert hbm_slots_for(memory, None) == memory.num_slots
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_training_over_two_memories(share, optimizer):
+    """Rows in host memory are looked up, trained, saved and loaded as those in HBM are."""
+    memory = table_memory(1000, 8, 0 if optimizer == "sgd" else 1, "lru")
+    hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
+    split = TableSpec("t", 1000, 8, hbm_bytes=hbm_bytes, low=-1, high=1)
+    groups = [
+        TableGroup([spec], [0], optimizer, device="cuda")
+        for spec in (split, TableSpec("t", 1000, 8, low=-1, high=1))
+    ]
+    assert groups[0].hbm_bytes(0) <= hbm_bytes
+    assert groups[0].hbm_bytes(0) + groups[0].host_bytes(0) == memory.bytes
+    pool = random_ids(900)
+    for _ in range(5):
+        bags = Bags.random(1, 300, pool).to("cuda")
+        grad = torch.randn(300, 8, device="cuda")
+        outs = [lookup(group, bags) for group in groups]
+        assert torch.equal(outs[0], outs[1])
+        for out in outs:
+            out.backward(grad)
+    rows = [rows_by_id(group) for group in groups]
+    assert rows[0].keys() == rows[1].keys()
+    assert all(torch.equal(rows[0][id_], rows[1][id_]) for id_ in rows[0])
+    fresh = TableGroup([split], [0], optimizer, device="cuda")
+    fresh.load_table(0, groups[0].export_table(0))
+    again = rows_by_id(fresh)
+    assert all(torch.equal(again[id_], row) for id_, row in rows[0].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_more_than_2_to_the_31_elements():
+    """Slots, elements and bytes past 2^31: every id past the boundary reads its own row."""
+    dim, capacity = 1024, 2_200_000  # 2.25e9 elements, 9 GB
+    group = TableGroup([TableSpec("t", capacity, dim, low=-1, high=1)], [0], "sgd", device="cuda")
+    n = int(capacity * 0.95)
+    for part in torch.arange(n, device="cuda").split(1 << 18):
+        step = group.begin_step()
+        group.find_or_insert(part, torch.tensor([0, len(part)], device="cuda"), 1, step)
+    assert group.counters()[0]["size"] == n
+    slots = find(group, Bags.flat(torch.arange(n, device="cuda")))
+    past = (slots * dim > 2**31).nonzero().flatten()
+    assert len(past) > 0
+    ids = past[torch.randint(0, len(past), (2000,), device="cuda")].unique()
+    bags = Bags(ids, torch.arange(len(ids) + 1, device="cuda"), len(ids))
+    out = lookup(group, bags, learning_rate=0.5)
+    expected = initial_rows(ids, dim, table="t", low=-1, high=1)
+    assert torch.equal(out, expected)
+    out.backward(torch.ones_like(out))
+    assert torch.equal(lookup(group, bags), expected - 0.5)
