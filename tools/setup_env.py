@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "tools" / "requirements"
-MODULES = "torch fbgemm_gpu torchrec numpy pybind11 setuptools pytest pytest_timeout hypothesis"
+MODULES = "torch fbgemm_gpu torchrec numpy pybind11 setuptools pytest hypothesis tqdm"
 # What decides how setup.py builds; a change of one of them rebuilds the extension.
 BUILD_VARIABLES = [
     "TORCHREC_HKV_CUDA",

@@ -12,20 +12,19 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// Keeps the rows of a step where they are. Lives in the graph: the pin ends with the backward, or
-// when the graph is dropped without one.
+// Keeps the rows of a step where they are, and their tables alive. Lives in the graph: the pin ends
+// with the backward, or when the graph is dropped without one.
 struct StepPin : torch::CustomClassHolder {
-  StepPin(int64_t handle, int64_t step) : handle(handle), step(step) {
-    TableGroup::from_handle(handle).pin(step);
+  StepPin(int64_t handle, int64_t step) : group(TableGroup::from_handle(handle)), step(step) {
+    group->pin(step);
   }
   ~StepPin() override { release(); }
   void release() {
-    if (released) return;
+    if (!released) group->release(step);
     released = true;
-    if (TableGroup* group = TableGroup::find_handle(handle)) group->release(step);
   }
-  int64_t handle;
-  int64_t step;
+  const std::shared_ptr<TableGroup> group;
+  const int64_t step;
   bool released = false;
 };
 
@@ -82,12 +81,13 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
       weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean);
     }
     if (ctx->saved_data["training"].toBool()) {
-      TableGroup& group = TableGroup::from_handle(handle);
-      if (group.optimizer().kind != Optimizer::kNone) {
-        update.call(group.counters(), handle, grad, ids, offsets, weights, slots, batch_size, mean,
-                    ctx->saved_data["learning_rate"].toDouble());
+      const auto pin =
+          c10::static_intrusive_pointer_cast<StepPin>(ctx->saved_data["pin"].toCapsule());
+      if (pin->group->optimizer().kind != Optimizer::kNone) {
+        update.call(pin->group->counters(), handle, grad, ids, offsets, weights, slots, batch_size,
+                    mean, ctx->saved_data["learning_rate"].toDouble());
       }
-      c10::static_intrusive_pointer_cast<StepPin>(ctx->saved_data["pin"].toCapsule())->release();
+      pin->release();
     }
     return {Variable(), weights_grad, Variable(), Variable(), Variable(),
             Variable(), Variable(),   Variable(), Variable(), Variable()};

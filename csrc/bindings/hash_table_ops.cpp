@@ -104,7 +104,8 @@ Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad, i
 
 at::Tensor find(int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
                 int64_t batch_size) {
-  const TableGroup& group = TableGroup::from_handle(handle);
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
@@ -115,7 +116,8 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const at::Tensor& offsets
 
 at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                           const at::Tensor& offsets, int64_t batch_size, int64_t step) {
-  const TableGroup& group = TableGroup::from_handle(handle);
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   const hash_table::Steps steps = group.steps(step);
@@ -130,7 +132,8 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
 at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
                             const at::Tensor& offsets, const at::Tensor& slots, int64_t batch_size,
                             bool mean) {
-  const TableGroup& group = TableGroup::from_handle(handle);
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   check_slots(group, slots, ids);
   const Output<const float> from = make_grad(group, grad, batch_size);
@@ -147,7 +150,8 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
 void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
                  const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                  const at::Tensor& slots, int64_t batch_size, bool mean, double learning_rate) {
-  const TableGroup& group = TableGroup::from_handle(handle);
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   TORCH_CHECK_VALUE(group.optimizer().kind != Optimizer::kNone,
                     "the tables of this group were built without an optimizer.");
@@ -201,7 +205,8 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                          const at::Tensor& slots, int64_t batch_size, bool mean, int64_t /*step*/,
                          double /*learning_rate*/) {
-  const TableGroup& group = TableGroup::from_handle(handle);
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   check_slots(group, slots, ids);
   const Pooling pooling = make_pooling(group, weights, mean, ids);

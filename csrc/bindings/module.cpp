@@ -70,12 +70,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("last_steps", &TableState::last_steps)
       .def_readwrite("frequencies", &TableState::frequencies);
 
-  py::class_<TableGroup>(m, "TableGroup")
+  py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
                        Optimizer optimizer, double eps, at::Device device) {
-             return std::make_unique<TableGroup>(
-                 std::move(configs), std::move(feature_tables),
-                 OptimizerConfig{optimizer, static_cast<float>(eps)}, device);
+             return TableGroup::make(std::move(configs), std::move(feature_tables),
+                                     OptimizerConfig{optimizer, static_cast<float>(eps)}, device);
            }),
            py::arg("configs"), py::arg("feature_tables"), py::arg("optimizer"), py::arg("eps"),
            py::arg("device"))
@@ -94,7 +93,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
   m.def(
-      "group_total_dim", [](int64_t handle) { return TableGroup::from_handle(handle).total_dim(); },
+      "group_total_dim",
+      [](int64_t handle) { return TableGroup::from_handle(handle)->total_dim(); },
       py::arg("handle"));
 }
 

@@ -18,7 +18,7 @@ using hash_table::TableView;
 // Living groups by handle. A handle is never used twice.
 struct Registry {
   std::mutex mutex;
-  std::unordered_map<int64_t, TableGroup*> groups;
+  std::unordered_map<int64_t, std::weak_ptr<TableGroup>> groups;
   int64_t next = 1;
 };
 
@@ -105,10 +105,18 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     reinterpret_cast<TableView*>(views.data_ptr())[t] = view_of(t);
   }
   views_ = views.to(device);
+}
+
+std::shared_ptr<TableGroup> TableGroup::make(std::vector<TableConfig> configs,
+                                             std::vector<int64_t> feature_tables,
+                                             OptimizerConfig optimizer, at::Device device) {
+  std::shared_ptr<TableGroup> group(
+      new TableGroup(std::move(configs), std::move(feature_tables), optimizer, device));
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
-  handle_ = all.next++;
-  all.groups[handle_] = this;
+  group->handle_ = all.next++;
+  all.groups[group->handle_] = group;
+  return group;
 }
 
 TableGroup::~TableGroup() {
@@ -117,18 +125,17 @@ TableGroup::~TableGroup() {
   all.groups.erase(handle_);
 }
 
-TableGroup* TableGroup::find_handle(int64_t handle) {
-  Registry& all = registry();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.groups.find(handle);
-  return found == all.groups.end() ? nullptr : found->second;
-}
-
-TableGroup& TableGroup::from_handle(int64_t handle) {
-  TableGroup* group = find_handle(handle);
+std::shared_ptr<TableGroup> TableGroup::from_handle(int64_t handle) {
+  std::shared_ptr<TableGroup> group;
+  {
+    Registry& all = registry();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.groups.find(handle);
+    if (found != all.groups.end()) group = found->second.lock();
+  }
   TORCH_CHECK_VALUE(group != nullptr, "no table group has the handle ", handle,
                     "; it may have been deleted.");
-  return *group;
+  return group;
 }
 
 TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {

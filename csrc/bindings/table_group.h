@@ -40,16 +40,16 @@ struct TableState {
 class TableGroup {
  public:
   // Makes empty tables. feature_tables: the table of each feature, in the order of the output.
-  TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
-             OptimizerConfig optimizer, at::Device device);
+  static std::shared_ptr<TableGroup> make(std::vector<TableConfig> configs,
+                                          std::vector<int64_t> feature_tables,
+                                          OptimizerConfig optimizer, at::Device device);
   ~TableGroup();
   TableGroup(const TableGroup&) = delete;
   TableGroup& operator=(const TableGroup&) = delete;
 
   // Ops name a group by a number, since the dispatcher takes no other objects. Throws ValueError
   // for a number that no living group has.
-  static TableGroup& from_handle(int64_t handle);
-  static TableGroup* find_handle(int64_t handle);  // null where there is none
+  static std::shared_ptr<TableGroup> from_handle(int64_t handle);
   int64_t handle() const { return handle_; }
 
   at::Device device() const { return device_; }
@@ -83,6 +83,9 @@ class TableGroup {
   int64_t host_bytes(int64_t table) const;
 
  private:
+  TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
+             OptimizerConfig optimizer, at::Device device);
+
   struct Memory {
     hash_table::Geometry geometry;
     at::Tensor digests;      // int16 [num_buckets, 64]

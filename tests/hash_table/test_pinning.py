@@ -49,9 +49,15 @@ def test_no_pin_without_grad(device_type):
     assert group.counters()[0]["refused"] == 0
 
 
-def test_a_graph_may_outlive_its_tables(device_type):
+def test_a_graph_keeps_its_tables(device_type):
     group = make("lru", device_type)
-    out = lookup(group, Bags.flat(random_ids(10).to(device_type)))
+    handle = group.handle
+    bags = Bags.flat(random_ids(10).to(device_type))
+    weights = torch.rand(10, device=device_type, requires_grad=True)
+    out = lookup(group, bags, weights)
     del group
-    with pytest.raises(ValueError, match=r"no table group has the handle"):
-        out.backward(torch.ones_like(out))
+    out.backward(torch.ones_like(out))
+    assert (weights.grad != 0).all()
+    del out
+    with pytest.raises(ValueError, match=rf"no table group has the handle {handle}"):
+        torch.ops.torchrec_hkv.find(handle, bags.ids, bags.offsets, 1)

@@ -182,7 +182,6 @@ def train_beside_stock(
             (stock, ids),
             (ours, [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]),
         ):
-            # Keys come in the order of the tables' features, whatever the sharding.
             output = model(_features(sent, lengths, used_weights, device))
             loss = (output @ projection - target).square().mean()
             loss.backward()

@@ -29,8 +29,9 @@ class Model(nn.Module):
         self.ebc = collection
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """``[batch, dims]``."""
-        return self.ebc(features).values()
+        """``[batch, dims]``, by key: a plan decides in which order tables come back."""
+        pooled = self.ebc(features).to_dict()
+        return torch.cat([pooled[key] for key in sorted(pooled)], dim=1)
 
 
 def make_model(
