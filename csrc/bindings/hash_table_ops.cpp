@@ -1,14 +1,10 @@
 // Dispatcher ops of the hash table. A group is named by its handle; ops that change a table say so
 // by writing `counters`, the group's counters tensor. Fakes are in torchrec_hkv/hash_table/ops.py.
-#include <ATen/Parallel.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#ifdef TORCHREC_HKV_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
-
+#include "bindings/batch.h"
 #include "bindings/checks.h"
+#include "bindings/on_device.h"
 #include "bindings/table_group.h"
 #include "hash_table/kernels.h"
 
@@ -18,61 +14,6 @@ namespace {
 using hash_table::Batch;
 using hash_table::Output;
 using hash_table::Pooling;
-
-// Runs one of two calls, for the group's device.
-#ifdef TORCHREC_HKV_CUDA
-#define HKV_ON_DEVICE(device, cpu_call, cuda_call)                                 \
-  if ((device).is_cuda()) {                                                        \
-    const c10::OptionalDeviceGuard guard(device);                                  \
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream((device).index()); \
-    cuda_call;                                                                     \
-  } else {                                                                         \
-    const int threads = at::get_num_threads();                                     \
-    cpu_call;                                                                      \
-  }
-#else
-#define HKV_ON_DEVICE(device, cpu_call, cuda_call) \
-  {                                                \
-    const int threads = at::get_num_threads();     \
-    cpu_call;                                      \
-  }
-#endif
-
-constexpr int64_t kMaxBatch = int64_t{1} << 32;  // positions and bags are kept in 32 bits
-
-Batch make_batch(const TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
-                 int64_t batch_size) {
-  check_dtype(ids, "ids", at::kLong);
-  check_vector(ids, "ids");
-  check_device(ids, "ids", group.device());
-  check_dtype(offsets, "offsets", at::kLong);
-  check_device(offsets, "offsets", group.device());
-  TORCH_CHECK_VALUE(batch_size >= 0, "batch_size is ", batch_size, ", but must not be negative.");
-  check_length(offsets, "offsets", group.num_features() * batch_size + 1);
-  TORCH_CHECK_VALUE(ids.is_contiguous() && offsets.is_contiguous(),
-                    "ids and offsets must be contiguous.");
-  TORCH_CHECK_VALUE(ids.numel() < kMaxBatch && offsets.numel() < kMaxBatch, "a batch has ",
-                    ids.numel(), " ids and ", offsets.numel() - 1,
-                    " bags, but must have fewer than 2^32 of both.");
-  if (group.device().is_cpu()) {  // on a GPU this would wait for the device
-    const int64_t* at = offsets.const_data_ptr<int64_t>();
-    const int64_t bags = offsets.numel() - 1;
-    TORCH_CHECK_VALUE(at[0] == 0, "offsets must begin with 0, but begin with ", at[0], ".");
-    for (int64_t b = 0; b < bags; ++b) {
-      TORCH_CHECK_VALUE(at[b] <= at[b + 1], "offsets must not decrease, but go from ", at[b],
-                        " to ", at[b + 1], " at bag ", b, ".");
-    }
-    TORCH_CHECK_VALUE(at[bags] == ids.numel(), "offsets must end with the number of ids, ",
-                      ids.numel(), ", but end with ", at[bags], ".");
-  }
-  return Batch{ids.const_data_ptr<int64_t>(),
-               offsets.const_data_ptr<int64_t>(),
-               group.feature_tables(),
-               group.feature_columns(),
-               static_cast<int32_t>(group.num_features()),
-               batch_size,
-               ids.numel()};
-}
 
 void check_slots(const TableGroup& group, const at::Tensor& slots, const at::Tensor& ids) {
   check_dtype(slots, "slots", at::kLong);
@@ -102,7 +43,7 @@ Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad, i
   return Output<const float>{grad.const_data_ptr<float>(), group.total_dim()};
 }
 
-at::Tensor find(int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
+at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
                 int64_t batch_size) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
@@ -120,12 +61,17 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   const Batch batch = make_batch(group, ids, offsets, batch_size);
-  const hash_table::Steps steps = group.steps(step);
+  TORCH_CHECK_VALUE(!group.needs_scores(),
+                    "a table with eviction 'customized' needs scores, which this lookup has not.");
+  const hash_table::Visit visit = group.visit(step);
+  const hash_table::Placement placement{/*initialize=*/true, /*refuse_lower=*/false, {}};
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::find_or_insert(group.views(), batch, steps, out, threads),
-                hash_table::cuda::find_or_insert(group.views(), batch, steps, out, stream));
+                hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out,
+                                                nullptr, threads),
+                hash_table::cuda::find_or_insert(group.views(), batch, visit, placement, out,
+                                                 nullptr, stream));
   return slots;
 }
 
@@ -222,7 +168,7 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
-  m.def("find(int group, Tensor ids, Tensor offsets, int batch_size) -> Tensor");
+  m.def("find(int group, Tensor ids, Tensor? offsets, int batch_size) -> Tensor");
   m.def(
       "find_or_insert(Tensor(a!) counters, int group, Tensor ids, Tensor offsets, int batch_size, "
       "int step) -> Tensor");

@@ -6,11 +6,11 @@
 
 namespace torchrec_hkv::bindings {
 
-at::Tensor pinned_floats(int64_t rows, int64_t columns, at::Device device) {
+at::Tensor pinned_matrix(int64_t rows, int64_t columns, at::ScalarType dtype, at::Device device) {
   const int64_t elements = rows * columns;
-  if (device.is_cpu() || elements == 0) return at::empty({rows, columns}, at::kFloat);
+  if (device.is_cpu() || elements == 0) return at::empty({rows, columns}, dtype);
 #ifdef TORCHREC_HKV_CUDA
-  const size_t bytes = elements * sizeof(float);
+  const size_t bytes = elements * at::elementSize(dtype);
   void* memory = nullptr;
   const cudaError_t status = cudaHostAlloc(&memory, bytes, cudaHostAllocDefault);
   if (status != cudaSuccess) {
@@ -18,7 +18,7 @@ at::Tensor pinned_floats(int64_t rows, int64_t columns, at::Device device) {
     TORCH_CHECK(false, "could not pin ", bytes,
                 " bytes of host memory: ", cudaGetErrorString(status), ".");
   }
-  return at::from_blob(memory, {rows, columns}, [](void* p) { cudaFreeHost(p); }, at::kFloat);
+  return at::from_blob(memory, {rows, columns}, [](void* p) { cudaFreeHost(p); }, dtype);
 #else
   TORCH_CHECK(false, "this build of torchrec_hkv has no CUDA kernels.");
 #endif

@@ -5,8 +5,8 @@
 
 namespace torchrec_hkv::bindings {
 
-// float32 [rows, columns] in pinned host memory, exactly as large (PyTorch's pinned allocator
-// rounds up to a power of two). For a CPU device, and for no elements, an ordinary tensor.
-at::Tensor pinned_floats(int64_t rows, int64_t columns, at::Device device);
+// [rows, columns] in pinned host memory, exactly as large (PyTorch's pinned allocator rounds up to
+// a power of two). For a CPU device, and for no elements, an ordinary tensor.
+at::Tensor pinned_matrix(int64_t rows, int64_t columns, at::ScalarType dtype, at::Device device);
 
 }  // namespace torchrec_hkv::bindings

@@ -9,12 +9,14 @@ namespace torchrec_hkv::bindings {
 namespace {
 
 TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t column_offset,
-                        bool lfu, int64_t seed, double low, double high, int64_t hbm_slots) {
+                        Eviction eviction, RowType row_type, int64_t seed, double low, double high,
+                        int64_t hbm_slots) {
   return TableConfig{std::move(name),
                      capacity,
                      dim,
                      column_offset,
-                     lfu ? hash_table::Eviction::kLfu : hash_table::Eviction::kLru,
+                     eviction,
+                     row_type,
                      static_cast<uint64_t>(seed),
                      low,
                      high,
@@ -43,12 +45,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("capacity"), "(buckets, slots a bucket) of a table of this capacity.");
   m.def(
       "index_bytes",
-      [](int64_t capacity, bool frequencies) {
-        return hash_table::index_bytes(hash_table::geometry_of(capacity), frequencies);
+      [](int64_t capacity, bool scores) {
+        return hash_table::index_bytes(hash_table::geometry_of(capacity), scores);
       },
-      py::arg("capacity"), py::arg("frequencies"),
+      py::arg("capacity"), py::arg("scores"),
       "Bytes of a table's index: all it takes beside rows and states.");
 
+  py::enum_<Eviction>(m, "Eviction")
+      .value("LRU", Eviction::kLru)
+      .value("LFU", Eviction::kLfu)
+      .value("EPOCH_LRU", Eviction::kEpochLru)
+      .value("EPOCH_LFU", Eviction::kEpochLfu)
+      .value("CUSTOMIZED", Eviction::kCustomized);
+  m.def("keeps_scores", &keeps_scores, py::arg("eviction"),
+        "Whether a policy keeps 8 bytes of score a slot.");
+  py::enum_<RowType>(m, "RowType")
+      .value("FLOAT32", RowType::kFloat32)
+      .value("FLOAT16", RowType::kFloat16)
+      .value("BFLOAT16", RowType::kBFloat16);
   py::enum_<Optimizer>(m, "Optimizer")
       .value("NONE", Optimizer::kNone)
       .value("SGD", Optimizer::kSgd)
@@ -58,8 +72,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<TableConfig>(m, "TableConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),
-           py::arg("dim"), py::arg("column_offset"), py::arg("lfu"), py::arg("seed"),
-           py::arg("low"), py::arg("high"), py::arg("hbm_slots"));
+           py::arg("dim"), py::arg("column_offset"), py::arg("eviction"), py::arg("row_type"),
+           py::arg("seed"), py::arg("low"), py::arg("high"), py::arg("hbm_slots"));
 
   py::class_<TableState>(m, "TableState")
       .def(py::init<>())
@@ -68,16 +82,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("rows", &TableState::rows)
       .def_readwrite("states", &TableState::states)
       .def_readwrite("last_steps", &TableState::last_steps)
-      .def_readwrite("frequencies", &TableState::frequencies);
+      .def_readwrite("scores", &TableState::scores);
 
   py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
-                       Optimizer optimizer, double eps, at::Device device) {
+                       Optimizer optimizer, double eps, std::optional<int64_t> state_dim,
+                       at::Device device) {
              return TableGroup::make(std::move(configs), std::move(feature_tables),
-                                     OptimizerConfig{optimizer, static_cast<float>(eps)}, device);
+                                     OptimizerConfig{optimizer, static_cast<float>(eps)}, state_dim,
+                                     device);
            }),
            py::arg("configs"), py::arg("feature_tables"), py::arg("optimizer"), py::arg("eps"),
-           py::arg("device"))
+           py::arg("state_dim"), py::arg("device"))
       .def_property_readonly("handle", &TableGroup::handle)
       .def_property_readonly("total_dim", &TableGroup::total_dim)
       .def_property_readonly("num_features", &TableGroup::num_features)
@@ -89,6 +105,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("export_table", &TableGroup::export_table, py::arg("table"))
       .def("load_table", &TableGroup::load_table, py::arg("table"), py::arg("state"))
       .def("clear_table", &TableGroup::clear_table, py::arg("table"))
+      .def("occupied", &TableGroup::occupied, py::arg("table"))
+      .def("scores", &TableGroup::scores, py::arg("table"))
+      .def("last_steps", &TableGroup::last_steps, py::arg("table"))
+      .def_property_readonly("clock", &TableGroup::clock)
       .def("sizes", &TableGroup::sizes)
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));

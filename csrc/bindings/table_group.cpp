@@ -59,6 +59,17 @@ void check_tensor(const at::Tensor& tensor, const char* what, const std::string&
                     shape, ", but has ", tensor.sizes(), ".");
 }
 
+at::ScalarType scalar_type(RowType type) {
+  switch (type) {
+    case RowType::kFloat16:
+      return at::kHalf;
+    case RowType::kBFloat16:
+      return at::kBFloat16;
+    default:
+      return at::kFloat;
+  }
+}
+
 int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.numel() * tensor.element_size() : 0;
 }
@@ -66,7 +77,8 @@ int64_t bytes_of(const at::Tensor& tensor) {
 }  // namespace
 
 TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
-                       OptimizerConfig optimizer, at::Device device)
+                       OptimizerConfig optimizer, std::optional<int64_t> state_dim,
+                       at::Device device)
     : configs_(std::move(configs)),
       feature_table_list_(std::move(feature_tables)),
       optimizer_(optimizer),
@@ -79,6 +91,10 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
 #endif
   TORCH_CHECK_VALUE(!configs_.empty(), "a group needs at least one table.");
   for (const TableConfig& config : configs_) check_config(config, device.is_cuda());
+  state_width_ = state_dim.value_or(state_width(optimizer.kind));
+  TORCH_CHECK_VALUE(state_width_ >= state_width(optimizer.kind) && state_width_ <= 8192,
+                    "state_dim is ", state_width_, ", but must be from ",
+                    state_width(optimizer.kind), " to 8192.");
   std::vector<int64_t> columns;
   for (const int64_t table : feature_table_list_) {
     TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "a feature names table ", table,
@@ -95,6 +111,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     first_slots_.push_back(num_slots_);
     num_slots_ += memory_.back().geometry.num_slots();
     four_wide_ = four_wide_ && config.dim % 4 == 0;
+    needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
@@ -102,16 +119,18 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   const int64_t view_bytes = num_tables() * static_cast<int64_t>(sizeof(TableView));
   at::Tensor views = at::empty({view_bytes}, at::kByte);
   for (int64_t t = 0; t < num_tables(); ++t) {
-    reinterpret_cast<TableView*>(views.data_ptr())[t] = view_of(t);
+    host_views_.push_back(make_view(t));
+    reinterpret_cast<TableView*>(views.data_ptr())[t] = host_views_.back();
   }
   views_ = views.to(device);
 }
 
 std::shared_ptr<TableGroup> TableGroup::make(std::vector<TableConfig> configs,
                                              std::vector<int64_t> feature_tables,
-                                             OptimizerConfig optimizer, at::Device device) {
+                                             OptimizerConfig optimizer,
+                                             std::optional<int64_t> state_dim, at::Device device) {
   std::shared_ptr<TableGroup> group(
-      new TableGroup(std::move(configs), std::move(feature_tables), optimizer, device));
+      new TableGroup(std::move(configs), std::move(feature_tables), optimizer, state_dim, device));
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   group->handle_ = all.next++;
@@ -144,20 +163,19 @@ TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
   memory.geometry = hash_table::geometry_of(config.capacity);
   const int64_t slots = memory.geometry.num_slots();
   const int64_t on_host = slots - config.hbm_slots;
-  const int64_t width = state_width(optimizer_.kind);
+  const at::ScalarType row_type = scalar_type(config.row_type);
   memory.digests =
       at::empty({memory.geometry.num_buckets, kBucketDigests}, options.dtype(at::kShort));
   reset_digests(memory);
   // Empty slots are never read, but an export copies them: keep it free of other memory's contents.
   memory.ids = at::zeros({slots}, options.dtype(at::kLong));
   memory.last_steps = at::zeros({slots}, options.dtype(at::kInt));
-  memory.frequencies = at::zeros({config.eviction == hash_table::Eviction::kLfu ? slots : 0},
-                                 options.dtype(at::kInt));
+  memory.scores = at::zeros({keeps_scores(config.eviction) ? slots : 0}, options.dtype(at::kLong));
   memory.locks = at::zeros({(memory.geometry.num_buckets + 31) / 32}, options.dtype(at::kInt));
-  memory.rows = at::empty({config.hbm_slots, config.dim}, options.dtype(at::kFloat));
-  memory.states = at::empty({config.hbm_slots, width}, options.dtype(at::kFloat));
-  memory.rows_host = pinned_floats(on_host, config.dim, device_);
-  memory.states_host = pinned_floats(on_host, width, device_);
+  memory.rows = at::empty({config.hbm_slots, config.dim}, options.dtype(row_type));
+  memory.states = at::empty({config.hbm_slots, state_width_}, options.dtype(at::kFloat));
+  memory.rows_host = pinned_matrix(on_host, config.dim, row_type, device_);
+  memory.states_host = pinned_matrix(on_host, state_width_, at::kFloat, device_);
   return memory;
 }
 
@@ -169,35 +187,42 @@ void TableGroup::reset_digests(const Memory& memory) const {
   }
 }
 
-TableView TableGroup::view_of(int64_t table) const {
+TableView TableGroup::make_view(int64_t table) const {
   const TableConfig& config = configs_[table];
   const Memory& memory = memory_[table];
-  const auto words = [](const at::Tensor& t) {
-    return t.numel() ? reinterpret_cast<uint32_t*>(t.data_ptr<int32_t>()) : nullptr;
-  };
+  const auto bytes = [](const at::Tensor& t) { return static_cast<char*>(t.data_ptr()); };
   TableView view{};
   view.digests = reinterpret_cast<uint16_t*>(memory.digests.data_ptr<int16_t>());
   view.ids = memory.ids.data_ptr<int64_t>();
-  view.last_steps = words(memory.last_steps);
-  view.frequencies = words(memory.frequencies);
-  view.locks = words(memory.locks);
-  view.rows = memory.rows.data_ptr<float>();
-  view.states = memory.states.data_ptr<float>();
-  view.rows_host = memory.rows_host.data_ptr<float>();
-  view.states_host = memory.states_host.data_ptr<float>();
-  view.hbm_slots = config.hbm_slots;
+  view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data_ptr<int32_t>());
+  view.scores = memory.scores.numel()
+                    ? reinterpret_cast<uint64_t*>(memory.scores.data_ptr<int64_t>())
+                    : nullptr;
+  view.locks = reinterpret_cast<uint32_t*>(memory.locks.data_ptr<int32_t>());
+  view.rows = {bytes(memory.rows), bytes(memory.rows_host), config.hbm_slots,
+               static_cast<int32_t>(config.dim), config.row_type};
+  view.states = {bytes(memory.states), bytes(memory.states_host), config.hbm_slots,
+                 static_cast<int32_t>(state_width_), RowType::kFloat32};
   view.counters = reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
   view.first_slot = first_slots_[table];
   view.num_slots = memory.geometry.num_slots();
   view.num_buckets = static_cast<uint32_t>(memory.geometry.num_buckets);
   view.bucket_slots = memory.geometry.bucket_slots;
-  view.dim = static_cast<int32_t>(config.dim);
-  view.state_width = state_width(optimizer_.kind);
   view.column_offset = static_cast<int32_t>(config.column_offset);
   view.eviction = config.eviction;
   view.initial_rows =
       InitialRows{config.seed, static_cast<float>(config.low), static_cast<float>(config.high)};
   return view;
+}
+
+const TableView& TableGroup::view(int64_t table) const {
+  check_index(table);
+  return host_views_[table];
+}
+
+at::ScalarType TableGroup::row_dtype(int64_t table) const {
+  check_index(table);
+  return scalar_type(configs_[table].row_type);
 }
 
 const TableView* TableGroup::views() const {
@@ -222,12 +247,12 @@ void TableGroup::release(int64_t step) {
   if (found != pinned_.end()) pinned_.erase(found);
 }
 
-hash_table::Steps TableGroup::steps(int64_t now) const {
+hash_table::Visit TableGroup::visit(int64_t now) const {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_VALUE(now >= 1 && now <= clock_, "step is ", now, ", but must be from 1 to ", clock_,
                     ", the last one begun.");
   const int64_t oldest = pinned_.empty() ? now : std::min(now, *pinned_.begin());
-  return hash_table::Steps{static_cast<uint32_t>(now), static_cast<uint32_t>(oldest)};
+  return hash_table::Visit{static_cast<uint32_t>(now), static_cast<uint32_t>(oldest), 0, nullptr};
 }
 
 void TableGroup::check_index(int64_t table) const {
@@ -236,9 +261,25 @@ void TableGroup::check_index(int64_t table) const {
 }
 
 at::Tensor TableGroup::occupied(int64_t table) const {
+  check_index(table);
   const Memory& memory = memory_[table];
   const at::Tensor usable = memory.digests.slice(1, 0, memory.geometry.bucket_slots);
   return usable.ne(static_cast<int16_t>(kEmptyDigest)).reshape({-1});
+}
+
+at::Tensor TableGroup::last_steps(int64_t table) const {
+  check_index(table);
+  return memory_[table].last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll);
+}
+
+at::Tensor TableGroup::scores(int64_t table) const {
+  check_index(table);
+  return keeps_scores(configs_[table].eviction) ? memory_[table].scores : last_steps(table);
+}
+
+int64_t TableGroup::clock() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return clock_;
 }
 
 TableState TableGroup::export_table(int64_t table) const {
@@ -254,14 +295,14 @@ TableState TableGroup::export_table(int64_t table) const {
   state.rows = joined(memory.rows, memory.rows_host);
   state.states = joined(memory.states, memory.states_host);
   state.last_steps = memory.last_steps.clone();
-  state.frequencies = memory.frequencies.clone();
+  state.scores = memory.scores.clone();
   // Empty slots hold whatever was there: give zeros instead.
   const at::Tensor free = state.occupied.logical_not();
   state.ids.masked_fill_(free, 0);
   state.rows.masked_fill_(free.unsqueeze(1), 0);
   state.states.masked_fill_(free.unsqueeze(1), 0);
   state.last_steps.masked_fill_(free, 0);
-  if (state.frequencies.numel()) state.frequencies.masked_fill_(free, 0);
+  if (state.scores.numel()) state.scores.masked_fill_(free, 0);
   return state;
 }
 
@@ -273,12 +314,10 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   const int64_t slots = memory.geometry.num_slots();
   check_tensor(state.occupied, "occupied", config.name, at::kBool, {slots});
   check_tensor(state.ids, "ids", config.name, at::kLong, {slots});
-  check_tensor(state.rows, "rows", config.name, at::kFloat, {slots, config.dim});
-  check_tensor(state.states, "states", config.name, at::kFloat,
-               {slots, state_width(optimizer_.kind)});
+  check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, config.dim});
+  check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_});
   check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
-  check_tensor(state.frequencies, "frequencies", config.name, at::kInt,
-               {memory.frequencies.numel()});
+  check_tensor(state.scores, "scores", config.name, at::kLong, {memory.scores.numel()});
   const at::Tensor ids = state.ids.cpu().contiguous();
   const at::Tensor occupied = state.occupied.cpu().contiguous();
   at::Tensor digests = at::empty(memory.digests.sizes(), at::kShort);
@@ -297,7 +336,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.digests.copy_(digests);
   memory.ids.copy_(state.ids);
   memory.last_steps.copy_(state.last_steps);
-  memory.frequencies.copy_(state.frequencies);
+  memory.scores.copy_(state.scores);
   split(memory.rows, memory.rows_host, state.rows);
   split(memory.states, memory.states_host, state.states);
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
@@ -324,7 +363,7 @@ int64_t TableGroup::hbm_bytes(int64_t table) const {
   check_index(table);
   if (device_.is_cpu()) return 0;
   const Memory& m = memory_[table];
-  return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) + bytes_of(m.frequencies) +
+  return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) + bytes_of(m.scores) +
          bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
 }
 
@@ -334,7 +373,7 @@ int64_t TableGroup::host_bytes(int64_t table) const {
   const int64_t host = bytes_of(m.rows_host) + bytes_of(m.states_host);
   if (device_.is_cuda()) return host;
   return host + bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
-         bytes_of(m.frequencies) + bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
+         bytes_of(m.scores) + bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -20,7 +21,8 @@ struct TableConfig {
   int64_t capacity;
   int64_t dim;
   int64_t column_offset;
-  hash_table::Eviction eviction;
+  Eviction eviction;
+  RowType row_type;
   uint64_t seed;  // already mixed with the table's name
   double low;
   double high;
@@ -29,20 +31,22 @@ struct TableConfig {
 
 // One table's arrays, for export and load; first dimension num_slots.
 struct TableState {
-  at::Tensor occupied;     // bool
-  at::Tensor ids;          // int64
-  at::Tensor rows;         // float32 [., dim]
-  at::Tensor states;       // float32 [., state width]
-  at::Tensor last_steps;   // int32
-  at::Tensor frequencies;  // int32, empty under LRU
+  at::Tensor occupied;    // bool
+  at::Tensor ids;         // int64
+  at::Tensor rows;        // [., dim]
+  at::Tensor states;      // float32 [., state width]
+  at::Tensor last_steps;  // int32
+  at::Tensor scores;      // int64, empty under LRU
 };
 
 class TableGroup {
  public:
   // Makes empty tables. feature_tables: the table of each feature, in the order of the output.
+  // state_dim: fp32 values of state a row keeps; by default what the optimizer needs.
   static std::shared_ptr<TableGroup> make(std::vector<TableConfig> configs,
                                           std::vector<int64_t> feature_tables,
-                                          OptimizerConfig optimizer, at::Device device);
+                                          OptimizerConfig optimizer,
+                                          std::optional<int64_t> state_dim, at::Device device);
   ~TableGroup();
   TableGroup(const TableGroup&) = delete;
   TableGroup& operator=(const TableGroup&) = delete;
@@ -59,10 +63,15 @@ class TableGroup {
   int64_t total_dim() const { return total_dim_; }
   int64_t num_slots() const { return num_slots_; }
   bool four_wide() const { return four_wide_; }
+  // Whether one of the tables needs a score with every id.
+  bool needs_scores() const { return needs_scores_; }
   const at::Tensor& counters() const { return counters_; }
 
   // On the group's device.
   const hash_table::TableView* views() const;
+  // In host memory, its pointers on the group's device.
+  const hash_table::TableView& view(int64_t table) const;
+  at::ScalarType row_dtype(int64_t table) const;
   const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
   const int32_t* feature_columns() const { return feature_columns_.const_data_ptr<int32_t>(); }
 
@@ -71,12 +80,17 @@ class TableGroup {
   // A pinned step's rows are not evicted until it is released.
   void pin(int64_t step);
   void release(int64_t step);
-  // The oldest step that is pinned, or `now`.
-  hash_table::Steps steps(int64_t now) const;
+  // A call at a step that was begun; scores null.
+  hash_table::Visit visit(int64_t now) const;
 
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
   void clear_table(int64_t table);
+  at::Tensor occupied(int64_t table) const;    // bool [num_slots]
+  at::Tensor scores(int64_t table) const;      // int64 [num_slots]
+  at::Tensor last_steps(int64_t table) const;  // int64 [num_slots]
+  at::Tensor ids(int64_t table) const { return memory_.at(table).ids; }
+  int64_t clock() const;
   // Occupied slots of each table, int64 [tables], on the device.
   at::Tensor sizes() const;
   int64_t hbm_bytes(int64_t table) const;
@@ -84,25 +98,24 @@ class TableGroup {
 
  private:
   TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
-             OptimizerConfig optimizer, at::Device device);
+             OptimizerConfig optimizer, std::optional<int64_t> state_dim, at::Device device);
 
   struct Memory {
     hash_table::Geometry geometry;
-    at::Tensor digests;      // int16 [num_buckets, 64]
-    at::Tensor ids;          // int64 [num_slots]
-    at::Tensor last_steps;   // int32 [num_slots]
-    at::Tensor frequencies;  // int32 [num_slots] or empty
-    at::Tensor locks;        // int32 bitmap
-    at::Tensor rows;         // float32 [hbm_slots, dim]
+    at::Tensor digests;     // int16 [num_buckets, 64]
+    at::Tensor ids;         // int64 [num_slots]
+    at::Tensor last_steps;  // int32 [num_slots]
+    at::Tensor scores;      // int64 [num_slots] or empty
+    at::Tensor locks;       // int32 bitmap
+    at::Tensor rows;        // [hbm_slots, dim]
     at::Tensor states;
-    at::Tensor rows_host;  // float32 [num_slots - hbm_slots, dim], pinned
+    at::Tensor rows_host;  // [num_slots - hbm_slots, dim], pinned
     at::Tensor states_host;
   };
 
   void check_index(int64_t table) const;
   Memory allocate(const TableConfig& config) const;
-  hash_table::TableView view_of(int64_t table) const;
-  at::Tensor occupied(int64_t table) const;
+  hash_table::TableView make_view(int64_t table) const;
   void reset_digests(const Memory& memory) const;
 
   std::vector<TableConfig> configs_;
@@ -113,7 +126,10 @@ class TableGroup {
   std::vector<int64_t> first_slots_;
   int64_t num_slots_ = 0;
   int64_t total_dim_ = 0;
+  int64_t state_width_ = 0;
   bool four_wide_ = true;
+  bool needs_scores_ = false;
+  std::vector<hash_table::TableView> host_views_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor views_;            // bytes of TableView[tables], on the device
   at::Tensor feature_tables_;   // int32, on the device

@@ -1,4 +1,5 @@
-// Scores: which id leaves a full bucket.
+// Scores: which id leaves a full bucket. The lowest goes; among equals the one looked up longest
+// ago.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +8,54 @@
 
 namespace torchrec_hkv {
 
-// The lowest goes. LRU: the step of the last training lookup. LFU: the number of training lookups;
-// among equals the longest unseen goes.
-HKV_HOST_DEVICE uint64_t lru_score(uint32_t last_step) { return last_step; }
-HKV_HOST_DEVICE uint64_t lfu_score(uint32_t frequency, uint32_t last_step) {
-  return static_cast<uint64_t>(frequency) << 32 | last_step;
+enum class Eviction : int32_t {
+  kLru = 0,         // score = step of the last lookup
+  kLfu = 1,         // score = lookups, or the counts given with them, added up
+  kEpochLru = 2,    // score = epoch in the high 32 bits, step in the low
+  kEpochLfu = 3,    // score = epoch of the last lookup in the high 32 bits, lookups in the low
+  kCustomized = 4,  // score = what was given last
+};
+
+// Whether a policy takes scores with ids: counts under the frequency policies, where 1 stands for
+// none given; the score itself under kCustomized.
+HKV_HOST_DEVICE bool takes_scores(Eviction policy) {
+  return policy == Eviction::kLfu || policy == Eviction::kEpochLfu ||
+         policy == Eviction::kCustomized;
+}
+
+// LRU scores are the last steps, which every table keeps; the others need an array of their own.
+HKV_HOST_DEVICE bool keeps_scores(Eviction policy) { return policy != Eviction::kLru; }
+
+HKV_HOST_DEVICE uint64_t with_epoch(uint32_t epoch, uint64_t low) {
+  return static_cast<uint64_t>(epoch) << 32 | (low > 0xffffffffull ? 0xffffffffull : low);
+}
+
+// Score of an id that is inserted.
+HKV_HOST_DEVICE uint64_t first_score(Eviction policy, uint32_t now, uint32_t epoch,
+                                     uint64_t given) {
+  switch (policy) {
+    case Eviction::kLru:
+      return now;
+    case Eviction::kEpochLru:
+      return with_epoch(epoch, now);
+    case Eviction::kEpochLfu:
+      return with_epoch(epoch, given);
+    default:
+      return given;
+  }
+}
+
+// Score of an id that is looked up again.
+HKV_HOST_DEVICE uint64_t next_score(Eviction policy, uint64_t old, uint32_t now, uint32_t epoch,
+                                    uint64_t given) {
+  switch (policy) {
+    case Eviction::kLfu:
+      return old + given < old ? ~0ull : old + given;  // saturates rather than wraps
+    case Eviction::kEpochLfu:
+      return with_epoch(epoch, (old & 0xffffffffull) + (given & 0xffffffffull));
+    default:
+      return first_score(policy, now, epoch, given);
+  }
 }
 
 // With free slots in both buckets an id takes its first one until that is three quarters full

@@ -60,16 +60,23 @@ inline int64_t find_slot(const TableView& table, int64_t id, const BucketChoice&
 }
 
 // Threads may touch one slot at once.
-inline void touch(const TableView& table, int64_t slot, uint32_t step) {
+inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given) {
   std::atomic_ref<uint32_t> last(table.last_steps[slot]);
-  if (last.load(std::memory_order_relaxed) != step) last.store(step, std::memory_order_relaxed);
-  if (table.frequencies != nullptr) {
-    std::atomic_ref<uint32_t> frequency(table.frequencies[slot]);
-    // Saturates rather than wraps: 2^32 - 1 lookups are as good as more.
-    if (frequency.load(std::memory_order_relaxed) != UINT32_MAX) {
-      frequency.fetch_add(1, std::memory_order_relaxed);
-    }
+  if (last.load(std::memory_order_relaxed) != visit.now) {
+    last.store(visit.now, std::memory_order_relaxed);
   }
+  if (table.scores == nullptr) return;
+  std::atomic_ref<uint64_t> score(table.scores[slot]);
+  uint64_t old = score.load(std::memory_order_relaxed);
+  uint64_t next;
+  do {
+    next = next_score(table.eviction, old, visit.now, visit.epoch, given);
+  } while (next != old && !score.compare_exchange_weak(old, next, std::memory_order_relaxed));
+}
+
+inline Rank rank_of(const TableView& table, int64_t slot) {
+  const uint32_t step = table.last_steps[slot];
+  return Rank{table.scores != nullptr ? table.scores[slot] : step, step};
 }
 
 inline void count(const TableView& table, Counter counter, uint64_t by) {

@@ -38,6 +38,14 @@ __device__ __forceinline__ uint32_t load_l2(const uint32_t* from) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ unsigned long long load_l2(const unsigned long long* from) {
+  unsigned long long v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_l2(uint64_t* to, uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
 __device__ __forceinline__ void store_l2(int64_t* to, int64_t value) {
   asm volatile("st.relaxed.gpu.global.s64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -66,9 +74,9 @@ __device__ __forceinline__ bool try_lock(uint32_t* locks, uint32_t bucket) {
 __device__ __forceinline__ void unlock(uint32_t* locks, uint32_t bucket) {
   atomicAnd(&locks[bucket >> 5], ~(1u << (bucket & 31)));
 }
-// Takes both locks or none, the lower bucket first: whoever holds the highest contended lock goes on, so
-// two tiles that want each other's bucket can't give way to each other for ever. The fence orders what
-// the last holder wrote before what we read.
+// Takes both locks or none, the lower bucket first: whoever holds the highest contended lock goes
+// on, so two tiles that want each other's bucket can't give way to each other for ever. The fence
+// orders what the last holder wrote before what we read.
 __device__ __forceinline__ bool try_lock_both(uint32_t* locks, uint32_t a, uint32_t b) {
   const uint32_t low = min(a, b), high = max(a, b);
   if (!try_lock(locks, low)) return false;
@@ -85,12 +93,28 @@ __device__ __forceinline__ void unlock_both(uint32_t* locks, uint32_t a, uint32_
   unlock(locks, a);
 }
 
-__device__ __forceinline__ void touch(const TableView& table, int64_t slot, uint32_t step) {
+__device__ __forceinline__ void touch(const TableView& table, int64_t slot, const Visit& visit,
+                                      uint64_t given) {
   // Testing first keeps hot ids from writing one address thousands of times.
-  if (load_l2(&table.last_steps[slot]) != step) store_l2(&table.last_steps[slot], step);
-  if (table.frequencies != nullptr && load_l2(&table.frequencies[slot]) != 0xffffffffu) {
-    atomicAdd(&table.frequencies[slot], 1u);
+  if (load_l2(&table.last_steps[slot]) != visit.now) {
+    store_l2(&table.last_steps[slot], visit.now);
   }
+  if (table.scores == nullptr) return;
+  auto* score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
+  unsigned long long old = load_l2(score);
+  for (;;) {
+    const unsigned long long next = next_score(table.eviction, old, visit.now, visit.epoch, given);
+    if (next == old) return;
+    const unsigned long long seen = atomicCAS(score, old, next);
+    if (seen == old) return;
+    old = seen;
+  }
+}
+
+__device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {
+  const uint32_t step = load_l2(&table.last_steps[slot]);
+  if (table.scores == nullptr) return Rank{step, step};
+  return Rank{load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot])), step};
 }
 
 __device__ __forceinline__ void count(const TableView& table, Counter counter, uint64_t by) {

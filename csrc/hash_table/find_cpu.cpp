@@ -16,7 +16,7 @@ constexpr int kInFlight = 16;
 // number found.
 template <bool kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
-                   uint32_t step, int64_t* slots) {
+                   const Visit& visit, int64_t* slots, bool* found_at) {
   int64_t found = 0;
   BucketChoice choices[kInFlight];
   uint64_t masks[kInFlight];
@@ -53,25 +53,27 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       }
       if (slot != kNoSlot) {
         ++found;
-        if (kTouch) touch(table, slot, step);
+        if (kTouch) touch(table, slot, visit, visit.given(at + k));
         slots[at + k] = table.first_slot + slot;
       } else {
         slots[at + k] = kNoSlot;
       }
+      if (kTouch && found_at != nullptr) found_at[at + k] = slot != kNoSlot;
     }
   }
   return found;
 }
 
 template <bool kTouch>
-void find_all(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
-              int threads) {
+void find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+              bool* found_at, int threads) {
   parallel_for(batch.num_ids, 1024, threads, [&](int64_t begin, int64_t end) {
     for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
       if (stop <= begin) continue;
       const TableView& table = tables[batch.feature_tables[feature]];
-      const int64_t found = find_range<kTouch>(table, batch.ids, begin, stop, step, slots);
+      const int64_t found =
+          find_range<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at);
       if (kTouch) {
         count(table, kLookups, stop - begin);
         count(table, kHits, found);
@@ -84,12 +86,12 @@ void find_all(const TableView* tables, const Batch& batch, uint32_t step, int64_
 }  // namespace
 
 void find(const TableView* tables, const Batch& batch, int64_t* slots, int threads) {
-  find_all<false>(tables, batch, 0, slots, threads);
+  find_all<false>(tables, batch, Visit{}, slots, nullptr, threads);
 }
 
-void find_and_touch(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
-                    int threads) {
-  find_all<true>(tables, batch, step, slots, threads);
+void find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+                    bool* found, int threads) {
+  find_all<true>(tables, batch, visit, slots, found, threads);
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -8,7 +8,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 // As find, and touches and counts what it finds.
-void find_and_touch(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
-                    int threads);
+void find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+                    bool* found, int threads);
 
 }  // namespace torchrec_hkv::hash_table::cpu

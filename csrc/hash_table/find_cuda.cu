@@ -10,8 +10,8 @@ namespace {
 // and goes on to the second bucket only where the first has none.
 template <bool kTouch>
 __global__ void __launch_bounds__(kThreads)
-    find_kernel(const TableView* __restrict__ tables, Batch batch, uint32_t step,
-                int64_t* __restrict__ slots) {
+    find_kernel(const TableView* __restrict__ tables, Batch batch, Visit visit,
+                int64_t* __restrict__ slots, bool* __restrict__ found_at) {
   const int lane = threadIdx.x % kLineLanes;
   const int64_t position = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLineLanes;
   const bool valid = position < batch.num_ids;
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kThreads)
     hit = slot != kNoSlot;
     if (lane == 0) {
       slots[position] = hit ? table.first_slot + slot : kNoSlot;
-      if (kTouch && hit) touch(table, slot, step);
+      if (kTouch && hit) touch(table, slot, visit, visit.given(position));
+      if (kTouch && found_at != nullptr) found_at[position] = hit;
     }
   }
   if (kTouch) {
@@ -66,23 +67,23 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <bool kTouch>
-void launch_find(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
-                 cudaStream_t stream) {
+void launch_find(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+                 bool* found_at, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  find_kernel<kTouch>
-      <<<grid_for(batch.num_ids * kLineLanes), kThreads, 0, stream>>>(tables, batch, step, slots);
+  find_kernel<kTouch><<<grid_for(batch.num_ids * kLineLanes), kThreads, 0, stream>>>(
+      tables, batch, visit, slots, found_at);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace
 
 void find(const TableView* tables, const Batch& batch, int64_t* slots, cudaStream_t stream) {
-  launch_find<false>(tables, batch, 0, slots, stream);
+  launch_find<false>(tables, batch, Visit{}, slots, nullptr, stream);
 }
 
-void find_and_touch(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
-                    cudaStream_t stream) {
-  launch_find<true>(tables, batch, step, slots, stream);
+void find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+                    bool* found, cudaStream_t stream) {
+  launch_find<true>(tables, batch, visit, slots, found, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

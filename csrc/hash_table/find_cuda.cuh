@@ -10,7 +10,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // As find, and touches and counts what it finds.
-void find_and_touch(const TableView* tables, const Batch& batch, uint32_t step, int64_t* slots,
-                    cudaStream_t stream);
+void find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+                    bool* found, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "common/parallel.h"
@@ -14,55 +15,74 @@ struct Place {
   bool evicts;
 };
 
-// The slot of the lowest score in two full buckets. Pinned slots do not take part.
-Place lowest_score(const TableView& table, const BucketChoice& choice, uint32_t pinned_from) {
+// The slot of the lowest rank in two full buckets. Pinned slots do not take part.
+Place lowest_rank(const TableView& table, const BucketChoice& choice, uint32_t pinned_from,
+                  bool refuse_lower, uint64_t own_score) {
   Place place{kNoSlot, true};
-  uint64_t lowest = UINT64_MAX;
+  Rank lowest{UINT64_MAX, UINT32_MAX};
   const uint32_t buckets[2] = {choice.first, choice.second};
   const int num = choice.first == choice.second ? 1 : 2;
   for (int b = 0; b < num; ++b) {
     const int64_t base = first_slot_of(table, buckets[b]);
     for (int64_t slot = base; slot < base + table.bucket_slots; ++slot) {
-      const uint32_t step = table.last_steps[slot];
-      if (step >= pinned_from) continue;
-      const uint64_t score = eviction_score(table, slot, step);
-      if (score < lowest) {
-        lowest = score;
+      const Rank rank = rank_of(table, slot);
+      if (rank.last_step < pinned_from && rank < lowest) {
+        lowest = rank;
         place.slot = slot;
       }
     }
   }
+  if (refuse_lower && own_score < lowest.score) place.slot = kNoSlot;
   return place;
 }
 
-Place choose_place(const TableView& table, const BucketChoice& choice, uint32_t pinned_from) {
+Place choose_place(const TableView& table, const BucketChoice& choice, const Visit& visit,
+                   bool refuse_lower, uint64_t own_score) {
   const uint64_t free_first = match_digests(digest_line(table, choice.first), kEmptyDigest);
   const uint64_t free_second = match_digests(digest_line(table, choice.second), kEmptyDigest);
-  if ((free_first | free_second) == 0) return lowest_score(table, choice, pinned_from);
+  if ((free_first | free_second) == 0) {
+    return lowest_rank(table, choice, visit.pinned_from, refuse_lower, own_score);
+  }
   const bool first = prefers_first(table.bucket_slots, __builtin_popcountll(free_first),
                                    __builtin_popcountll(free_second));
   const int64_t base = first_slot_of(table, first ? choice.first : choice.second);
   return Place{base + __builtin_ctzll(first ? free_first : free_second), false};
 }
 
+void write_initial_row(const TableView& table, int64_t id, char* row) {
+  for (int32_t c = 0; c < table.dim(); ++c) {
+    store_element(
+        table.rows.type, row, c,
+        initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c)));
+  }
+}
+
 void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,
-               uint32_t step) {
+               uint32_t step, uint64_t score, bool initialize) {
   const int64_t bucket = slot / table.bucket_slots;
   table.digests[bucket * kBucketDigests + slot % table.bucket_slots] = choice.digest;
   table.ids[slot] = id;
   table.last_steps[slot] = step;
-  if (table.frequencies != nullptr) table.frequencies[slot] = 1;
-  float* row = table.row(slot);
-  for (int32_t c = 0; c < table.dim; ++c) {
-    row[c] = initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c));
-  }
-  std::fill_n(table.state(slot), table.state_width, 0.0f);
+  if (table.scores != nullptr) table.scores[slot] = score;
+  if (initialize) write_initial_row(table, id, table.rows.row(slot));
+  std::fill_n(table.state(slot), table.states.width, 0.0f);
+}
+
+void note_leaver(const TableView& table, const Leavers& leavers, int64_t id, uint64_t score,
+                 const char* row) {
+  if (leavers.number == nullptr) return;
+  const uint64_t at = (*leavers.number)++;
+  const int64_t bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
+  leavers.ids[at] = id;
+  leavers.scores[at] = score;
+  std::memcpy(leavers.rows + at * bytes, row, bytes);
 }
 
 // Places the ids of one table that the find phase missed, in the order of the batch.
-void insert_missing(const TableView* tables, int32_t table_index, const Batch& batch, Steps steps,
-                    int64_t* slots) {
+void insert_missing(const TableView* tables, int32_t table_index, const Batch& batch,
+                    const Visit& visit, const Placement& placement, int64_t* slots) {
   const TableView& table = tables[table_index];
+  const int64_t row_bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
   uint64_t inserted = 0, evicted = 0, refused = 0;
   for (int32_t feature = 0; feature < batch.num_features; ++feature) {
     if (batch.feature_tables[feature] != table_index) continue;
@@ -70,18 +90,26 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
     for (int64_t at = batch.feature_start(feature); at < end; ++at) {
       if (slots[at] != kNoSlot) continue;
       const int64_t id = batch.ids[at];
+      const uint64_t given = visit.given(at);
       const BucketChoice choice = choose_buckets(id, table.num_buckets);
       int64_t slot = find_slot(table, id, choice);
       if (slot != kNoSlot) {  // placed earlier in this batch
-        touch(table, slot, steps.now);
+        touch(table, slot, visit, given);
       } else {
-        const Place place = choose_place(table, choice, steps.pinned_from);
+        const uint64_t score = first_score(table.eviction, visit.now, visit.epoch, given);
+        const Place place = choose_place(table, choice, visit, placement.refuse_lower, score);
         if (place.slot == kNoSlot) {
           ++refused;
+          note_leaver(table, placement.leavers, id, score,
+                      placement.leavers.given_rows + at * row_bytes);
           continue;
         }
         slot = place.slot;
-        place_new(table, id, choice, slot, steps.now);
+        if (place.evicts) {
+          note_leaver(table, placement.leavers, table.ids[slot], rank_of(table, slot).score,
+                      table.rows.row(slot));
+        }
+        place_new(table, id, choice, slot, visit.now, score, placement.initialize);
         ++inserted;
         evicted += place.evicts;
       }
@@ -95,15 +123,17 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
 
 }  // namespace
 
-void find_or_insert(const TableView* tables, const Batch& batch, Steps steps, int64_t* slots,
-                    int threads) {
-  find_and_touch(tables, batch, steps.now, slots, threads);
+void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const Placement& placement, int64_t* slots, bool* found, int threads) {
+  find_and_touch(tables, batch, visit, slots, found, threads);
   std::vector<int32_t> used(batch.feature_tables, batch.feature_tables + batch.num_features);
   std::sort(used.begin(), used.end());
   used.erase(std::unique(used.begin(), used.end()), used.end());
   // One thread a table: placing depends on the order.
   parallel_for(static_cast<int64_t>(used.size()), 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) insert_missing(tables, used[t], batch, steps, slots);
+    for (int64_t t = begin; t < end; ++t) {
+      insert_missing(tables, used[t], batch, visit, placement, slots);
+    }
   });
 }
 

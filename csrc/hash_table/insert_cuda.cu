@@ -54,43 +54,72 @@ __device__ int64_t free_slot(const TableView& table, const LaneSlots& mine, bool
   return __shfl_sync(tile, mine.first_slot + __ffs(static_cast<int>(free)) - 1, from);
 }
 
-// The slot of the lowest score that is not pinned, or kNoSlot. Under both locks, buckets full.
-__device__ int64_t lowest_score(const TableView& table, const LaneSlots& mine, uint32_t pinned_from,
-                                unsigned tile) {
-  uint64_t lowest = ~0ull;
+struct Victim {
+  int64_t slot;  // kNoSlot: none
+  uint64_t score;
+};
+
+// The slot of the lowest rank that is not pinned. Under both locks, buckets full.
+__device__ Victim lowest_rank(const TableView& table, const LaneSlots& mine, uint32_t pinned_from,
+                              unsigned tile) {
+  Rank lowest{~0ull, 0xffffffffu};
   int64_t slot = kNoSlot;
   for (int k = 0; k < mine.usable; ++k) {
-    const uint32_t step = load_l2(&table.last_steps[mine.first_slot + k]);
-    if (step >= pinned_from) continue;
-    const uint64_t score = eviction_score(table, mine.first_slot + k, step);
-    if (score < lowest) {
-      lowest = score;
+    const Rank rank = rank_of(table, mine.first_slot + k);
+    if (rank.last_step < pinned_from && rank < lowest) {
+      lowest = rank;
       slot = mine.first_slot + k;
     }
   }
   for (int offset = kTile / 2; offset; offset /= 2) {
-    const uint64_t other = __shfl_xor_sync(tile, lowest, offset);
+    Rank other;
+    other.score = __shfl_xor_sync(tile, lowest.score, offset);
+    other.last_step = __shfl_xor_sync(tile, lowest.last_step, offset);
     const int64_t other_slot = __shfl_xor_sync(tile, slot, offset);
     // Ties go to the lower slot in every lane, so that all agree.
-    if (other < lowest || (other == lowest && other_slot < slot)) {
+    if (other < lowest || (!(lowest < other) && other_slot < slot)) {
       lowest = other;
       slot = other_slot;
     }
   }
-  return slot;
+  return Victim{slot, lowest.score};
 }
 
-__device__ void write_new_row(const TableView& table, int64_t id, int64_t slot, int tile_lane) {
-  float* row = table.row(slot);
-  for (int32_t c = tile_lane; c < table.dim; c += kTile) {
-    row[c] = initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c));
+__device__ void write_new_row(const TableView& table, int64_t id, int64_t slot, bool initialize,
+                              int tile_lane) {
+  if (initialize) {
+    char* row = table.rows.row(slot);
+    for (int32_t c = tile_lane; c < table.dim(); c += kTile) {
+      store_element(
+          table.rows.type, row, c,
+          initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c)));
+    }
   }
   float* state = table.state(slot);
-  for (int32_t c = tile_lane; c < table.state_width; c += kTile) state[c] = 0.0f;
+  for (int32_t c = tile_lane; c < table.states.width; c += kTile) state[c] = 0.0f;
+}
+
+// Notes what leaves or is refused; all lanes of a tile.
+__device__ void note_leaver(const TableView& table, const Leavers& leavers, int64_t id,
+                            uint64_t score, const char* row, unsigned tile, int tile_lane) {
+  if (leavers.number == nullptr) return;
+  unsigned long long at = 0;
+  if (tile_lane == 0) {
+    at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
+    leavers.ids[at] = id;
+    leavers.scores[at] = score;
+  }
+  at = __shfl_sync(tile, at, threadIdx.x % kWarp - tile_lane);
+  const int32_t bytes = table.dim() * element_size(table.rows.type);
+  char* to = leavers.rows + at * bytes;
+  for (int32_t b = 2 * tile_lane; b < bytes; b += 2 * kTile) {
+    *reinterpret_cast<uint16_t*>(to + b) = *reinterpret_cast<const volatile uint16_t*>(row + b);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    insert_kernel(const TableView* __restrict__ tables, Batch batch, Steps steps, int64_t* slots) {
+    insert_kernel(const TableView* __restrict__ tables, Batch batch, Visit visit,
+                  Placement placement, int64_t* slots) {
   const int lane = threadIdx.x % kWarp;
   const int64_t first_position =
       (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kWarp;
@@ -119,11 +148,12 @@ __global__ void __launch_bounds__(kThreads)
       mine.first_slot =
           static_cast<int64_t>(bucket) * table.bucket_slots + line_lane * kLaneDigests;
       mine.usable = max(0, min(kLaneDigests, table.bucket_slots - line_lane * kLaneDigests));
+      const uint64_t given = visit.given(position);
       int64_t slot = kNoSlot;
       for (bool done = false; !done;) {
         slot = look_up(table, mine, id, choice.digest, tile);
         if (slot != kNoSlot) {
-          if (tile_lane == 0) touch(table, slot, steps.now);
+          if (tile_lane == 0) touch(table, slot, visit, given);
           break;
         }
         int locked = 0;
@@ -134,18 +164,33 @@ __global__ void __launch_bounds__(kThreads)
         }
         slot = look_up(table, mine, id, choice.digest, tile);
         if (slot != kNoSlot) {
-          if (tile_lane == 0) touch(table, slot, steps.now);
+          if (tile_lane == 0) touch(table, slot, visit, given);
         } else {
           slot = free_slot(table, mine, choice.first == choice.second, tile, tile_lane);
           const bool evicts = slot == kNoSlot;
-          if (evicts) slot = lowest_score(table, mine, steps.pinned_from, tile);
+          const uint64_t score = first_score(table.eviction, visit.now, visit.epoch, given);
+          if (evicts) {
+            const Victim victim = lowest_rank(table, mine, visit.pinned_from, tile);
+            slot = victim.slot;
+            if (slot == kNoSlot || (placement.refuse_lower && score < victim.score)) {
+              slot = kNoSlot;
+              const int64_t bytes =
+                  static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
+              note_leaver(table, placement.leavers, id, score,
+                          placement.leavers.given_rows + position * bytes, tile, tile_lane);
+            } else {
+              note_leaver(table, placement.leavers, load_l2(&table.ids[slot]), victim.score,
+                          table.rows.row(slot), tile, tile_lane);
+              __syncwarp(tile);
+            }
+          }
           if (tile_lane == 0) {
             if (slot == kNoSlot) {
               count(table, kRefused, 1);
             } else {
               store_l2(&table.ids[slot], id);
-              store_l2(&table.last_steps[slot], steps.now);
-              if (table.frequencies != nullptr) store_l2(&table.frequencies[slot], 1u);
+              store_l2(&table.last_steps[slot], visit.now);
+              if (table.scores != nullptr) store_l2(&table.scores[slot], score);
               __threadfence();
               const int64_t its_bucket = slot / table.bucket_slots;
               store_l2(&table.digests[its_bucket * kBucketDigests +
@@ -155,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
               if (evicts) count(table, kEvicted, 1);
             }
           }
-          if (slot != kNoSlot) write_new_row(table, id, slot, tile_lane);
+          if (slot != kNoSlot) write_new_row(table, id, slot, placement.initialize, tile_lane);
         }
         __syncwarp(tile);
         if (tile_lane == 0) unlock_both(table.locks, choice.first, choice.second);
@@ -169,11 +214,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void find_or_insert(const TableView* tables, const Batch& batch, Steps steps, int64_t* slots,
-                    cudaStream_t stream) {
-  find_and_touch(tables, batch, steps.now, slots, stream);
+void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const Placement& placement, int64_t* slots, bool* found, cudaStream_t stream) {
+  find_and_touch(tables, batch, visit, slots, found, stream);
   if (batch.num_ids == 0) return;
-  insert_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, steps, slots);
+  insert_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, placement,
+                                                                  slots);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -20,13 +20,14 @@ namespace cpu {
 // slots[i] = the slot of ids[i] in its group, or kNoSlot. Changes nothing.
 void find(const TableView* tables, const Batch& batch, int64_t* slots, int threads);
 
-// The same for training: an id that is found is touched (step, frequency); one that is not takes a
-// free slot of its buckets, the one of the emptier bucket once the first is three quarters full;
-// where both are full, the place of the lowest score that is not pinned; where all are pinned,
-// none: kNoSlot, counted as refused. A new id's row is its initial row, its state zero. The same
-// batch on the same table gives the same slots whatever the number of threads.
-void find_or_insert(const TableView* tables, const Batch& batch, Steps steps, int64_t* slots,
-                    int threads);
+// The same, and inserts: an id that is found is touched (step, score); one that is not takes a free
+// slot of its buckets, the one of the emptier bucket once the first is three quarters full; where
+// both are full, the place of the lowest score that is not pinned; where all are pinned, none:
+// kNoSlot, counted as refused. A new id's state is zero. found[i], where wanted: whether the id was
+// there before. On a CPU ids are placed in the order of the batch, so that the same batch on the
+// same table gives the same slots whatever the number of threads.
+void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const Placement& placement, int64_t* slots, bool* found, int threads);
 
 // out[b, columns of f] = the reduced rows of bag (f, b). An id without a slot counts with its
 // initial row. A bag without ids gives zeros.
@@ -47,6 +48,23 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, int threads);
 
+// rows[i] = the vector at slots[i] of one table (slots counted from the table's first). Where there
+// is none, the id's initial row; without ids, zeros.
+void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
+            int64_t n, char* rows, int threads);
+
+// The row at slots[i] becomes rows[i] (of several for one slot one, whole: on a CPU the last), or
+// is added to. kNoSlot is passed over.
+void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
+                int threads);
+
+// Touches slots as a hit does. kNoSlot is passed over.
+void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
+                 int threads);
+
+// Frees slots. kNoSlot is passed over.
+void erase_slots(const TableView& table, const int64_t* slots, int64_t n, int threads);
+
 // Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the
 // number of occupied slots that could not be found again: ids outside their buckets, or standing
 // twice.
@@ -60,8 +78,20 @@ namespace cuda {
 
 void find(const TableView* tables, const Batch& batch, int64_t* slots, cudaStream_t stream);
 
-void find_or_insert(const TableView* tables, const Batch& batch, Steps steps, int64_t* slots,
-                    cudaStream_t stream);
+void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const Placement& placement, int64_t* slots, bool* found, cudaStream_t stream);
+
+void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
+            int64_t n, char* rows, cudaStream_t stream);
+
+// claims: a zeroed bitmap of the table's slots; not read when adding.
+void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
+                uint32_t* claims, cudaStream_t stream);
+
+void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
+                 cudaStream_t stream);
+
+void erase_slots(const TableView& table, const int64_t* slots, int64_t n, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<float> out, cudaStream_t stream);

@@ -27,8 +27,29 @@ void for_each_bag(const TableView* tables, const Batch& batch, int64_t begin, in
 
 void prefetch_row(const TableView& table, const int64_t* slots, int64_t at, int64_t end) {
   if (at >= end || slots[at] == kNoSlot) return;
-  const float* row = table.row(slots[at] - table.first_slot);
-  for (int32_t c = 0; c < table.dim; c += 16) __builtin_prefetch(row + c);
+  const char* row = table.rows.row(slots[at] - table.first_slot);
+  const int32_t bytes = table.dim() * element_size(table.rows.type);
+  for (int32_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b);
+}
+
+// Calls visit(column, value) for the columns of an id's row, or of its initial row where it has
+// none. The common type has a loop of its own, which the compiler can vectorise.
+template <typename VisitColumn>
+void for_each_column(const TableView& table, int64_t slot, int64_t id, const VisitColumn& visit) {
+  if (slot == kNoSlot) {
+    for (int32_t c = 0; c < table.dim(); ++c) {
+      visit(c,
+            initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c)));
+    }
+    return;
+  }
+  const char* row = table.rows.row(slot - table.first_slot);
+  if (table.rows.type == RowType::kFloat32) {
+    const float* values = reinterpret_cast<const float*>(row);
+    for (int32_t c = 0; c < table.dim(); ++c) visit(c, values[c]);
+  } else {
+    for (int32_t c = 0; c < table.dim(); ++c) visit(c, load_element(table.rows.type, row, c));
+  }
 }
 
 }  // namespace
@@ -40,20 +61,13 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
         tables, batch, begin, end,
         [&](int32_t feature, int64_t sample, const TableView& table, int64_t first, int64_t last) {
           float* to = out.data + sample * out.stride + batch.feature_columns[feature];
-          std::fill_n(to, table.dim, 0.0f);
+          std::fill_n(to, table.dim(), 0.0f);
           const float bag_scale = pooling.mean && last > first ? 1.0f / (last - first) : 1.0f;
           for (int64_t at = first; at < last; ++at) {
             prefetch_row(table, slots, at + kPrefetchAhead, last);
             const float scale = pooling.weights ? pooling.weights[at] * bag_scale : bag_scale;
-            if (slots[at] != kNoSlot) {
-              const float* row = table.row(slots[at] - table.first_slot);
-              for (int32_t c = 0; c < table.dim; ++c) to[c] += scale * row[c];
-            } else {
-              for (int32_t c = 0; c < table.dim; ++c) {
-                to[c] += scale * initial_value(table.initial_rows, batch.ids[at],
-                                               static_cast<uint32_t>(table.column_offset + c));
-              }
-            }
+            for_each_column(table, slots[at], batch.ids[at],
+                            [&](int32_t c, float value) { to[c] += scale * value; });
           }
         });
   });
@@ -69,15 +83,8 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
           const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
           for (int64_t at = first; at < last; ++at) {
             float dot = 0.0f;
-            if (slots[at] != kNoSlot) {
-              const float* row = table.row(slots[at] - table.first_slot);
-              for (int32_t c = 0; c < table.dim; ++c) dot += from[c] * row[c];
-            } else {
-              for (int32_t c = 0; c < table.dim; ++c) {
-                dot += from[c] * initial_value(table.initial_rows, batch.ids[at],
-                                               static_cast<uint32_t>(table.column_offset + c));
-              }
-            }
+            for_each_column(table, slots[at], batch.ids[at],
+                            [&](int32_t c, float value) { dot += from[c] * value; });
             weights_grad[at] = dot * bag_scale;
           }
         });

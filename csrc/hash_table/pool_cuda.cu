@@ -30,7 +30,8 @@ template <int kWidth>
 __device__ __forceinline__ Columns<kWidth> row_or_initial(const TableView& table, int64_t slot,
                                                           int64_t id, int32_t column) {
   return slot != kNoSlot
-             ? Columns<kWidth>::load(table.row(slot - table.first_slot) + column)
+             ? Columns<kWidth>::load(table.rows.type, table.rows.row(slot - table.first_slot),
+                                     column)
              : Columns<kWidth>::initial(table.initial_rows, id, table.column_offset + column);
 }
 
@@ -38,7 +39,7 @@ template <int kWidth>
 __device__ void pool_bag(const TableView& table, const Batch& batch, const int64_t* slots,
                          const float* weights, const Bag& bag, float* to) {
   const int lane = threadIdx.x % kWarp;
-  for (int32_t column = lane * kWidth; column < table.dim; column += kWarp * kWidth) {
+  for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
     Columns<kWidth> sum = Columns<kWidth>::zero();
 #pragma unroll 4
     for (int64_t at = bag.first; at < bag.last; ++at) {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   const Bag bag = bag_at(batch, number, pooling.mean);
   const TableView& table = tables[batch.feature_tables[number / batch.batch_size]];
   float* to = out.data + bag.sample * out.stride + bag.column;
-  if (four_wide(table.dim, bag.column, out.stride)) {
+  if (four_wide(table.dim(), bag.column, out.stride)) {
     pool_bag<4>(table, batch, slots, pooling.weights, bag, to);
   } else {
     pool_bag<1>(table, batch, slots, pooling.weights, bag, to);
@@ -71,7 +72,7 @@ __device__ void weights_grad_bag(const TableView& table, const Batch& batch, con
   const int lane = threadIdx.x % kWarp;
   for (int64_t at = bag.first; at < bag.last; ++at) {
     float dot = 0.0f;
-    for (int32_t column = lane * kWidth; column < table.dim; column += kWarp * kWidth) {
+    for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
       dot += Columns<kWidth>::load(from + column)
                  .dot(row_or_initial<kWidth>(table, slots[at], batch.ids[at], column));
     }
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   const Bag bag = bag_at(batch, number, mean);
   const TableView& table = tables[batch.feature_tables[number / batch.batch_size]];
   const float* from = grad.data + bag.sample * grad.stride + bag.column;
-  if (four_wide(table.dim, bag.column, grad.stride)) {
+  if (four_wide(table.dim(), bag.column, grad.stride)) {
     weights_grad_bag<4>(table, batch, slots, bag, from, weights_grad);
   } else {
     weights_grad_bag<1>(table, batch, slots, bag, from, weights_grad);

@@ -7,6 +7,13 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
+__device__ __forceinline__ float widen(RowType type, uint16_t bits) {
+  return type == RowType::kFloat16 ? from_float16(bits) : from_bfloat16(bits);
+}
+__device__ __forceinline__ uint16_t narrow(RowType type, float value) {
+  return type == RowType::kFloat16 ? to_float16(value) : to_bfloat16(value);
+}
+
 template <int kWidth>
 struct Columns {
   float v[kWidth];
@@ -27,6 +34,35 @@ struct Columns {
       for (int k = 0; k < kWidth; ++k) c.v[k] = from[k];
     }
     return c;
+  }
+  // Columns of a stored row of any type, the first of which is a multiple of kWidth.
+  __device__ __forceinline__ static Columns load(RowType type, const char* row, int32_t column) {
+    if (type == RowType::kFloat32) return load(reinterpret_cast<const float*>(row) + column);
+    Columns c;
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(row) + column;
+    if constexpr (kWidth == 4) {
+      const ushort4 x = *reinterpret_cast<const ushort4*>(from);
+      c.v[0] = widen(type, x.x), c.v[1] = widen(type, x.y);
+      c.v[2] = widen(type, x.z), c.v[3] = widen(type, x.w);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) c.v[k] = widen(type, from[k]);
+    }
+    return c;
+  }
+  __device__ __forceinline__ void store(RowType type, char* row, int32_t column) const {
+    if (type == RowType::kFloat32) {
+      store(reinterpret_cast<float*>(row) + column);
+      return;
+    }
+    uint16_t* to = reinterpret_cast<uint16_t*>(row) + column;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<ushort4*>(to) = make_ushort4(narrow(type, v[0]), narrow(type, v[1]),
+                                                     narrow(type, v[2]), narrow(type, v[3]));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) to[k] = narrow(type, v[k]);
+    }
   }
   __device__ __forceinline__ void store(float* to) const {
     if constexpr (kWidth == 4) {

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "common/dtypes.h"
 #include "common/hashing.h"
 #include "common/initial_rows.h"
 #include "common/macros.h"
@@ -20,11 +21,6 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoSlot = -1;
-
-enum class Eviction : int32_t {
-  kLru = 0,  // the id looked up longest ago goes
-  kLfu = 1,  // the id looked up least often goes; among equals, the one looked up longest ago
-};
 
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
@@ -36,48 +32,59 @@ enum Counter : int32_t {
   kNumCounters = 5,
 };
 
-struct TableView {
-  uint16_t* digests;      // [num_buckets][64]
-  int64_t* ids;           // [num_slots]
-  uint32_t* last_steps;   // [num_slots] step of the last training lookup
-  uint32_t* frequencies;  // [num_slots] training lookups; null under LRU
-  uint32_t* locks;        // one bit a bucket; CUDA only
-  // Rows and states of slots below hbm_slots lie in the first pair, the others in the second.
-  float* rows;         // [hbm_slots][dim]
-  float* states;       // [hbm_slots][state_width]
-  float* rows_host;    // [num_slots - hbm_slots][dim]
-  float* states_host;  // [num_slots - hbm_slots][state_width]
+// Vectors by slot, over two memories: slots below hbm_slots lie in the first, the others in the
+// second.
+struct RowStore {
+  char* hbm;   // [hbm_slots][width]
+  char* host;  // [num_slots - hbm_slots][width]
   int64_t hbm_slots;
+  int32_t width;
+  RowType type;
+
+  HKV_HOST_DEVICE char* row(int64_t slot) const {
+    const int64_t bytes = static_cast<int64_t>(width) * element_size(type);
+    return slot < hbm_slots ? hbm + slot * bytes : host + (slot - hbm_slots) * bytes;
+  }
+};
+
+struct TableView {
+  uint16_t* digests;     // [num_buckets][64]
+  int64_t* ids;          // [num_slots]
+  uint32_t* last_steps;  // [num_slots] step of the last training lookup
+  uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
+  uint32_t* locks;       // one bit a bucket; CUDA only
+  RowStore rows;
+  RowStore states;     // optimizer state, float32
   uint64_t* counters;  // [kNumCounters]
   int64_t first_slot;  // of this table among the slots of its group
   int64_t num_slots;
   uint32_t num_buckets;
   int32_t bucket_slots;
-  int32_t dim;
-  int32_t state_width;
   int32_t column_offset;  // of the table's first column, where columns are sharded
   Eviction eviction;
   InitialRows initial_rows;
 
-  HKV_HOST_DEVICE float* row(int64_t slot) const {
-    return slot < hbm_slots ? rows + slot * dim : rows_host + (slot - hbm_slots) * dim;
-  }
+  HKV_HOST_DEVICE int32_t dim() const { return rows.width; }
   HKV_HOST_DEVICE float* state(int64_t slot) const {
-    return slot < hbm_slots ? states + slot * state_width
-                            : states_host + (slot - hbm_slots) * state_width;
+    return reinterpret_cast<float*>(states.row(slot));
   }
 };
 
-// Score of an occupied slot, given its last step.
-HKV_HOST_DEVICE uint64_t eviction_score(const TableView& table, int64_t slot, uint32_t last_step) {
-  return table.eviction == Eviction::kLfu ? lfu_score(table.frequencies[slot], last_step)
-                                          : lru_score(last_step);
-}
+// How low an entry ranks: the lowest leaves a full bucket.
+struct Rank {
+  uint64_t score;
+  uint32_t last_step;
+
+  HKV_HOST_DEVICE bool operator<(const Rank& other) const {
+    return score != other.score ? score < other.score : last_step < other.last_step;
+  }
+};
 
 // The ids of one call: feature-major bags of the features of a group, in CSR form.
 struct Batch {
   const int64_t* ids;              // [offsets[num_features * batch_size]]
-  const int64_t* offsets;          // [num_features * batch_size + 1], nondecreasing
+  const int64_t* offsets;          // [num_features * batch_size + 1], nondecreasing; null: one
+                                   // feature, one bag
   const int32_t* feature_tables;   // [num_features] table of each feature
   const int32_t* feature_columns;  // [num_features] first column of each feature in the output
   int32_t num_features;
@@ -86,6 +93,7 @@ struct Batch {
 
   // Position of the feature's first id.
   HKV_HOST_DEVICE int64_t feature_start(int32_t feature) const {
+    if (offsets == nullptr) return feature == 0 ? 0 : num_ids;
     return offsets[feature * batch_size];
   }
   // Feature of the id at a position.
@@ -104,11 +112,33 @@ struct Batch {
   }
 };
 
-// Steps of training lookups. Rows touched at or after `pinned_from` belong to batches whose
-// backward is still to come: they are never evicted.
-struct Steps {
-  uint32_t now;
+// What a call that touches ids knows besides them. Rows touched at or after `pinned_from` belong to
+// batches whose backward is still to come: they are never evicted.
+struct Visit {
+  uint32_t now;  // the step of this call
   uint32_t pinned_from;
+  uint32_t epoch;          // for the epoch policies
+  const uint64_t* scores;  // by position, see takes_scores; null: none given
+
+  HKV_HOST_DEVICE uint64_t given(int64_t position) const {
+    return scores != nullptr ? scores[position] : 1;
+  }
+};
+
+// What leaves a table, or is refused, while others are inserted. Null pointers: not wanted.
+struct Leavers {
+  int64_t* ids;
+  char* rows;  // of the table's type
+  uint64_t* scores;
+  uint64_t* number;        // device counter
+  const char* given_rows;  // [positions][dim]: what a refused id came with
+};
+
+// How ids that are missing are placed.
+struct Placement {
+  bool initialize;    // write the initial row; otherwise the row is left for the caller to write
+  bool refuse_lower;  // an id whose score is lower than all it could replace is refused
+  Leavers leavers;    // groups of one table only
 };
 
 // How the ids of a bag are reduced.

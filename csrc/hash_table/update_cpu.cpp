@@ -87,15 +87,23 @@ void apply(const TableView& table, int64_t slot, const float* grad,
     constexpr int kLanes = 8;  // partial sums that the compiler can keep in one vector
     float lanes[kLanes] = {};
     int32_t c = 0;
-    for (; c + kLanes <= table.dim; c += kLanes) {
+    for (; c + kLanes <= table.dim(); c += kLanes) {
       for (int k = 0; k < kLanes; ++k) lanes[k] += grad[c + k] * grad[c + k];
     }
-    for (; c < table.dim; ++c) lanes[0] += grad[c] * grad[c];
+    for (; c < table.dim(); ++c) lanes[0] += grad[c] * grad[c];
     for (const float lane : lanes) squares += lane;
   }
-  const float step = row_step(optimizer, learning_rate, squares, table.dim, table.state(slot));
-  float* row = table.row(slot);
-  for (int32_t c = 0; c < table.dim; ++c) row[c] -= step * grad[c];
+  const float step = row_step(optimizer, learning_rate, squares, table.dim(), table.state(slot));
+  char* row = table.rows.row(slot);
+  if (table.rows.type == RowType::kFloat32) {
+    float* values = reinterpret_cast<float*>(row);
+    for (int32_t c = 0; c < table.dim(); ++c) values[c] -= step * grad[c];
+  } else {
+    for (int32_t c = 0; c < table.dim(); ++c) {
+      store_element(table.rows.type, row, c,
+                    load_element(table.rows.type, row, c) - step * grad[c]);
+    }
+  }
 }
 
 }  // namespace
@@ -106,7 +114,7 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   Partitions parts = partition_by_slot(batch, slots, threads);
   int32_t widest = 0;
   for (int32_t f = 0; f < batch.num_features; ++f) {
-    widest = std::max(widest, tables[batch.feature_tables[f]].dim);
+    widest = std::max(widest, tables[batch.feature_tables[f]].dim());
   }
   parallel_for(
       static_cast<int64_t>(parts.starts.size()) - 1, 1, threads, [&](int64_t begin, int64_t end) {
@@ -120,7 +128,7 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
           while (first != last) {
             const int64_t slot = first->slot;
             const TableView& table = tables[batch.feature_tables[first->bag / batch.batch_size]];
-            std::fill_n(sum.data(), table.dim, 0.0f);
+            std::fill_n(sum.data(), table.dim(), 0.0f);
             for (; first != last && first->slot == slot; ++first) {
               const int64_t feature = first->bag / batch.batch_size;
               const int64_t sample = first->bag - feature * batch.batch_size;
@@ -129,7 +137,7 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
               if (pooling.mean) {
                 scale *= 1.0f / (batch.offsets[first->bag + 1] - batch.offsets[first->bag]);
               }
-              for (int32_t c = 0; c < table.dim; ++c) sum[c] += scale * from[c];
+              for (int32_t c = 0; c < table.dim(); ++c) sum[c] += scale * from[c];
             }
             apply(table, slot - table.first_slot, sum.data(), optimizer, learning_rate);
           }

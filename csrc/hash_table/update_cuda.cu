@@ -101,29 +101,29 @@ __device__ void update_row(const TableView& table, int64_t slot, const Run& run,
                            const Pooling& pooling, const Output<const float>& grad,
                            const OptimizerConfig& optimizer, float learning_rate) {
   const int lane = threadIdx.x % kWarp;
-  const bool one_pass = table.dim <= kWarp * kWidth;
+  const bool one_pass = table.dim() <= kWarp * kWidth;
   Columns<kWidth> sum = Columns<kWidth>::zero();
   float step = learning_rate;
   if (optimizer.kind == Optimizer::kRowWiseAdagrad) {
     float squares = 0.0f;
-    for (int32_t column = lane * kWidth; column < table.dim; column += kWarp * kWidth) {
+    for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
       sum = sum_run<kWidth>(run, batch, pooling, grad, column);
       squares += sum.dot(sum);
     }
     squares = warp_sum(squares);
     float state = *table.state(slot);
-    step = row_step(optimizer, learning_rate, squares, table.dim, &state);
+    step = row_step(optimizer, learning_rate, squares, table.dim(), &state);
     __syncwarp();
     if (lane == 0) *table.state(slot) = state;
-  } else if (one_pass && lane * kWidth < table.dim) {
+  } else if (one_pass && lane * kWidth < table.dim()) {
     sum = sum_run<kWidth>(run, batch, pooling, grad, lane * kWidth);
   }
-  float* row = table.row(slot);
-  for (int32_t column = lane * kWidth; column < table.dim; column += kWarp * kWidth) {
+  char* row = table.rows.row(slot);
+  for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
     if (!one_pass) sum = sum_run<kWidth>(run, batch, pooling, grad, column);
-    Columns<kWidth> value = Columns<kWidth>::load(row + column);
+    Columns<kWidth> value = Columns<kWidth>::load(table.rows.type, row, column);
     value.add(-step, sum);
-    value.store(row + column);
+    value.store(table.rows.type, row, column);
   }
 }
 
@@ -133,7 +133,8 @@ __device__ bool all_four_wide(const Run& run, const TableView& table, const Batc
   // four in every table of the group make this true for all.
   for (int64_t k = 0; k < run.length; ++k) {
     const uint32_t bag = run.bags[run.positions[k]];
-    if (!four_wide(table.dim, batch.feature_columns[bag / batch.batch_size], stride)) return false;
+    if (!four_wide(table.dim(), batch.feature_columns[bag / batch.batch_size], stride))
+      return false;
   }
   return true;
 }

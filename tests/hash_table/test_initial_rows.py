@@ -1,38 +1,16 @@
 """The initial row is a pure function of (seed, table, id, column), the same on both devices."""
 
-import hashlib
-
 import pytest
 import torch
 
 from tests.support.batches import random_ids
+from tests.support.initial_value import initial_value
 from torchrec_hkv.hash_table import initial_rows
-
-MASK = (1 << 64) - 1
-
-
-def mix64(x: int) -> int:
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
-
-
-def model(id_: int, column: int, table: str, seed: int, low: float, high: float) -> float:
-    """The documented formula in Python integers and float32 arithmetic."""
-    name = int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little")
-    seed = mix64(mix64(seed & MASK) ^ name)
-    first = mix64(mix64(seed ^ (id_ & MASK) * 0x9E3779B97F4A7C15 & MASK) ^ (column >> 2) << 1)
-    pair = mix64(first ^ 0xD1B54A32D192ED03) if column & 2 else first
-    bits = (pair >> 32 if column & 1 else pair) & 0xFFFFFFFF
-    unit = torch.tensor(bits >> 8, dtype=torch.float32) / 16777216
-    low32, high32 = torch.tensor([low, high], dtype=torch.float32)
-    return float(low32 + (high32 - low32) * unit)
-
 
 def test_follows_the_documented_formula(device_type):
     ids = torch.cat([random_ids(20), torch.tensor([-(2**63), -1, 0, 2**62, 2**63 - 1])])
     rows = initial_rows(ids.to(device_type), 9, table="user", seed=-7, low=-0.3, high=0.1).cpu()
-    expected = [[model(i, c, "user", -7, -0.3, 0.1) for c in range(9)] for i in ids.tolist()]
+    expected = [[initial_value(i, c, "user", -7, -0.3, 0.1) for c in range(9)] for i in ids.tolist()]
     assert torch.equal(rows, torch.tensor(expected))
 
 

@@ -1,0 +1,17 @@
+// The ids of a call, checked.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+#include "bindings/table_group.h"
+
+namespace torchrec_hkv::bindings {
+
+// offsets: none for one bag of all ids, where the group has one feature. Throws TypeError or
+// ValueError before anything is read.
+hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
+                             const std::optional<at::Tensor>& offsets, int64_t batch_size);
+
+}  // namespace torchrec_hkv::bindings

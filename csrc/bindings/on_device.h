@@ -1,0 +1,27 @@
+// Runs one of two calls, for the device a table is on. The calls may use `threads` and `stream`.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
+
+#ifdef TORCHREC_HKV_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#ifdef TORCHREC_HKV_CUDA
+#define HKV_ON_DEVICE(device, cpu_call, cuda_call)                                 \
+  if ((device).is_cuda()) {                                                        \
+    const c10::OptionalDeviceGuard guard(device);                                  \
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream((device).index()); \
+    cuda_call;                                                                     \
+  } else {                                                                         \
+    const int threads = at::get_num_threads();                                     \
+    cpu_call;                                                                      \
+  }
+#else
+#define HKV_ON_DEVICE(device, cpu_call, cuda_call) \
+  {                                                \
+    const int threads = at::get_num_threads();     \
+    cpu_call;                                      \
+  }
+#endif

@@ -1,0 +1,97 @@
+// Element types of rows. Arithmetic is in float; 16-bit rows are widened when read and rounded to
+// the nearest, ties to even, when written.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/macros.h"
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+namespace torchrec_hkv {
+
+enum class RowType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+HKV_HOST_DEVICE int32_t element_size(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+
+HKV_HOST_DEVICE uint32_t float_bits(float x) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+#endif
+}
+
+HKV_HOST_DEVICE float bits_float(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+#endif
+}
+
+HKV_HOST_DEVICE float from_bfloat16(uint16_t x) {
+  return bits_float(static_cast<uint32_t>(x) << 16);
+}
+
+HKV_HOST_DEVICE uint16_t to_bfloat16(float x) {
+  const uint32_t bits = float_bits(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+HKV_HOST_DEVICE float from_float16(uint16_t x) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(x));
+#else
+  _Float16 half;
+  std::memcpy(&half, &x, sizeof(half));
+  return static_cast<float>(half);
+#endif
+}
+
+HKV_HOST_DEVICE uint16_t to_float16(float x) {
+#ifdef __CUDA_ARCH__
+  return __half_as_ushort(__float2half_rn(x));
+#else
+  const _Float16 half = static_cast<_Float16>(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof(bits));
+  return bits;
+#endif
+}
+
+// Element i of a row.
+HKV_HOST_DEVICE float load_element(RowType type, const char* row, int64_t i) {
+  switch (type) {
+    case RowType::kFloat16:
+      return from_float16(reinterpret_cast<const uint16_t*>(row)[i]);
+    case RowType::kBFloat16:
+      return from_bfloat16(reinterpret_cast<const uint16_t*>(row)[i]);
+    default:
+      return reinterpret_cast<const float*>(row)[i];
+  }
+}
+
+HKV_HOST_DEVICE void store_element(RowType type, char* row, int64_t i, float value) {
+  switch (type) {
+    case RowType::kFloat16:
+      reinterpret_cast<uint16_t*>(row)[i] = to_float16(value);
+      break;
+    case RowType::kBFloat16:
+      reinterpret_cast<uint16_t*>(row)[i] = to_bfloat16(value);
+      break;
+    default:
+      reinterpret_cast<float*>(row)[i] = value;
+  }
+}
+
+}  // namespace torchrec_hkv

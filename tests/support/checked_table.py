@@ -1,0 +1,327 @@
+"""A HashTable whose every call is compared with the model."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.initial_value import initial_value
+from tests.support.table_model import Insertion, Row, Seen, TableModel, one_of_each
+from torchrec_hkv.hash_table.hash_table import Entries, Evicted, HashTable
+
+
+def signed(score: int) -> int:
+    """The int64 of the same bits as an unsigned number."""
+    return score - 2**64 if score >= 2**63 else score
+
+
+def unsigned(score: int) -> int:
+    """The unsigned number of the same bits as an int64."""
+    return score % 2**64
+
+
+def as_rows(tensor: Tensor) -> list[Row]:
+    """Rows as tuples of floats."""
+    return [tuple(row) for row in tensor.float().cpu().tolist()]
+
+
+def joined(parts: Any) -> Entries | None:
+    """Batches of an export as one; None without any."""
+    parts = list(parts)
+    if not parts:
+        return None
+    fields = [(part.ids, part.rows, part.scores, part.states) for part in parts]
+    return Entries(*(torch.cat(column) for column in zip(*fields, strict=True)))
+
+
+def observe(table: HashTable) -> dict[int, Seen]:
+    """All that a table shows of its entries."""
+    entries = joined(table.export(batch_size=37))
+    if entries is None:
+        return {}
+    ids = entries.ids.tolist()
+    assert len(set(ids)) == len(ids), "an id was exported twice"
+    slots = table.find_slots(entries.ids).tolist()
+    scores = map(unsigned, entries.scores.tolist())
+    columns = zip(ids, as_rows(entries.rows), scores, slots, strict=True)
+    return {id_: Seen(row, score, slot) for id_, row, score, slot in columns}
+
+
+class CheckedTable:
+    """A table beside its model; takes Python numbers, scores as unsigned ones.
+
+    Args:
+        policy: the eviction policy.
+        capacity: as for the table.
+        dim: as for the table.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: of rows.
+        initial_range: of initial rows.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        capacity: int,
+        dim: int = 2,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        initial_range: tuple[float, float] = (-1.0, 1.0),
+    ) -> None:
+        self.table = HashTable(
+            dim,
+            capacity,
+            device=device,
+            dtype=dtype,
+            eviction=policy,
+            name="checked",
+            seed=5,
+            initial_range=initial_range,
+        )
+
+        @functools.cache
+        def initial_row(id_: int) -> Row:
+            row = [initial_value(id_, c, "checked", 5, *initial_range) for c in range(dim)]
+            return tuple(torch.tensor(row).to(dtype).tolist())
+
+        def add(row: Row, other: Row) -> Row:
+            return tuple((torch.tensor(row) + torch.tensor(other)).to(dtype).tolist())
+
+        self.on_cpu = device == "cpu"
+        self.model = TableModel(policy, capacity, initial_row, add, self.on_cpu)
+        assert self.table.capacity == self.model.num_slots
+
+    def _ids(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self.table.device)
+
+    def _rows(self, rows: Sequence[Row]) -> Tensor:
+        tensor = torch.tensor(rows, dtype=self.table.dtype, device=self.table.device)
+        return tensor.reshape(len(rows), self.table.dim)
+
+    def _scores(self, scores: Sequence[int] | None) -> Tensor | None:
+        return None if scores is None else self._ids([signed(score) for score in scores])
+
+    def _rows_or_initial(self, ids: Sequence[int]) -> list[Row]:
+        entries = self.model.entries
+        return [entries[i].row if i in entries else self.model.initial_row(i) for i in ids]
+
+    def check(self) -> None:
+        """Compares all that the table shows with the model."""
+        after = observe(self.table)
+        self.model.check(after)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        table, model = self.table, self.model
+        assert table.size == len(model.entries)
+        assert table.load_factor == len(model.entries) / model.num_slots
+        counters = table.counters()
+        assert counters["inserted"] == model.inserted
+        assert counters["evicted"] == model.evicted
+        if model.exact:
+            assert counters["refused"] == model.refused
+
+    def _after_insertion(
+        self, ids: Sequence[int], scores: Sequence[int] | None
+    ) -> tuple[Insertion, dict[int, Seen]]:
+        after = observe(self.table)
+        self.model.check_nothing_moved(after)
+        return self.model.insert(ids, scores, after), after
+
+    # -- lookups ----------------------------------------------------------------------------------
+
+    def find(self, ids: Sequence[int]) -> None:
+        """find, find_slots, find_missing and contains."""
+        there = [id_ in self.model.entries for id_ in ids]
+        rows, found = self.table.find(self._ids(ids))
+        assert found.tolist() == there
+        assert as_rows(rows) == self._rows_or_initial(ids)
+        slots = self.table.find_slots(self._ids(ids)).tolist()
+        assert slots == [self.model.slots.get(id_, -1) for id_ in ids]
+        missing, positions = self.table.find_missing(self._ids(ids))
+        expected = [at for at, hit in enumerate(there) if not hit]
+        assert positions.tolist() == expected
+        assert missing.tolist() == [ids[at] for at in expected]
+        assert self.table.contains(self._ids(ids)).tolist() == there
+        self.check()
+
+    def find_or_insert(self, ids: Sequence[int], scores: Sequence[int] | None = None) -> None:
+        """Compares rows and found."""
+        rows, found = self.table.find_or_insert(self._ids(ids), self._scores(scores))
+        insertion, after = self._after_insertion(ids, scores)
+        assert found.tolist() == insertion.found
+        self.model.check(after)
+        for at, row in enumerate(as_rows(rows)):
+            # Of an id with a refused and a placed position, both rows are the initial one.
+            assert row == self._rows_or_initial([ids[at]])[0]
+        self._check_sizes()
+
+    def find_or_insert_slots(
+        self, ids: Sequence[int], scores: Sequence[int] | None = None
+    ) -> None:
+        """Compares slots and found."""
+        slots, found = self.table.find_or_insert_slots(self._ids(ids), self._scores(scores))
+        insertion, after = self._after_insertion(ids, scores)
+        assert found.tolist() == insertion.found
+        self._check_placed([slot >= 0 for slot in slots.tolist()], ids, insertion, after)
+        for id_, slot in zip(ids, slots.tolist(), strict=True):
+            assert slot == -1 or slot == after[id_].slot
+        self.model.check(after)
+        self._check_sizes()
+
+    # -- insertions -------------------------------------------------------------------------------
+
+    def _check_placed(
+        self, placed: list[bool], ids: Sequence[int], insertion: Insertion, after: dict[int, Seen]
+    ) -> None:
+        for at, expected in enumerate(insertion.placed):
+            assert expected is None or placed[at] == expected, f"position {at}: {placed[at]}"
+        for id_, its in one_of_each(ids, placed).items():
+            assert any(its) == (id_ in after)
+
+    def insert_or_assign(
+        self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
+    ) -> None:
+        """Compares which were placed."""
+        placed = self.table.insert_or_assign(self._ids(ids), self._rows(rows), self._scores(scores))
+        insertion, after = self._after_insertion(ids, scores)
+        self._check_placed(placed.tolist(), ids, insertion, after)
+        self.model.set_rows(ids, rows, after, last=self.on_cpu)
+        self.model.check(after)
+        self._check_sizes()
+
+    def insert_and_evict(
+        self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
+    ) -> None:
+        """Compares what was given back."""
+        back = self.table.insert_and_evict(self._ids(ids), self._rows(rows), self._scores(scores))
+        insertion, after = self._after_insertion(ids, scores)
+        self._check_given_back(back, ids, rows, insertion, after)
+        self.model.set_rows(ids, rows, after, last=self.on_cpu)
+        self.model.check(after)
+        self._check_sizes()
+
+    def _check_given_back(
+        self,
+        back: Evicted,
+        ids: Sequence[int],
+        rows: Sequence[Row],
+        insertion: Insertion,
+        after: dict[int, Seen],
+    ) -> None:
+        scores = map(unsigned, back.scores.tolist())
+        given_back = list(zip(back.ids.tolist(), as_rows(back.rows), scores, strict=True))
+        evicted = [(i, row, score) for i, row, score in given_back if i in insertion.evicted]
+        assert sorted(evicted) == sorted(
+            (id_, entry.row, entry.score) for id_, entry in insertion.evicted.items()
+        )
+        refused: dict[int, list[tuple[Row, int]]] = {}
+        for at, placed in enumerate(insertion.placed):
+            if not placed:
+                offer = (rows[at], insertion.first_scores[at])
+                refused.setdefault(ids[at], []).append(offer)
+        times: collections.Counter[int] = collections.Counter()
+        for id_, row, score in given_back:
+            if id_ not in insertion.evicted:
+                assert (row, score) in refused.get(id_, []), f"id {id_} was not refused"
+                times[id_] += 1
+        for id_, offers in refused.items():
+            assert times[id_] <= len(offers)
+            assert times[id_] or id_ in after, f"id {id_} was refused, but not given back"
+
+    def accum_or_assign(
+        self,
+        ids: Sequence[int],
+        rows: Sequence[Row],
+        accumulate: Sequence[bool],
+        scores: Sequence[int] | None = None,
+    ) -> None:
+        """Only ids of which the belief is right take part."""
+        entries = self.model.entries
+        chosen = [at for at, add in enumerate(accumulate) if add == (ids[at] in entries)]
+        flags = torch.tensor(accumulate, dtype=torch.bool, device=self.table.device)
+        self.table.accum_or_assign(
+            self._ids(ids), self._rows(rows), flags, self._scores(scores)
+        )
+        part = None if scores is None else [scores[at] for at in chosen]
+        _, after = self._after_insertion([ids[at] for at in chosen], part)
+        add = [at for at in chosen if accumulate[at]]
+        new = [at for at in chosen if not accumulate[at]]
+        self.model.add_rows([ids[at] for at in add], [rows[at] for at in add])
+        self.model.set_rows([ids[at] for at in new], [rows[at] for at in new], after, last=False)
+        self.model.check(after)
+        self._check_sizes()
+
+    # -- changes of what is there -----------------------------------------------------------------
+
+    def _check_hits(self, hits: Tensor, ids: Sequence[int]) -> None:
+        assert hits.tolist() == [id_ in self.model.entries for id_ in ids]
+
+    def assign(
+        self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
+    ) -> None:
+        """Compares which were there."""
+        hits = self.table.assign(self._ids(ids), self._rows(rows), self._scores(scores))
+        self._check_hits(hits, ids)
+        after = observe(self.table)
+        self.model.touch(ids, scores, after)
+        self.model.set_rows(ids, rows, after, last=False)
+        self.model.check_nothing_moved(after)
+        self.check()
+
+    def assign_rows(self, ids: Sequence[int], rows: Sequence[Row]) -> None:
+        """Compares which were there."""
+        self._check_hits(self.table.assign_rows(self._ids(ids), self._rows(rows)), ids)
+        self.model.set_rows(ids, rows, observe(self.table), last=False)
+        self.check()
+
+    def assign_scores(self, ids: Sequence[int], scores: Sequence[int] | None = None) -> None:
+        """Compares which were there."""
+        self._check_hits(self.table.assign_scores(self._ids(ids), self._scores(scores)), ids)
+        self.model.touch(ids, scores, observe(self.table))
+        self.check()
+
+    def erase(self, ids: Sequence[int]) -> None:
+        """Forgets ids."""
+        self.table.erase(self._ids(ids))
+        self.model.erase(ids)
+        self.check()
+
+    def erase_if(self, **conditions: int | None) -> None:
+        """Compares how many went."""
+        chosen = self._select(conditions)
+        assert self.table.erase_if(**conditions) == len(chosen)
+        self.model.erase(chosen)
+        self.check()
+
+    def _select(self, conditions: dict[str, int | None]) -> set[int]:
+        names = ("score_below", "score_at_least", "older_than")
+        return self.model.select(*(conditions.get(name) for name in names))
+
+    def export_if(self, batch_size: int, **conditions: int | None) -> None:
+        """Compares ids, rows and scores."""
+        parts = list(self.table.export_if(**conditions, batch_size=batch_size))
+        assert all(1 <= part.ids.numel() <= batch_size for part in parts)
+        entries = joined(parts)
+        exported = []
+        if entries is not None:
+            scores = map(unsigned, entries.scores.tolist())
+            exported = list(zip(entries.ids.tolist(), as_rows(entries.rows), scores, strict=True))
+        chosen = {id_: self.model.entries[id_] for id_ in self._select(conditions)}
+        assert sorted(exported) == sorted((i, e.row, e.score) for i, e in chosen.items())
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self.table.clear()
+        self.model.entries.clear()
+        self.check()
+
+    def next_epoch(self, by: int = 1) -> None:
+        """A later epoch."""
+        self.table.epoch += by
+        self.model.epoch += by

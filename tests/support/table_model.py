@@ -1,0 +1,334 @@
+"""A Python model of HashTable, which shares no code with it.
+
+Rows and scores the model predicts. What leaves a full table it predicts where every id may take
+every slot and ids are placed in the order of the call (a CPU, at most two buckets); elsewhere it
+takes from the real table which ids have gone and checks that they were the ones to go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
+TAKES_SCORES = ("lfu", "epoch_lfu", "customized")
+UINT32_MAX, UINT64_MAX = 2**32 - 1, 2**64 - 1
+
+Row = tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What the model keeps of an id.
+
+    Attributes:
+        row: its values.
+        score: unsigned.
+        touched: number of the call that last touched it.
+    """
+
+    row: Row
+    score: int
+    touched: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The lowest leaves first."""
+        return self.score, self.touched
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What the real table shows of an id after a call."""
+
+    row: Row
+    score: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Insertion:
+    """What a call that inserts did.
+
+    Attributes:
+        found: for each position, whether the id was there before.
+        placed: for each position, whether it found a place; None where the model can't know.
+        evicted: entries that left, as they were.
+        first_scores: for each position, the score that the id would be inserted with.
+    """
+
+    found: list[bool]
+    placed: list[bool | None]
+    evicted: dict[int, Entry]
+    first_scores: list[int]
+
+
+def one_of_each(ids: Sequence[int], values: Sequence[Row]) -> dict[int, list[Row]]:
+    """The values given for each id, in order."""
+    given: dict[int, list[Row]] = {}
+    for id_, value in zip(ids, values, strict=True):
+        given.setdefault(id_, []).append(value)
+    return given
+
+
+class TableModel:
+    """Entries by id.
+
+    Args:
+        policy: how scores are made.
+        capacity: as the real table was asked for.
+        initial_row: the row that an id starts from.
+        add: the sum of two rows as the table rounds it.
+        in_order: whether the real table places ids in the order of a call.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        capacity: int,
+        initial_row: Callable[[int], Row],
+        add: Callable[[Row, Row], Row],
+        in_order: bool,
+    ) -> None:
+        self.policy = policy
+        self.initial_row = initial_row
+        self.add = add
+        self.in_order = in_order
+        buckets = -(-capacity // 64)
+        self.bucket_slots = -(-capacity // buckets)
+        self.num_slots = buckets * self.bucket_slots
+        # Two buckets: an id's two candidates are all there are.
+        self.exact = in_order and buckets <= 2
+        self.calls = 0
+        self.epoch = 0
+        self.inserted = self.evicted = self.refused = 0
+        self.entries: dict[int, Entry] = {}
+        self.slots: dict[int, int] = {}
+        self.buckets: dict[int, set[int]] = {}
+
+    # -- scores -----------------------------------------------------------------------------------
+
+    def first_score(self, given: int) -> int:
+        """Score of an id that is inserted."""
+        return {
+            "lru": self.calls,
+            "lfu": given,
+            "epoch_lru": self.epoch << 32 | self.calls,
+            "epoch_lfu": self.epoch << 32 | min(given, UINT32_MAX),
+            "customized": given,
+        }[self.policy]
+
+    def next_score(self, old: int, given: int) -> int:
+        """Score of an id that is met again."""
+        if self.policy == "lfu":
+            return min(old + given, UINT64_MAX)
+        if self.policy == "epoch_lfu":
+            return self.epoch << 32 | min((old & UINT32_MAX) + given, UINT32_MAX)
+        return self.first_score(given)
+
+    def _meet(self, id_: int, given: int) -> None:
+        entry = self.entries[id_]
+        score = self.next_score(entry.score, given)
+        self.entries[id_] = dataclasses.replace(entry, score=score, touched=self.calls)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def insert(
+        self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]
+    ) -> Insertion:
+        """Scores and entries after a call that inserts; new ids have their initial rows."""
+        self.calls += 1
+        given = [1] * len(ids) if given is None else given
+        before = dict(self.entries)
+        found = [id_ in before for id_ in ids]
+        evicted = {id_: entry for id_, entry in before.items() if id_ not in after}
+        assert not evicted.keys() & set(ids), "an id left during a call that names it"
+        for id_, score, hit in zip(ids, given, found, strict=True):
+            if hit:
+                self._meet(id_, score)
+        placed: list[bool | None] = list(found)
+        missing = [at for at, hit in enumerate(found) if not hit]
+        if self.exact:
+            self._place_in_order(ids, given, missing, placed, after)
+            assert evicted.keys() == before.keys() - self.entries.keys(), "others should have left"
+            self.refused += placed.count(False)
+        else:
+            self._take_over(ids, given, missing, placed, evicted, after)
+        self.inserted += len(self.entries.keys() - before.keys())
+        self.evicted += len(evicted)
+        self._take_one_score(ids, given, after)
+        return Insertion(found, placed, evicted, [self.first_score(score) for score in given])
+
+    def _place_in_order(
+        self,
+        ids: Sequence[int],
+        given: Sequence[int],
+        missing: Iterable[int],
+        placed: list[bool | None],
+        after: dict[int, Seen],
+    ) -> None:
+        # Candidates don't change during the call: what it touches stays. Among equals the real
+        # table's choice counts.
+        candidates = [
+            (entry.order, id_ in after, id_)
+            for id_, entry in self.entries.items()
+            if entry.touched != self.calls
+        ]
+        candidates.sort(reverse=True)
+        for at in missing:
+            id_ = ids[at]
+            if id_ in self.entries:  # placed earlier in this call
+                self._meet(id_, given[at])
+                placed[at] = True
+                continue
+            own = self.first_score(given[at])
+            if len(self.entries) == self.num_slots:
+                if not candidates or own < candidates[-1][0][0]:
+                    continue
+                del self.entries[candidates.pop()[2]]
+            self.entries[id_] = Entry(self.initial_row(id_), own, self.calls)
+            placed[at] = True
+
+    def _take_over(
+        self,
+        ids: Sequence[int],
+        given: Sequence[int],
+        missing: Iterable[int],
+        placed: list[bool | None],
+        evicted: dict[int, Entry],
+        after: dict[int, Seen],
+    ) -> None:
+        """Takes new and gone ids from the real table, and checks that they may be it."""
+        scores: dict[int, list[int]] = {}
+        for at in missing:
+            scores.setdefault(ids[at], []).append(given[at])
+        for id_ in evicted:
+            del self.entries[id_]
+        # By bucket: how many entries, and the lowest that could have left.
+        filled: dict[int, int] = {}
+        lowest: dict[int, tuple[int, int]] = {}
+        holder: dict[int, int] = {}
+        for id_, seen in after.items():
+            bucket = seen.slot // self.bucket_slots
+            filled[bucket] = filled.get(bucket, 0) + 1
+            holder[seen.slot] = id_
+            entry = self.entries.get(id_)
+            if entry is not None and entry.touched != self.calls:
+                lowest[bucket] = min(entry.order, lowest.get(bucket, entry.order))
+        for id_, entry in evicted.items():
+            slot = self.slots[id_]
+            bucket = slot // self.bucket_slots
+            assert filled[bucket] == self.bucket_slots, "an id left a bucket that has room"
+            assert entry.order <= lowest.get(bucket, entry.order), "a lower score stayed"
+            assert holder[slot] in scores, "an id left, and its slot is not a new id's"
+            own = max(self.first_score(score) for score in scores[holder[slot]])
+            assert own >= entry.score, "an id left for one of lower score"
+        for id_, its_scores in scores.items():
+            if id_ in after:
+                self.entries[id_] = self._new_entry(id_, its_scores, bool(evicted), after)
+                continue
+            own = max(self.first_score(score) for score in its_scores)
+            assert any(
+                number == self.bucket_slots and (bucket not in lowest or own < lowest[bucket][0])
+                for bucket, number in filled.items()
+            ), f"id {id_} was refused, but no bucket is full of better ones"
+        for at in missing:
+            if ids[at] not in after:
+                placed[at] = False
+            else:
+                placed[at] = True if len(scores[ids[at]]) == 1 else None
+
+    def _new_entry(
+        self, id_: int, given: list[int], evicting: bool, after: dict[int, Seen]
+    ) -> Entry:
+        score = self.first_score(given[0])
+        for more in given[1:]:
+            score = self.next_score(score, more)
+        if evicting and len(given) > 1 and self.policy != "customized":
+            # Some of its positions may have been refused before another was not.
+            seen = after[id_].score
+            assert min(self.first_score(more) for more in given) <= seen <= score
+            score = seen
+        return Entry(self.initial_row(id_), score, self.calls)
+
+    def _take_one_score(
+        self, ids: Sequence[int], given: Sequence[int], after: dict[int, Seen]
+    ) -> None:
+        """Of several customized scores for one id, any may stay."""
+        if self.policy != "customized":
+            return
+        allowed: dict[int, set[int]] = {}
+        for id_, score in zip(ids, given, strict=True):
+            allowed.setdefault(id_, set()).add(score)
+        for id_, scores in allowed.items():
+            if len(scores) > 1 and id_ in self.entries and id_ in after:
+                assert after[id_].score in scores, f"id {id_} has a score that nobody gave"
+                self.entries[id_] = dataclasses.replace(
+                    self.entries[id_], score=after[id_].score
+                )
+
+    def touch(
+        self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]
+    ) -> None:
+        """Scores after a call that changes only what is there."""
+        self.calls += 1
+        given = [1] * len(ids) if given is None else given
+        for id_, score in zip(ids, given, strict=True):
+            if id_ in self.entries:
+                self._meet(id_, score)
+        self._take_one_score(ids, given, after)
+
+    def set_rows(
+        self, ids: Sequence[int], rows: Sequence[Row], after: dict[int, Seen], last: bool
+    ) -> None:
+        """Rows of ids that are there: the last one given, or any."""
+        for id_, given in one_of_each(ids, rows).items():
+            if id_ not in self.entries or id_ not in after:
+                continue
+            row = given[-1] if last else after[id_].row
+            assert row in given, f"id {id_} has a row that nobody gave: {row} of {given}"
+            self.entries[id_] = dataclasses.replace(self.entries[id_], row=row)
+
+    def add_rows(self, ids: Sequence[int], rows: Sequence[Row]) -> None:
+        """Adds rows to those of ids that are there."""
+        for id_, row in zip(ids, rows, strict=True):
+            entry = self.entries[id_]
+            self.entries[id_] = dataclasses.replace(entry, row=self.add(entry.row, row))
+
+    def select(
+        self, score_below: int | None, score_at_least: int | None, older_than: int | None
+    ) -> set[int]:
+        """Ids that meet every condition that is given."""
+        return {
+            id_
+            for id_, entry in self.entries.items()
+            if (score_below is None or entry.score < score_below)
+            and (score_at_least is None or entry.score >= score_at_least)
+            and (older_than is None or self.calls - entry.touched > older_than)
+        }
+
+    def erase(self, ids: Iterable[int]) -> None:
+        """Forgets ids."""
+        for id_ in ids:
+            self.entries.pop(id_, None)
+
+    # -- the comparison ---------------------------------------------------------------------------
+
+    def check(self, after: dict[int, Seen]) -> None:
+        """The real table holds what the model holds, and nothing has moved."""
+        assert after.keys() == self.entries.keys()
+        for id_, seen in after.items():
+            entry = self.entries[id_]
+            assert seen.score == entry.score, f"id {id_}: score {seen.score}, not {entry.score}"
+            assert seen.row == entry.row, f"id {id_}: row {seen.row}, not {entry.row}"
+            assert 0 <= seen.slot < self.num_slots
+            self.buckets.setdefault(id_, set()).add(seen.slot // self.bucket_slots)
+            assert len(self.buckets[id_]) <= 2, f"id {id_} was met in three buckets"
+        slots = {id_: seen.slot for id_, seen in after.items()}
+        assert len(set(slots.values())) == len(slots), "two ids share a slot"
+        self.slots = slots
+
+    def check_nothing_moved(self, after: dict[int, Seen]) -> None:
+        """Ids that were there before and are still have their slots."""
+        for id_, slot in self.slots.items():
+            assert id_ not in after or after[id_].slot == slot, f"id {id_} has moved"

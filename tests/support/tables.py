@@ -1,0 +1,68 @@
+"""Making HashTables and reading all of them, for tests of single operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.batches import random_ids
+from tests.support.checked_table import joined, signed, unsigned
+from torchrec_hkv.hash_table import initial_rows
+from torchrec_hkv.hash_table.hash_table import HashTable
+
+
+def make(device: str, capacity: int = 64, dim: int = 4, **options: Any) -> HashTable:
+    """A table, by default with initial rows that differ."""
+    return HashTable(dim, capacity, device=device, **{"initial_range": (-1, 1), **options})
+
+
+def distinct_ids(n: int, device: str) -> Tensor:
+    """Ids over the whole int64 range, none twice, in random order."""
+    ids = random_ids(n + 10).unique()
+    return ids[torch.randperm(len(ids))[:n]].to(device)
+
+
+def random_rows(table: HashTable, n: int) -> Tensor:
+    """Rows of a table's dim, dtype and device."""
+    return torch.randn(n, table.dim).to(table.dtype).to(table.device)
+
+
+def scores_tensor(scores: Sequence[int], device: str) -> Tensor:
+    """Unsigned scores as a table takes them."""
+    return torch.tensor([signed(score) for score in scores], device=device, dtype=torch.int64)
+
+
+def contents(table: HashTable) -> dict[int, tuple[tuple[float, ...], int, tuple[float, ...]]]:
+    """All of a table: id to (row, unsigned score, state)."""
+    entries = joined(table.export())
+    if entries is None:
+        return {}
+    ids = entries.ids.tolist()
+    assert len(set(ids)) == len(ids)
+    rows = [tuple(row) for row in entries.rows.tolist()]
+    states = [tuple(state) for state in entries.states.tolist()]
+    scores = [unsigned(score) for score in entries.scores.tolist()]
+    return dict(zip(ids, zip(rows, scores, states, strict=True), strict=True))
+
+
+def scores_of(table: HashTable) -> dict[int, int]:
+    """Id to unsigned score."""
+    return {id_: score for id_, (_, score, _) in contents(table).items()}
+
+
+def expected_initial_rows(table: HashTable, ids: Tensor, **options: Any) -> Tensor:
+    """Initial rows of a table that :func:`make` made with these options."""
+    low, high = options.get("initial_range", (-1, 1))
+    name, seed = options.get("name", "table"), options.get("seed", 0)
+    rows = initial_rows(ids, table.dim, table=name, seed=seed, low=low, high=high)
+    return rows.to(table.dtype)
+
+
+def constant_scores(table: HashTable, n: int, score: int = 1) -> Tensor | None:
+    """A score for each id where the policy needs one, else None."""
+    if table.eviction != "customized":
+        return None
+    return torch.full((n,), signed(score), dtype=torch.int64, device=table.device)

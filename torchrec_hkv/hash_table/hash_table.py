@@ -1,0 +1,408 @@
+"""One hash table by itself: any int64 id to a row, a score and optimizer state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec
+
+_ops = torch.ops.torchrec_hkv
+
+EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
+
+#: Policies whose scores the table makes by itself.
+_OWN_SCORES = ("lru", "epoch_lru")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evicted:
+    """What an insertion threw out, and what it refused.
+
+    Attributes:
+        ids: int64 ``[n]``.
+        rows: ``[n, dim]``.
+        scores: int64 ``[n]``; bits of an unsigned number.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    scores: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Ids with all that a table keeps of them.
+
+    Attributes:
+        ids: int64 ``[n]``.
+        rows: ``[n, dim]``.
+        scores: int64 ``[n]``; bits of an unsigned number.
+        states: float32 ``[n, state_dim]``.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    scores: Tensor
+    states: Tensor
+
+
+class HashTable:
+    """A table of rows by int64 id, with HierarchicalKV's operations.
+
+    Every int64 is a legal id. Ids may repeat within a call: they end as one entry. A call on an id
+    that is not there never fails. Operations that name a score take it where the policy takes
+    scores from outside: counts to add under ``"lfu"`` and ``"epoch_lfu"`` (1 where none is given),
+    the score itself under ``"customized"``. Scores are unsigned 64-bit numbers, handed over as the
+    int64 of the same bits.
+
+    | policy | score of an id | on a hit |
+    | --- | --- | --- |
+    | ``"lru"`` | number of the call that last touched it | set |
+    | ``"lfu"`` | counts, added up | added |
+    | ``"epoch_lru"`` | epoch in the high 32 bits, number of the call in the low | set |
+    | ``"epoch_lfu"`` | epoch in the high 32 bits, counts in the low | epoch set, counts added |
+    | ``"customized"`` | as given | set |
+
+    In two full buckets the lowest score leaves, among equals the one touched longest ago; what the
+    same call has touched stays. An id whose own score is lower than all of those is refused, and so
+    is one whose buckets are full of ids of the same call.
+
+    Args:
+        dim: columns of a row, 1 to 2048.
+        capacity: rows the table must hold.
+        device: a CPU or CUDA device.
+        dtype: of rows: float32, float16 or bfloat16.
+        eviction: the policy.
+        state_dim: float32 values of state beside each row, zeros for a new id.
+        hbm_bytes: what the table may take of a GPU's memory; rows beyond lie in pinned host memory.
+            None: all in HBM.
+        name: mixed into the seed of initial rows.
+        seed: of the initial rows.
+        initial_range: initial rows are uniform from the first to the second value.
+
+    Raises:
+        ValueError: an argument is impossible.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        capacity: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        eviction: EvictionPolicy = "lru",
+        state_dim: int = 0,
+        hbm_bytes: int | None = None,
+        name: str = "table",
+        seed: int = 0,
+        initial_range: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        low, high = initial_range
+        spec = TableSpec(
+            name=name,
+            capacity=capacity,
+            dim=dim,
+            eviction=eviction,
+            hbm_bytes=hbm_bytes,
+            seed=seed,
+            low=low,
+            high=high,
+            dtype=dtype,
+        )
+        self._group = TableGroup([spec], [0], None, device=device, state_dim=state_dim)
+        self.dim = dim
+        self.dtype = dtype
+        self.eviction = eviction
+        self.state_dim = state_dim
+        self.epoch = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table is."""
+        return self._group.device
+
+    # -- lookups ----------------------------------------------------------------------------------
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of ids; changes nothing, scores neither.
+
+        Args:
+            ids: int64 ``[n]``.
+
+        Returns:
+            ``(rows, found)``: ``[n, dim]``, where an id that is not there has its initial row, and
+            bool ``[n]``.
+        """
+        slots = self.find_slots(ids)
+        return self._gather(ids, slots), slots >= 0
+
+    def find_slots(self, ids: Tensor) -> Tensor:
+        """Slots of ids, int64 ``[n]``, -1 where an id is not there; changes nothing.
+
+        A slot is valid until its id is evicted or erased.
+        """
+        return self._group.find(ids, self._offsets(ids), 1)
+
+    def find_missing(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids that are not in the table and their positions in ``ids`` (waits for the device)."""
+        positions = (self.find_slots(ids) < 0).nonzero().flatten()
+        return ids[positions], positions
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """Whether ids are in the table, bool ``[n]``; changes nothing."""
+        return self.find_slots(ids) >= 0
+
+    def find_or_insert(self, ids: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows of ids; those that are not there are inserted with their initial rows.
+
+        Args:
+            ids: int64 ``[n]``.
+            scores: int64 ``[n]``, see the class; not under policies that make their own.
+
+        Returns:
+            ``(rows, found)``: ``[n, dim]`` (of a refused id its initial row), and bool ``[n]``:
+            whether an id was there before the call.
+        """
+        slots, found = self.find_or_insert_slots(ids, scores)
+        return self._gather(ids, slots), found
+
+    def find_or_insert_slots(
+        self, ids: Tensor, scores: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`find_or_insert`, with slots instead of rows; -1 for refused ids."""
+        slots, found, *_ = self._insert(ids, scores, None, initialize=True, evicted=False)
+        return slots, found
+
+    # -- insertions -------------------------------------------------------------------------------
+
+    def insert_or_assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Sets rows and scores of ids, inserting those that are not there.
+
+        Of several rows for one id, one is taken whole (on a CPU the last).
+
+        Args:
+            ids: int64 ``[n]``.
+            rows: ``[n, dim]`` of the table's dtype.
+            scores: as in :meth:`find_or_insert`.
+
+        Returns:
+            bool ``[n]``: False for refused ids.
+        """
+        self._check_rows(rows, ids)
+        slots, _, *_ = self._insert(ids, scores, rows, initialize=False, evicted=False)
+        self._write(slots, rows, add=False)
+        return slots >= 0
+
+    def insert_and_evict(
+        self, ids: Tensor, rows: Tensor, scores: Tensor | None = None
+    ) -> Evicted:
+        """As :meth:`insert_or_assign`; gives back what it threw out or refused.
+
+        The table and what it gave back together are what was in the table and what was given
+        (waits for the device, to know how many).
+        """
+        self._check_rows(rows, ids)
+        slots, _, out_ids, out_rows, out_scores, number = self._insert(
+            ids, scores, rows, initialize=False, evicted=True
+        )
+        self._write(slots, rows, add=False)
+        n = int(number)
+        return Evicted(out_ids[:n], out_rows[:n], out_scores[:n])
+
+    def accum_or_assign(
+        self, ids: Tensor, rows: Tensor, accumulate: Tensor, scores: Tensor | None = None
+    ) -> None:
+        """Adds rows to ids that are there, assigns them to ids that are not.
+
+        Args:
+            ids: int64 ``[n]``.
+            rows: ``[n, dim]`` of the table's dtype.
+            accumulate: bool ``[n]``, what the caller believes of each id: True that it is there,
+                False that it is not. Where the belief is wrong, nothing is done with the id.
+            scores: as in :meth:`find_or_insert`.
+        """
+        self._check_rows(rows, ids)
+        self._check(accumulate, "accumulate", torch.bool, (ids.numel(),))
+        there = self.contains(ids)
+        chosen = (there == accumulate).nonzero().flatten()
+        add = accumulate[chosen]
+        part = None if scores is None else scores[chosen]
+        slots, _, *_ = self._insert(
+            ids[chosen], part, rows[chosen], initialize=False, evicted=False
+        )
+        nowhere = torch.full_like(slots, -1)
+        self._write(torch.where(add, nowhere, slots), rows[chosen], add=False)
+        self._write(torch.where(add, slots, nowhere), rows[chosen], add=True)
+
+    # -- changes of what is there -----------------------------------------------------------------
+
+    def assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Sets rows and scores of ids that are there; returns which, bool ``[n]``."""
+        self._check_rows(rows, ids)
+        self._check_scores(scores, ids)
+        slots = self.find_slots(ids)
+        self._write(slots, rows, add=False)
+        self._touch(slots, scores)
+        return slots >= 0
+
+    def assign_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Sets rows, not scores, of ids that are there; returns which, bool ``[n]``."""
+        self._check_rows(rows, ids)
+        slots = self.find_slots(ids)
+        self._write(slots, rows, add=False)
+        return slots >= 0
+
+    def assign_scores(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Sets scores, not rows, of ids that are there, as a hit does; returns which."""
+        self._check_scores(scores, ids)
+        slots = self.find_slots(ids)
+        self._touch(slots, scores)
+        return slots >= 0
+
+    def erase(self, ids: Tensor) -> None:
+        """Forgets ids; those that are not there are passed over."""
+        self._erase(self.find_slots(ids))
+
+    def erase_if(
+        self,
+        *,
+        score_below: int | None = None,
+        score_at_least: int | None = None,
+        older_than: int | None = None,
+    ) -> int:
+        """Forgets all entries that meet every given condition; returns how many.
+
+        Args:
+            score_below: unsigned score less than this.
+            score_at_least: unsigned score not less than this.
+            older_than: last touched more than this many calls ago.
+        """
+        chosen = self._select(score_below, score_at_least, older_than)
+        self._erase(chosen)
+        return chosen.numel()
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._group.clear_table(0)
+
+    # -- exports ----------------------------------------------------------------------------------
+
+    def export(self, batch_size: int = 1 << 20) -> Iterator[Entries]:
+        """All entries, in batches of at most ``batch_size`` (bounded memory)."""
+        yield from self._export(self._select(None, None, None), batch_size)
+
+    def export_if(
+        self,
+        *,
+        score_below: int | None = None,
+        score_at_least: int | None = None,
+        older_than: int | None = None,
+        batch_size: int = 1 << 20,
+    ) -> Iterator[Entries]:
+        """Entries that meet every given condition; see :meth:`erase_if`."""
+        yield from self._export(self._select(score_below, score_at_least, older_than), batch_size)
+
+    # -- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Entries (waits for the device)."""
+        return int(self._group.sizes()[0])
+
+    @property
+    def capacity(self) -> int:
+        """Slots: the capacity asked for, rounded up by less than one slot a bucket."""
+        return self._group.num_slots
+
+    @property
+    def load_factor(self) -> float:
+        """Entries over slots (waits for the device)."""
+        return self.size / self.capacity
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the table was made (waits for the device)."""
+        return self._group.counters()[0]
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _offsets(self, ids: Tensor) -> Tensor:
+        offsets = torch.zeros(2, dtype=torch.int64, device=self.device)
+        offsets[1:].fill_(ids.numel())
+        return offsets
+
+    def _insert(
+        self,
+        ids: Tensor,
+        scores: Tensor | None,
+        rows: Tensor | None,
+        *,
+        initialize: bool,
+        evicted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        self._check_scores(scores, ids)
+        return _ops.insert(
+            self._group.counter_tensor,
+            self._group.handle,
+            ids,
+            self._group.begin_step(),
+            self.epoch,
+            scores,
+            rows,
+            initialize,
+            evicted,
+        )
+
+    def _gather(self, ids: Tensor, slots: Tensor) -> Tensor:
+        return _ops.gather_rows(self._group.handle, ids, slots)
+
+    def _write(self, slots: Tensor, rows: Tensor, *, add: bool) -> None:
+        _ops.write_rows(self._group.counter_tensor, self._group.handle, slots, rows, add)
+
+    def _touch(self, slots: Tensor, scores: Tensor | None) -> None:
+        step = self._group.begin_step()
+        _ops.touch_slots(
+            self._group.counter_tensor, self._group.handle, slots, step, self.epoch, scores
+        )
+
+    def _erase(self, slots: Tensor) -> None:
+        _ops.erase_slots(self._group.counter_tensor, self._group.handle, slots)
+
+    def _select(
+        self, score_below: int | None, score_at_least: int | None, older_than: int | None
+    ) -> Tensor:
+        return self._group.select_slots(0, score_below, score_at_least, older_than)
+
+    def _export(self, slots: Tensor, batch_size: int) -> Iterator[Entries]:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
+        for part in slots.split(batch_size) if slots.numel() else ():
+            yield Entries(*_ops.export_slots(self._group.handle, part))
+
+    def _check(self, tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{what} must be a tensor of dtype {dtype}, but is {kind}.")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{what} must have shape {shape}, but has {tuple(tensor.shape)}.")
+        if tensor.device != self.device:
+            raise ValueError(f"{what} must be on {self.device}, but is on {tensor.device}.")
+
+    def _check_rows(self, rows: Tensor, ids: Tensor) -> None:
+        self._check(rows, "rows", self.dtype, (ids.numel(), self.dim))
+
+    def _check_scores(self, scores: Tensor | None, ids: Tensor) -> None:
+        if scores is None:
+            if self.eviction == "customized":
+                raise ValueError("scores must be given under eviction 'customized'.")
+            return
+        if self.eviction in _OWN_SCORES:
+            raise ValueError(
+                f"scores must not be given under eviction {self.eviction!r}, which makes its own."
+            )
+        self._check(scores, "scores", torch.int64, (ids.numel(),))
