@@ -66,9 +66,9 @@ __device__ __forceinline__ bool try_lock(uint32_t* locks, uint32_t bucket) {
 __device__ __forceinline__ void unlock(uint32_t* locks, uint32_t bucket) {
   atomicAnd(&locks[bucket >> 5], ~(1u << (bucket & 31)));
 }
-// Takes both locks or none, the lower bucket first: whoever holds the highest contended lock goes on, so
-// two tiles that want each other's bucket can't give way to each other for ever. The fence orders what
-// the last holder wrote before what we read.
+// Takes both locks or none, the lower bucket first: whoever holds the highest contended lock goes
+// on, so two tiles that want each other's bucket can't give way to each other for ever. The fence
+// orders what the last holder wrote before what we read.
 __device__ __forceinline__ bool try_lock_both(uint32_t* locks, uint32_t a, uint32_t b) {
   const uint32_t low = min(a, b), high = max(a, b);
   if (!try_lock(locks, low)) return false;
