@@ -36,7 +36,7 @@ class Variant:
 
     Attributes:
         key: names the variant on the command line and in the JSON file.
-        title: names it in the printed table.
+        title: names it in the printed table, which fits into 80 columns.
         kernel: ``fused``, TorchRec's own, or ``hkv``.
         rows: rows of a table for each id of its column.
         hashed: ids share the rows of a stock table by hashing.
@@ -68,10 +68,10 @@ class Variant:
 SLACK = 1.5
 
 VARIANTS = [
-    Variant("stock", "stock, every id known in advance", "fused", 1.0),
-    Variant("hkv", "hkv, room for all ids", "hkv", SLACK),
-    Variant("hkv-quarter", "hkv, room for a quarter, LFU", "hkv", 0.25),
-    Variant("hashed-quarter", "stock, a quarter of the rows, hashed ids", "fused", 0.25, True),
+    Variant("stock", "stock, every id known", "fused", 1.0),
+    Variant("hkv", "hkv, room for every id", "hkv", SLACK),
+    Variant("hkv-quarter", "hkv, a quarter, LFU", "hkv", 0.25),
+    Variant("hashed-quarter", "stock, a quarter, hashed", "fused", 0.25, True),
 ]
 
 

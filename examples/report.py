@@ -42,6 +42,7 @@ class Progress:
             disable=not self.live,
             bar_format="{desc}: {percentage:3.0f}%{postfix}",
             desc=self.title,
+            dynamic_ncols=True,
         )
         return self
 
@@ -68,7 +69,7 @@ class Progress:
         self.bar.update(step - self.bar.n)
 
 
-COLUMNS = ["run", "rows", "test AUC", "samples/s", "hit rate", "load factor", "evictions"]
+COLUMNS = ["run", "rows", "test AUC", "hit rate", "load", "evictions"]
 
 
 def cells(result: Result) -> list[str]:
@@ -77,7 +78,6 @@ def cells(result: Result) -> list[str]:
         result.variant.title,
         f"{sum(result.rows.values()):,}",
         f"{result.auc:.4f}",
-        f"{result.samples_per_second:,.0f}",
     ]
     if not counters:
         return [*row, "", "", ""]
@@ -97,22 +97,21 @@ def print_table(title: str, results: list[Result]) -> None:
         # A GPU machine without a package registry may lack rich.
         print(title)
         for row in [COLUMNS, *map(cells, results)]:
-            print(f"{row[0]:42}" + "".join(f"{cell:>13}" for cell in row[1:]))
+            print(f"{row[0]:26}" + "".join(f"{cell:>10}" for cell in row[1:]))
         return
     table = Table(title=title)
     for i, name in enumerate(COLUMNS):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     for result in results:
         table.add_row(*cells(result))
-    # Without a terminal, rich would cut the table at 80 columns.
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    Console().print(table)
 
 
 def print_comparison(results: list[Result]) -> None:
     """The claim of the example: a hash table with room for all ids trains as a stock table does."""
     auc = {result.variant.key: result.auc for result in results}
     if {"stock", "hkv"} <= set(auc):
-        print(f"hkv with room for all ids - stock: {auc['hkv'] - auc['stock']:+.6f} AUC")
+        print(f"hkv with room for every id - stock: {auc['hkv'] - auc['stock']:+.6f} AUC")
 
 
 def write_json(

@@ -27,11 +27,19 @@ class Model(nn.Module):
     def __init__(self, collection: EmbeddingBagCollection) -> None:
         super().__init__()
         self.ebc = collection
+        tables = collection.embedding_bag_configs()
+        features = [feature for table in tables for feature in table.feature_names]
+        # A feature of several tables has a key for each.
+        self.keys = sorted(
+            feature if features.count(feature) == 1 else f"{feature}@{table.name}"
+            for table in tables
+            for feature in table.feature_names
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """``[batch, dims]``, by key: a plan decides in which order tables come back."""
-        pooled = self.ebc(features).to_dict()
-        return torch.cat([pooled[key] for key in sorted(pooled)], dim=1)
+        pooled = self.ebc(features)
+        return torch.cat([pooled[key] for key in self.keys], dim=1)
 
 
 def make_model(

@@ -22,6 +22,11 @@ _OPTIMIZERS = {
 _COUNTERS = ("lookups", "hits", "inserted", "evicted", "refused")
 
 
+def _slots(capacity: int) -> int:
+    buckets, bucket_slots = _C.geometry(capacity)
+    return buckets * bucket_slots
+
+
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
     """One table of a group.
@@ -228,14 +233,17 @@ class TableGroup:
         self._group.clear_table(table)
 
     def counters(self) -> list[dict[str, int]]:
-        """For each table, counts since it was made and its size; waits for the device."""
+        """For each table, counts since it was made, its size and its capacity in slots.
+
+        Waits for the device.
+        """
         counts = self._group.counters.tolist()
         sizes = self._group.sizes().tolist()
         return [
             {
                 **dict(zip(_COUNTERS, count, strict=True)),
                 "size": size,
-                "capacity": spec.capacity,
+                "capacity": _slots(spec.capacity),
             }
             for spec, count, size in zip(self.tables, counts, sizes, strict=True)
         ]

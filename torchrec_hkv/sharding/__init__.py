@@ -1,5 +1,6 @@
 """TorchRec's side of a table: sharders, sharded modules, input distribution, lookups, kernels."""
 
+from torchrec_hkv.sharding.counters import table_counters
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import (
@@ -12,4 +13,5 @@ __all__ = [
     "BackendEmbeddingBagCollectionSharder",
     "BackendParameterSharding",
     "get_default_sharders",
+    "table_counters",
 ]
