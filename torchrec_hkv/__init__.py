@@ -4,6 +4,7 @@ from torchrec_hkv import checkpoint
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend
 from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
+from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec_hkv.sharding import get_default_sharders
 
@@ -12,6 +13,7 @@ register_backend(HKVBackend())
 __all__ = [
     "EmbeddingShardingPlanner",
     "HKVOptions",
+    "HashTable",
     "ParameterConstraints",
     "__version__",
     "checkpoint",

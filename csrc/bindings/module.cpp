@@ -1,4 +1,5 @@
 // The extension module torchrec_hkv._C: table objects. Importing it registers the ops too.
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/extension.h>
 
 #include "bindings/table_group.h"
@@ -112,6 +113,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("sizes", &TableGroup::sizes)
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
+  m.def(
+      "group_state_dim",
+      [](int64_t handle) { return TableGroup::from_handle(handle)->view(0).states.width; },
+      py::arg("handle"));
+  m.def(
+      "group_row_dtype",
+      [](int64_t handle) {
+        return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
+            torch::getTHPDtype(TableGroup::from_handle(handle)->row_dtype(0))));
+      },
+      py::arg("handle"));
   m.def(
       "group_total_dim",
       [](int64_t handle) { return TableGroup::from_handle(handle)->total_dim(); },

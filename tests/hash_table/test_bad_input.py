@@ -99,7 +99,7 @@ def test_training_tables_without_an_optimizer():
         (TableSpec("t", 0, 4), r"capacity is 0, but must be at least 1"),
         (TableSpec("t", 10, 0), r"table 't': dim is 0, but must be from 1 to 2048"),
         (TableSpec("t", 10, 2049), r"table 't': dim is 2049, but must be from 1 to 2048"),
-        (TableSpec("t", 10, 4, "fifo"), r"table 't': eviction is 'fifo', but must be 'lru' or"),
+        (TableSpec("t", 10, 4, "fifo"), r"table 't': eviction is 'fifo', but must be one of 'lru'"),
         (TableSpec("t", 10, 4, low=1, high=0), r"initial rows from 1 to 0"),
     ],
 )

@@ -69,7 +69,7 @@ def test_lfu_counts_every_occurrence(device_type):
     counts = dict(
         zip(
             state.ids.cpu()[occupied].tolist(),
-            state.frequencies.cpu()[occupied].tolist(),
+            state.scores.cpu()[occupied].tolist(),
             strict=True,
         )
     )

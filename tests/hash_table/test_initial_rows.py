@@ -7,10 +7,13 @@ from tests.support.batches import random_ids
 from tests.support.initial_value import initial_value
 from torchrec_hkv.hash_table import initial_rows
 
+
 def test_follows_the_documented_formula(device_type):
     ids = torch.cat([random_ids(20), torch.tensor([-(2**63), -1, 0, 2**62, 2**63 - 1])])
     rows = initial_rows(ids.to(device_type), 9, table="user", seed=-7, low=-0.3, high=0.1).cpu()
-    expected = [[initial_value(i, c, "user", -7, -0.3, 0.1) for c in range(9)] for i in ids.tolist()]
+    expected = [
+        [initial_value(i, c, "user", -7, -0.3, 0.1) for c in range(9)] for i in ids.tolist()
+    ]
     assert torch.equal(rows, torch.tensor(expected))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.initial_value import initial_value
 from tests.support.table_model import Insertion, Row, Seen, TableModel, one_of_each
-from torchrec_hkv.hash_table.hash_table import Entries, Evicted, HashTable
+from torchrec_hkv.hash_table import Entries, Evicted, HashTable
 
 
 def signed(score: int) -> int:
@@ -161,9 +161,7 @@ class CheckedTable:
             assert row == self._rows_or_initial([ids[at]])[0]
         self._check_sizes()
 
-    def find_or_insert_slots(
-        self, ids: Sequence[int], scores: Sequence[int] | None = None
-    ) -> None:
+    def find_or_insert_slots(self, ids: Sequence[int], scores: Sequence[int] | None = None) -> None:
         """Compares slots and found."""
         slots, found = self.table.find_or_insert_slots(self._ids(ids), self._scores(scores))
         insertion, after = self._after_insertion(ids, scores)
@@ -245,9 +243,7 @@ class CheckedTable:
         entries = self.model.entries
         chosen = [at for at, add in enumerate(accumulate) if add == (ids[at] in entries)]
         flags = torch.tensor(accumulate, dtype=torch.bool, device=self.table.device)
-        self.table.accum_or_assign(
-            self._ids(ids), self._rows(rows), flags, self._scores(scores)
-        )
+        self.table.accum_or_assign(self._ids(ids), self._rows(rows), flags, self._scores(scores))
         part = None if scores is None else [scores[at] for at in chosen]
         _, after = self._after_insertion([ids[at] for at in chosen], part)
         add = [at for at in chosen if accumulate[at]]

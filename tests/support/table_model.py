@@ -263,9 +263,7 @@ class TableModel:
         for id_, scores in allowed.items():
             if len(scores) > 1 and id_ in self.entries and id_ in after:
                 assert after[id_].score in scores, f"id {id_} has a score that nobody gave"
-                self.entries[id_] = dataclasses.replace(
-                    self.entries[id_], score=after[id_].score
-                )
+                self.entries[id_] = dataclasses.replace(self.entries[id_], score=after[id_].score)
 
     def touch(
         self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tests.support.batches import random_ids
 from tests.support.checked_table import joined, signed, unsigned
-from torchrec_hkv.hash_table import initial_rows
-from torchrec_hkv.hash_table.hash_table import HashTable
+from torchrec_hkv.hash_table import HashTable, initial_rows
 
 
 def make(device: str, capacity: int = 64, dim: int = 4, **options: Any) -> HashTable:

@@ -168,7 +168,7 @@ class HKVLookup(GroupLookup):
         slots = spec["weight"].shape[0]
         absent = {
             "states": torch.empty(slots, 0),
-            "frequencies": torch.empty(0, dtype=torch.int32),
+            "scores": torch.empty(0, dtype=torch.int64),
         }
         fields = {field: state[key] for key, field in _STATE_FIELDS.items() if key in spec}
         self._group.load_table(self._index[name], TableState(**{**absent, **fields}))
@@ -188,7 +188,7 @@ _STATE_FIELDS = {
     "ids": "ids",
     "occupied": "occupied",
     "last_steps": "last_steps",
-    "frequencies": "frequencies",
+    "scores": "scores",
     "optimizer_states": "states",
 }
 
@@ -283,7 +283,7 @@ class HKVBackend(Backend):
             "last_steps": TensorSpec((slots,), torch.int32),
         }
         if _options(shard).eviction == "lfu":
-            spec["frequencies"] = TensorSpec((slots,), torch.int32)
+            spec["scores"] = TensorSpec((slots,), torch.int64)
         if width := _state_width(optimizer):
             spec["optimizer_states"] = TensorSpec((slots, width), torch.float32)
         return spec

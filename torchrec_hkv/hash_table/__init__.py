@@ -3,12 +3,16 @@
 Knows nothing of TorchRec.
 """
 
+from torchrec_hkv.hash_table.hash_table import Entries, Evicted, HashTable
 from torchrec_hkv.hash_table.initial_rows import initial_rows, table_seed
 from torchrec_hkv.hash_table.ops import bucketize, owner_rank
 from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec, TableState
 from torchrec_hkv.hash_table.table_memory import TableMemory, hbm_slots_for, table_memory
 
 __all__ = [
+    "Entries",
+    "Evicted",
+    "HashTable",
     "TableGroup",
     "TableMemory",
     "TableSpec",

@@ -147,7 +147,7 @@ class HashTable:
 
         A slot is valid until its id is evicted or erased.
         """
-        return self._group.find(ids, self._offsets(ids), 1)
+        return self._group.find(ids, None, 1)
 
     def find_missing(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Ids that are not in the table and their positions in ``ids`` (waits for the device)."""
@@ -313,7 +313,7 @@ class HashTable:
     @property
     def size(self) -> int:
         """Entries (waits for the device)."""
-        return int(self._group.sizes()[0])
+        return self._group.sizes()[0]
 
     @property
     def capacity(self) -> int:
@@ -330,11 +330,6 @@ class HashTable:
         return self._group.counters()[0]
 
     # -- inside -----------------------------------------------------------------------------------
-
-    def _offsets(self, ids: Tensor) -> Tensor:
-        offsets = torch.zeros(2, dtype=torch.int64, device=self.device)
-        offsets[1:].fill_(ids.numel())
-        return offsets
 
     def _insert(
         self,

@@ -15,7 +15,7 @@ _ops = torch.ops.torchrec_hkv
 
 
 @torch.library.register_fake("torchrec_hkv::find")
-def _(group: int, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
+def _(group: int, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
     return torch.empty_like(ids)
 
 
@@ -74,6 +74,64 @@ def _(
 @torch.library.register_fake("torchrec_hkv::initial_rows")
 def _(ids: Tensor, dim: int, column_offset: int, seed: int, low: float, high: float) -> Tensor:
     return ids.new_empty((ids.shape[0], dim), dtype=torch.float32)
+
+
+@torch.library.register_fake("torchrec_hkv::insert")
+def _(
+    counters: Tensor,
+    group: int,
+    ids: Tensor,
+    step: int,
+    epoch: int,
+    scores: Tensor | None,
+    rows: Tensor | None,
+    initialize: bool,
+    leavers: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    room = ids.shape[0] if leavers else 0
+    dtype, dim = _C.group_row_dtype(group), _C.group_total_dim(group)
+    return (
+        torch.empty_like(ids),
+        torch.empty_like(ids, dtype=torch.bool),
+        ids.new_empty((room,)),
+        ids.new_empty((room, dim), dtype=dtype),
+        ids.new_empty((room,)),
+        ids.new_empty((1 if leavers else 0,)),
+    )
+
+
+@torch.library.register_fake("torchrec_hkv::gather_rows")
+def _(group: int, ids: Tensor, slots: Tensor) -> Tensor:
+    shape = (slots.shape[0], _C.group_total_dim(group))
+    return slots.new_empty(shape, dtype=_C.group_row_dtype(group))
+
+
+@torch.library.register_fake("torchrec_hkv::write_rows")
+def _(counters: Tensor, group: int, slots: Tensor, rows: Tensor, add: bool) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::touch_slots")
+def _(
+    counters: Tensor, group: int, slots: Tensor, step: int, epoch: int, scores: Tensor | None
+) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::erase_slots")
+def _(counters: Tensor, group: int, slots: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::export_slots")
+def _(group: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n = slots.shape[0]
+    return (
+        torch.empty_like(slots),
+        slots.new_empty((n, _C.group_total_dim(group)), dtype=_C.group_row_dtype(group)),
+        torch.empty_like(slots),
+        slots.new_empty((n, _C.group_state_dim(group)), dtype=torch.float32),
+    )
 
 
 @torch.library.register_fake("torchrec_hkv::bucketize")

@@ -19,6 +19,19 @@ _OPTIMIZERS = {
     "sgd": _C.Optimizer.SGD,
     "rowwise_adagrad": _C.Optimizer.ROWWISE_ADAGRAD,
 }
+_EVICTIONS = {
+    "lru": _C.Eviction.LRU,
+    "lfu": _C.Eviction.LFU,
+    "epoch_lru": _C.Eviction.EPOCH_LRU,
+    "epoch_lfu": _C.Eviction.EPOCH_LFU,
+    "customized": _C.Eviction.CUSTOMIZED,
+}
+_ROW_TYPES = {
+    torch.float32: _C.RowType.FLOAT32,
+    torch.float16: _C.RowType.FLOAT16,
+    torch.bfloat16: _C.RowType.BFLOAT16,
+}
+_SIGN_BIT = -(1 << 63)
 _COUNTERS = ("lookups", "hits", "inserted", "evicted", "refused")
 
 
@@ -35,24 +48,28 @@ class TableSpec:
         name: mixed into the seed of its initial rows.
         capacity: rows it must hold, at least 1.
         dim: columns of its rows, 1 to 2048.
-        eviction: ``"lru"`` or ``"lfu"``.
+        eviction: which id leaves a full bucket: ``"lru"``, ``"lfu"``, ``"epoch_lru"``,
+            ``"epoch_lfu"`` or ``"customized"``; :class:`torchrec_hkv.hash_table.HashTable` says
+            what their scores are.
         hbm_bytes: what it may take of a GPU's memory, index included; rows that find no room there
             lie in pinned host memory. None: all in HBM. On a CPU the table is in host memory.
         seed: of the initial rows.
         low: smallest value of an initial row.
         high: bound of the values of an initial row; equal to ``low`` for constant rows.
         column_offset: first column, where a table's columns are sharded.
+        dtype: of rows: float32, float16 or bfloat16.
     """
 
     name: str
     capacity: int
     dim: int
-    eviction: Literal["lru", "lfu"] = "lru"
+    eviction: Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"] = "lru"
     hbm_bytes: int | None = None
     seed: int = 0
     low: float = 0.0
     high: float = 0.0
     column_offset: int = 0
+    dtype: torch.dtype = torch.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +79,10 @@ class TableState:
     Attributes:
         occupied: bool.
         ids: int64.
-        rows: float32 ``[num_slots, dim]``.
+        rows: ``[num_slots, dim]`` of the table's dtype.
         states: float32 ``[num_slots, state width]``.
         last_steps: int32, the step of each id's last training lookup.
-        frequencies: int32, each id's training lookups; empty (``[0]``) under LRU.
+        scores: int64, bits of an unsigned number; empty (``[0]``) under LRU.
     """
 
     occupied: Tensor
@@ -73,7 +90,7 @@ class TableState:
     rows: Tensor
     states: Tensor
     last_steps: Tensor
-    frequencies: Tensor
+    scores: Tensor
 
 
 class TableGroup:
@@ -85,6 +102,7 @@ class TableGroup:
         optimizer: ``"sgd"``, ``"rowwise_adagrad"`` or None for tables that are not trained.
         eps: of row-wise Adagrad.
         device: a CPU or CUDA device.
+        state_dim: float32 values of state a row keeps; by default what the optimizer needs.
 
     Raises:
         ValueError: an argument is impossible; the sentence names it.
@@ -97,6 +115,7 @@ class TableGroup:
         optimizer: Literal["sgd", "rowwise_adagrad"] | None = None,
         eps: float = 1e-8,
         device: torch.device | str = "cpu",
+        state_dim: int | None = None,
     ) -> None:
         if optimizer not in _OPTIMIZERS:
             raise ValueError(f"optimizer is {optimizer!r}, but must be one of {list(_OPTIMIZERS)}.")
@@ -105,22 +124,34 @@ class TableGroup:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         kind = _OPTIMIZERS[optimizer]
-        configs = [self._config(spec, kind) for spec in self.tables]
-        self._group = _C.TableGroup(configs, list(feature_tables), kind, eps, self.device)
+        width = _C.state_width(kind) if state_dim is None else state_dim
+        configs = [self._config(spec, width) for spec in self.tables]
+        self._group = _C.TableGroup(
+            configs, list(feature_tables), kind, eps, state_dim, self.device
+        )
 
-    def _config(self, spec: TableSpec, optimizer: _C.Optimizer) -> _C.TableConfig:
-        if spec.eviction not in ("lru", "lfu"):
+    def _config(self, spec: TableSpec, state_dim: int) -> _C.TableConfig:
+        if spec.eviction not in _EVICTIONS:
             raise ValueError(
-                f"table '{spec.name}': eviction is {spec.eviction!r}, but must be 'lru' or 'lfu'."
+                f"table '{spec.name}': eviction is {spec.eviction!r}, but must be one of "
+                f"{', '.join(map(repr, _EVICTIONS))}."
             )
-        memory = table_memory(spec.capacity, spec.dim, _C.state_width(optimizer), spec.eviction)
+        if spec.dtype not in _ROW_TYPES:
+            raise ValueError(
+                f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "
+                f"{', '.join(map(str, _ROW_TYPES))}."
+            )
+        memory = table_memory(
+            spec.capacity, spec.dim, state_dim, spec.eviction, spec.dtype.itemsize
+        )
         hbm_bytes = spec.hbm_bytes if self.device.type == "cuda" else None
         return _C.TableConfig(
             name=spec.name,
             capacity=spec.capacity,
             dim=spec.dim,
             column_offset=spec.column_offset,
-            lfu=spec.eviction == "lfu",
+            eviction=_EVICTIONS[spec.eviction],
+            row_type=_ROW_TYPES[spec.dtype],
             seed=table_seed(spec.seed, spec.name),
             low=spec.low,
             high=spec.high,
@@ -137,16 +168,27 @@ class TableGroup:
         """Columns of all features."""
         return self._group.total_dim
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of all tables."""
+        return self._group.num_slots
+
+    @property
+    def counter_tensor(self) -> Tensor:
+        """int64 ``[tables, 5]`` on the device; ops that change a table write it."""
+        return self._group.counters
+
     def begin_step(self) -> int:
         """The number of a new training step, to pass to :meth:`find_or_insert`."""
         return self._group.begin_step()
 
-    def find(self, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
+    def find(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
         """Slots of ids, -1 where a table has no such id. Changes nothing.
 
         Args:
             ids: int64 ``[n]``, feature-major.
-            offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
+            offsets: int64 ``[features * batch_size + 1]`` into ``ids``; None for one bag of all
+                ids, where the group has one feature.
             batch_size: bags a feature.
 
         Returns:
@@ -231,6 +273,48 @@ class TableGroup:
     def clear_table(self, table: int) -> None:
         """Forgets all ids of a table. Counters go on."""
         self._group.clear_table(table)
+
+    def sizes(self) -> list[int]:
+        """Entries of each table (waits for the device)."""
+        return self._group.sizes().tolist()
+
+    def select_slots(
+        self,
+        table: int,
+        score_below: int | None = None,
+        score_at_least: int | None = None,
+        older_than: int | None = None,
+    ) -> Tensor:
+        """Slots of the entries that meet every given condition (waits for the device).
+
+        Args:
+            table: index of the table.
+            score_below: unsigned score less than this.
+            score_at_least: unsigned score not less than this.
+            older_than: last touched more than this many steps before the last step begun.
+
+        Returns:
+            int64, ascending, counted from the table's first slot.
+
+        Raises:
+            ValueError: a bound is no unsigned 64-bit number, or an age is negative.
+        """
+        for what, bound in (("score_below", score_below), ("score_at_least", score_at_least)):
+            if bound is not None and not 0 <= bound < 1 << 64:
+                raise ValueError(f"{what} is {bound}, but must be from 0 to 2^64 - 1.")
+        if older_than is not None and older_than < 0:
+            raise ValueError(f"older_than is {older_than}, but must not be negative.")
+        chosen = self._group.occupied(table)
+        if score_below is not None or score_at_least is not None:
+            # Flipping the sign bit orders unsigned numbers as int64 orders them.
+            scores = self._group.scores(table) ^ _SIGN_BIT
+            if score_below is not None:
+                chosen &= scores < score_below + _SIGN_BIT
+            if score_at_least is not None:
+                chosen &= scores >= score_at_least + _SIGN_BIT
+        if older_than is not None:
+            chosen &= self._group.last_steps(table) < self._group.clock - older_than
+        return chosen.nonzero().flatten()
 
     def counters(self) -> list[dict[str, int]]:
         """For each table, counts since it was made, its size and its capacity in slots.

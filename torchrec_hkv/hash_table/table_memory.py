@@ -14,7 +14,7 @@ class TableMemory:
     Attributes:
         num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
         bucket_slots: slots of one bucket, at most 64.
-        index_bytes: digests, ids, steps, frequencies and locks; always in HBM on a GPU.
+        index_bytes: digests, ids, steps, scores and locks; always in HBM on a GPU.
         row_bytes: one row with its optimizer state.
     """
 
@@ -37,21 +37,24 @@ class TableMemory:
         return max(self.index_bytes, bucket)
 
 
-def table_memory(capacity: int, dim: int, state_width: int, eviction: str) -> TableMemory:
+def table_memory(
+    capacity: int, dim: int, state_width: int, eviction: str, element_bytes: int = 4
+) -> TableMemory:
     """Memory of a table.
 
     Args:
         capacity: rows it must hold, at least 1.
-        dim: fp32 values a row.
+        dim: values a row.
         state_width: fp32 values of optimizer state a row.
-        eviction: ``"lru"`` or ``"lfu"``.
+        eviction: the policy; all but ``"lru"`` keep 8 bytes of score a slot.
+        element_bytes: of a value of a row.
     """
     buckets, bucket_slots = _C.geometry(capacity)
     return TableMemory(
         num_slots=buckets * bucket_slots,
         bucket_slots=bucket_slots,
-        index_bytes=_C.index_bytes(capacity, eviction == "lfu"),
-        row_bytes=4 * (dim + state_width),
+        index_bytes=_C.index_bytes(capacity, eviction != "lru"),
+        row_bytes=element_bytes * dim + 4 * state_width,
     )
 
 

@@ -8,6 +8,22 @@ from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
 from tests.support.table_model import POLICIES, TAKES_SCORES, Row
 
+CALLS = [
+    "find",
+    "find_or_insert",
+    "find_or_insert_slots",
+    "insert_or_assign",
+    "insert_and_evict",
+    "insert_and_evict",
+    "accum_or_assign",
+    "assign",
+    "assign_rows",
+    "assign_scores",
+    "erase",
+    "select",
+    "next_epoch",
+]
+
 
 class Driver:
     """Makes up calls."""
@@ -35,11 +51,7 @@ class Driver:
         return [(float(self.random.randint(-99, 99)), float(at % 251)) for at in range(len(ids))]
 
     def call(self) -> None:
-        name = self.random.choice(
-            ["find", "find_or_insert", "find_or_insert_slots", "insert_or_assign"]
-            + ["insert_and_evict", "insert_and_evict", "accum_or_assign", "assign"]
-            + ["assign_rows", "assign_scores", "erase", "select", "next_epoch"]
-        )
+        name = self.random.choice(CALLS)
         checked, ids = self.checked, self.ids()
         if name in ("find", "erase"):
             getattr(checked, name)(ids[:20] if name == "erase" else ids)

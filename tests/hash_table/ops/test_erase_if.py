@@ -1,0 +1,75 @@
+"""erase_if forgets entries by bounds of their unsigned scores, and by age."""
+
+import pytest
+
+from tests.support.table_model import POLICIES
+from tests.support.tables import constant_scores, contents, distinct_ids, make, scores_tensor
+
+SCORES = [0, 1, 7, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
+BOUNDS = [None, 0, 1, 5, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+@pytest.mark.parametrize("below", BOUNDS)
+@pytest.mark.parametrize("at_least", BOUNDS)
+def test_score_bounds(device_type, below, at_least):
+    table = make(device_type, 200, eviction="customized")
+    ids = distinct_ids(150, device_type)
+    scores = SCORES * 15
+    table.find_or_insert(ids, scores_tensor(scores, device_type))
+    meant = {
+        id_
+        for id_, score in zip(ids.tolist(), scores, strict=True)
+        if (below is None or score < below) and (at_least is None or score >= at_least)
+    }
+    assert table.erase_if(score_below=below, score_at_least=at_least) == len(meant)
+    assert contents(table).keys() == set(ids.tolist()) - meant
+    assert table.size == 150 - len(meant)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_age(device_type, policy):
+    """Older than n: the last n + 1 calls did not touch it."""
+    for older_than, left in [(0, 1), (1, 2), (2, 3), (8, 9), (9, 10), (10, 10), (2**40, 10)]:
+        table = make(device_type, 200, eviction=policy)
+        ids = distinct_ids(100, device_type)
+        for part in ids.split(10):
+            table.find_or_insert(part, constant_scores(table, 10))
+        assert table.erase_if(older_than=older_than) == 100 - 10 * left
+        assert contents(table).keys() == set(ids[100 - 10 * left :].tolist())
+
+
+def test_a_touch_makes_young(device_type):
+    table = make(device_type, 200, eviction="lfu")
+    ids = distinct_ids(40, device_type)
+    table.find_or_insert(ids)
+    table.assign_scores(ids[:10])
+    table.find_or_insert(ids[10:20])
+    assert table.erase_if(older_than=1) == 20
+    assert contents(table).keys() == set(ids[:20].tolist())
+
+
+def test_all_conditions_must_hold(device_type):
+    table = make(device_type, 200, eviction="customized")
+    ids = distinct_ids(100, device_type)
+    for turn, part in enumerate(ids.split(10)):
+        table.find_or_insert(part, scores_tensor([turn * 10 + at for at in range(10)], device_type))
+    # Scores 25 to 64, older than 4 calls: the first five parts, scores up to 49.
+    assert table.erase_if(score_at_least=25, score_below=65, older_than=4) == 25
+    assert contents(table).keys() == set(ids[:25].tolist()) | set(ids[50:].tolist())
+
+
+def test_lru_scores_are_calls(device_type):
+    table = make(device_type, 200)
+    ids = distinct_ids(100, device_type)
+    for part in ids.split(10):  # calls 1 to 10
+        table.find_or_insert(part)
+    assert table.erase_if(score_below=4, score_at_least=2) == 20
+    assert contents(table).keys() == set(ids[:10].tolist()) | set(ids[30:].tolist())
+
+
+def test_without_conditions_all_go(device_type):
+    table = make(device_type, 200)
+    table.find_or_insert(distinct_ids(100, device_type))
+    assert table.erase_if() == 100
+    assert table.size == 0
+    assert table.erase_if() == 0
