@@ -32,7 +32,7 @@ given_scores = {
         st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**32, 2**63, 2**64 - 1])
     ),
     "epoch_lfu": st.one_of(
-        st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**31, 2**32 - 1])
+        st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**31, 2**32 - 1, 2**32, 2**64 - 1])
     ),
 }
 
