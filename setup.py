@@ -13,6 +13,7 @@ Environment variables:
 import importlib.util
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -82,6 +83,22 @@ def headers_outside_toolkit() -> list[str]:
     return [str(p.parent) for root in roots for p in Path(root).glob("*/include/cublas_v2.h")]
 
 
+def shared_cpp_runtime() -> list[str]:
+    """Names the shared C++ runtime, so that the linker does not take a static one.
+
+    Some toolchains have only ``libstdc++.a``. A second copy of the runtime beside torch's crashes
+    where the two meet, as when a number is formatted for an error message.
+    """
+    compiler = os.environ.get("CXX", "g++").split()
+    try:
+        found = subprocess.run(
+            [*compiler, "-print-file-name=libstdc++.so.6"], capture_output=True, text=True
+        )
+    except OSError:
+        return []
+    return ["-l:libstdc++.so.6"] if os.path.isabs(found.stdout.strip()) else []
+
+
 def extension():
     cuda = wants_cuda()
     # torch's headers do not pass -Wextra; as system headers they are not asked to.
@@ -95,7 +112,7 @@ def extension():
         "name": "torchrec_hkv._C",
         "include_dirs": [str(ROOT / "csrc")],
         "depends": [*files("*.h"), *files("*.cuh"), *files("*.hpp"), "setup.py"],
-        "extra_link_args": ["-pthread"],
+        "extra_link_args": ["-pthread", *shared_cpp_runtime()],
     }
     if not cuda:
         return CppExtension(sources=files("*.cpp"), extra_compile_args={"cxx": cxx}, **common)

@@ -10,6 +10,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
 out=${1:-build/gpu_check}
 shift || true
 mkdir -p "$out"
