@@ -166,12 +166,11 @@ TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
   const at::ScalarType row_type = scalar_type(config.row_type);
   memory.digests =
       at::empty({memory.geometry.num_buckets, kBucketDigests}, options.dtype(at::kShort));
-  reset_digests(memory);
   // Empty slots are never read, but an export copies them: keep it free of other memory's contents.
   memory.ids = at::zeros({slots}, options.dtype(at::kLong));
-  memory.last_steps = at::zeros({slots}, options.dtype(at::kInt));
+  memory.last_steps = at::empty({slots}, options.dtype(at::kInt));
+  free_all(memory);
   memory.scores = at::zeros({keeps_scores(config.eviction) ? slots : 0}, options.dtype(at::kLong));
-  memory.locks = at::zeros({(memory.geometry.num_buckets + 31) / 32}, options.dtype(at::kInt));
   memory.rows = at::empty({config.hbm_slots, config.dim}, options.dtype(row_type));
   memory.states = at::empty({config.hbm_slots, state_width_}, options.dtype(at::kFloat));
   memory.rows_host = pinned_matrix(on_host, config.dim, row_type, device_);
@@ -179,12 +178,14 @@ TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
   return memory;
 }
 
-void TableGroup::reset_digests(const Memory& memory) const {
+void TableGroup::free_all(const Memory& memory) const {
   at::Tensor digests = memory.digests;
   digests.fill_(static_cast<int16_t>(kEmptyDigest));
   if (memory.geometry.bucket_slots < kBucketDigests) {
     digests.slice(1, memory.geometry.bucket_slots).fill_(static_cast<int16_t>(kClosedDigest));
   }
+  at::Tensor last_steps = memory.last_steps;
+  last_steps.fill_(static_cast<int32_t>(hash_table::kFreeStep));
 }
 
 TableView TableGroup::make_view(int64_t table) const {
@@ -198,7 +199,6 @@ TableView TableGroup::make_view(int64_t table) const {
   view.scores = memory.scores.numel()
                     ? reinterpret_cast<uint64_t*>(memory.scores.data_ptr<int64_t>())
                     : nullptr;
-  view.locks = reinterpret_cast<uint32_t*>(memory.locks.data_ptr<int32_t>());
   view.rows = {bytes(memory.rows), bytes(memory.rows_host), config.hbm_slots,
                static_cast<int32_t>(config.dim), config.row_type};
   view.states = {bytes(memory.states), bytes(memory.states_host), config.hbm_slots,
@@ -336,6 +336,8 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.digests.copy_(digests);
   memory.ids.copy_(state.ids);
   memory.last_steps.copy_(state.last_steps);
+  memory.last_steps.masked_fill_(state.occupied.to(device_).logical_not(),
+                                 static_cast<int32_t>(hash_table::kFreeStep));
   memory.scores.copy_(state.scores);
   split(memory.rows, memory.rows_host, state.rows);
   split(memory.states, memory.states_host, state.states);
@@ -349,7 +351,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
 void TableGroup::clear_table(int64_t table) {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
-  reset_digests(memory_[table]);
+  free_all(memory_[table]);
 }
 
 at::Tensor TableGroup::sizes() const {
@@ -364,7 +366,7 @@ int64_t TableGroup::hbm_bytes(int64_t table) const {
   if (device_.is_cpu()) return 0;
   const Memory& m = memory_[table];
   return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) + bytes_of(m.scores) +
-         bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
+         bytes_of(m.rows) + bytes_of(m.states);
 }
 
 int64_t TableGroup::host_bytes(int64_t table) const {
@@ -373,7 +375,7 @@ int64_t TableGroup::host_bytes(int64_t table) const {
   const int64_t host = bytes_of(m.rows_host) + bytes_of(m.states_host);
   if (device_.is_cuda()) return host;
   return host + bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
-         bytes_of(m.scores) + bytes_of(m.locks) + bytes_of(m.rows) + bytes_of(m.states);
+         bytes_of(m.scores) + bytes_of(m.rows) + bytes_of(m.states);
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -71,6 +71,10 @@ class TableGroup {
   const hash_table::TableView* views() const;
   // In host memory, its pointers on the group's device.
   const hash_table::TableView& view(int64_t table) const;
+  // The same, where the group has one table and one feature; otherwise null.
+  const hash_table::TableView* only_view() const {
+    return num_tables() == 1 && num_features() == 1 ? &host_views_[0] : nullptr;
+  }
   at::ScalarType row_dtype(int64_t table) const;
   const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
   const int32_t* feature_columns() const { return feature_columns_.const_data_ptr<int32_t>(); }
@@ -106,7 +110,6 @@ class TableGroup {
     at::Tensor ids;         // int64 [num_slots]
     at::Tensor last_steps;  // int32 [num_slots]
     at::Tensor scores;      // int64 [num_slots] or empty
-    at::Tensor locks;       // int32 bitmap
     at::Tensor rows;        // [hbm_slots, dim]
     at::Tensor states;
     at::Tensor rows_host;  // [num_slots - hbm_slots, dim], pinned
@@ -116,7 +119,7 @@ class TableGroup {
   void check_index(int64_t table) const;
   Memory allocate(const TableConfig& config) const;
   hash_table::TableView make_view(int64_t table) const;
-  void reset_digests(const Memory& memory) const;
+  void free_all(const Memory& memory) const;
 
   std::vector<TableConfig> configs_;
   std::vector<int64_t> feature_table_list_;

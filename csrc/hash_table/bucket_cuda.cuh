@@ -1,4 +1,4 @@
-// Scanning, locking and counting in a bucket on the GPU.
+// Scanning, touching and counting on the GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@ namespace torchrec_hkv::hash_table::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-// Lanes that scan one bucket's line of digests together: 16 bytes, eight digests, each.
-constexpr int kLineLanes = 8;
-constexpr int kLaneDigests = kBucketDigests / kLineLanes;
+// A bucket's digests are eight vectors of 16 bytes, eight digests each.
+constexpr int kLineVectors = 8;
+constexpr int kVectorDigests = kBucketDigests / kLineVectors;
 
 inline unsigned grid_for(int64_t threads) {
   const int64_t blocks = (threads + kThreads - 1) / kThreads;
@@ -20,7 +20,7 @@ inline unsigned grid_for(int64_t threads) {
 }
 
 // Loads that bypass L1, for data that other blocks change during the kernel.
-__device__ __forceinline__ uint4 load_line_l2(const void* from) {
+__device__ __forceinline__ uint4 load_vector_l2(const void* from) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -28,9 +28,12 @@ __device__ __forceinline__ uint4 load_line_l2(const void* from) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ int64_t load_l2(const int64_t* from) {
-  int64_t v;
-  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+// The same for data that nobody changes but that is not worth a place in L1.
+__device__ __forceinline__ uint4 load_vector_once(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
   return v;
 }
 __device__ __forceinline__ uint32_t load_l2(const uint32_t* from) {
@@ -43,12 +46,6 @@ __device__ __forceinline__ unsigned long long load_l2(const unsigned long long* 
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ void store_l2(uint64_t* to, uint64_t value) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-__device__ __forceinline__ void store_l2(int64_t* to, int64_t value) {
-  asm volatile("st.relaxed.gpu.global.s64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
 __device__ __forceinline__ void store_l2(uint32_t* to, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
@@ -56,8 +53,8 @@ __device__ __forceinline__ void store_l2(uint16_t* to, uint16_t value) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
 }
 
-// Bit p of the result: digest p of the lane's eight equals the wanted one.
-__device__ __forceinline__ uint32_t match_lane(uint4 digests, uint16_t wanted) {
+// Bit p of the result: digest p of the vector's eight equals the wanted one.
+__device__ __forceinline__ uint32_t match_vector(uint4 digests, uint16_t wanted) {
   const uint32_t pattern = wanted * 0x00010001u;
   const auto pair = [&](uint32_t two) {
     const uint32_t equal = __vcmpeq2(two, pattern) & 0x00020001u;
@@ -66,31 +63,8 @@ __device__ __forceinline__ uint32_t match_lane(uint4 digests, uint16_t wanted) {
   return pair(digests.x) | pair(digests.y) << 2 | pair(digests.z) << 4 | pair(digests.w) << 6;
 }
 
-// One lock bit a bucket; the bitmap is small enough to stay in L2.
-__device__ __forceinline__ bool try_lock(uint32_t* locks, uint32_t bucket) {
-  const uint32_t bit = 1u << (bucket & 31);
-  return !(atomicOr(&locks[bucket >> 5], bit) & bit);
-}
-__device__ __forceinline__ void unlock(uint32_t* locks, uint32_t bucket) {
-  atomicAnd(&locks[bucket >> 5], ~(1u << (bucket & 31)));
-}
-// Takes both locks or none, the lower bucket first: whoever holds the highest contended lock goes
-// on, so two tiles that want each other's bucket can't give way to each other for ever. The fence
-// orders what the last holder wrote before what we read.
-__device__ __forceinline__ bool try_lock_both(uint32_t* locks, uint32_t a, uint32_t b) {
-  const uint32_t low = min(a, b), high = max(a, b);
-  if (!try_lock(locks, low)) return false;
-  if (low != high && !try_lock(locks, high)) {
-    unlock(locks, low);
-    return false;
-  }
-  __threadfence();
-  return true;
-}
-__device__ __forceinline__ void unlock_both(uint32_t* locks, uint32_t a, uint32_t b) {
-  __threadfence();
-  if (a != b) unlock(locks, b);
-  unlock(locks, a);
+__device__ __forceinline__ const uint16_t* digest_line(const TableView& table, uint32_t bucket) {
+  return table.digests + static_cast<int64_t>(bucket) * kBucketDigests;
 }
 
 __device__ __forceinline__ void touch(const TableView& table, int64_t slot, const Visit& visit,

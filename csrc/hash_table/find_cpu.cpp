@@ -76,7 +76,7 @@ void find_all(const TableView* tables, const Batch& batch, const Visit& visit, i
           find_range<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at);
       if (kTouch) {
         count(table, kLookups, stop - begin);
-        count(table, kHits, found);
+        count(table, kMisses, stop - begin - found);
       }
       begin = stop;
     }

@@ -23,11 +23,10 @@ inline Geometry geometry_of(int64_t capacity) {
   return geometry;
 }
 
-// Bytes of digests, ids, steps, locks and, where the policy keeps them, scores.
+// Bytes of digests, ids, steps and, where the policy keeps them, scores.
 inline int64_t index_bytes(const Geometry& geometry, bool scores) {
   const int64_t slot = sizeof(int64_t) + sizeof(uint32_t) + (scores ? sizeof(uint64_t) : 0);
-  const int64_t locks = (geometry.num_buckets + 31) / 32 * 4;
-  return geometry.num_buckets * kBucketDigests * 2 + geometry.num_slots() * slot + locks;
+  return geometry.num_buckets * kBucketDigests * 2 + geometry.num_slots() * slot;
 }
 
 }  // namespace torchrec_hkv::hash_table

@@ -1,225 +1,386 @@
-// The second half of find_or_insert on the GPU: places the ids that the find phase missed.
-//
-// A warp looks at 32 positions; a tile of 16 lanes places one missing id at a time, eight lanes a
-// bucket. Both buckets are locked while the id is placed, and locks are taken and released within
-// one turn of the loop, so that no lane waits for another lane of its warp. Before it locks, a tile
-// looks whether an equal id of the batch has been placed meanwhile: a new id that fills half of a
-// batch costs one insertion, not a queue at its lock. An id is written before its digest, so
-// whoever sees the digest finds the id.
+// find_or_insert on the GPU, without locks:
+//   1. find and touch; a missing id's slot is kNoSlot.
+//   2. deduplicate the missing ids in a scratch table: one position of each goes on a list, the
+//   others
+//      remember it.
+//   3. insert the ids on the list. As each is there once, a tile of eight lanes that has claimed a
+//   slot
+//      has it for itself: a free slot by compare-and-swap on its digest, a victim's by
+//      compare-and-swap on its last step, which becomes the present one and so is no victim any
+//      more. Free slots hold the last step kFreeStep, which is no victim's either.
+//   4. the other positions take the slots of those they remember.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
 #include "hash_table/kernels.h"
+#include "hash_table/row_vector.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kTile = 2 * kLineLanes;
+constexpr int kTile = kLineVectors;  // lanes that place one id
 
-// What one lane of a tile knows: its eight slots of one of the two buckets.
+// slots[] of a position whose id another position has put on the list.
+__device__ __forceinline__ int64_t remember(int64_t position) { return -2 - position; }
+__device__ __forceinline__ bool is_remembered(int64_t slot) { return slot <= -2; }
+__device__ __forceinline__ int64_t remembered(int64_t slot) { return -2 - slot; }
+
+struct Scratch {
+  uint32_t* table;  // [table_size] 1 + position, 0: free
+  uint32_t table_mask;
+  uint32_t* list;    // [num_ids]
+  uint32_t* length;  // of the list
+  size_t bytes;      // of all
+  size_t zeroed;     // of these, from the beginning on, to be zeroed
+};
+
+Scratch layout(int64_t n, char* base) {
+  uint32_t size = 1024;
+  while (size < 2 * n && size < (1u << 31)) size *= 2;
+  Scratch scratch;
+  scratch.length = reinterpret_cast<uint32_t*>(base);
+  scratch.table = scratch.length + 32;  // a line of its own for the length
+  scratch.table_mask = size - 1;
+  scratch.list = scratch.table + size;
+  scratch.zeroed = (32 + static_cast<size_t>(size)) * sizeof(uint32_t);
+  scratch.bytes = scratch.zeroed + n * sizeof(uint32_t);
+  return scratch;
+}
+
+__device__ __forceinline__ const TableView& table_at(const TableView* tables, const Batch& batch,
+                                                     int64_t position) {
+  return tables[batch.feature_tables[batch.feature_of(position)]];
+}
+
+// Adds one to a counter of each lane's table where `wanted`: one atomic a warp and table.
+__device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted) {
+  unsigned left = __ballot_sync(kAllLanes, wanted);
+  while (left) {
+    const int first = __ffs(static_cast<int>(left)) - 1;
+    const auto address = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(table), first);
+    const unsigned peers =
+        __ballot_sync(kAllLanes, wanted && reinterpret_cast<uint64_t>(table) == address);
+    if (threadIdx.x % kWarp == static_cast<unsigned>(first)) count(*table, counter, __popc(peers));
+    left &= ~peers;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    deduplicate_kernel(const TableView* __restrict__ tables, const Batch batch,
+                       int64_t* __restrict__ slots, const Scratch scratch) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (blockIdx.x == 0) {  // lookups are known without looking
+    for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
+      const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
+      if (ids > 0) count(tables[batch.feature_tables[f]], kLookups, ids);
+    }
+  }
+  const bool missing = position < batch.num_ids && slots[position] == kNoSlot;
+  if (!__ballot_sync(kAllLanes, missing)) return;
+  const TableView* table = nullptr;
+  bool listed = false;
+  if (missing) {
+    table = &table_at(tables, batch, position);
+    const int64_t id = batch.ids[position];
+    const auto mine = static_cast<uint32_t>(position + 1);
+    uint32_t at =
+        static_cast<uint32_t>(mix64(static_cast<uint64_t>(id) + reinterpret_cast<uint64_t>(table)));
+    for (;; ++at) {
+      uint32_t* entry = &scratch.table[at & scratch.table_mask];
+      uint32_t there = load_l2(entry);
+      if (there == 0) there = atomicCAS(entry, 0u, mine);
+      if (there == 0) {
+        listed = true;
+        break;
+      }
+      const int64_t other = static_cast<int64_t>(there) - 1;
+      if (batch.ids[other] == id && &table_at(tables, batch, other) == table) {
+        slots[position] = remember(other);
+        break;
+      }
+    }
+  }
+  const unsigned all_listed = __ballot_sync(kAllLanes, listed);
+  uint32_t base = 0;
+  if (threadIdx.x % kWarp == 0 && all_listed) base = atomicAdd(scratch.length, __popc(all_listed));
+  base = __shfl_sync(kAllLanes, base, 0);
+  if (listed) {
+    const unsigned before = all_listed & ((1u << threadIdx.x % kWarp) - 1);
+    scratch.list[base + __popc(before)] = static_cast<uint32_t>(position);
+  }
+  count_warp(table, kMisses, missing);
+}
+
+// What a tile's lane holds of one bucket: eight digests and the slots they stand for.
 struct LaneSlots {
   const uint16_t* digests;
   int64_t first_slot;
   int32_t usable;  // of the eight, those below the bucket's capacity
 };
 
-// The id's slot as of now, or kNoSlot; the same answer in all lanes of the tile.
-__device__ int64_t look_up(const TableView& table, const LaneSlots& mine, int64_t id,
-                           uint16_t digest, unsigned tile) {
-  const uint4 line = load_line_l2(mine.digests);
-  int64_t slot = kNoSlot;
-  for (uint32_t mask = match_lane(line, digest); mask; mask &= mask - 1) {
-    const int64_t candidate = mine.first_slot + __ffs(static_cast<int>(mask)) - 1;
-    if (load_l2(&table.ids[candidate]) == id) slot = candidate;
-  }
-  const unsigned found = __ballot_sync(tile, slot != kNoSlot);
-  return found ? __shfl_sync(tile, slot, __ffs(static_cast<int>(found)) - 1) : kNoSlot;
+__device__ __forceinline__ LaneSlots lane_slots(const TableView& table, uint32_t bucket, int lane) {
+  LaneSlots mine;
+  mine.digests = digest_line(table, bucket) + lane * kVectorDigests;
+  mine.first_slot = static_cast<int64_t>(bucket) * table.bucket_slots + lane * kVectorDigests;
+  mine.usable = max(0, min(kVectorDigests, table.bucket_slots - lane * kVectorDigests));
+  return mine;
 }
 
-// A free slot in the better of the two buckets, or kNoSlot. Under both locks.
-__device__ int64_t free_slot(const TableView& table, const LaneSlots& mine, bool same_bucket,
-                             unsigned tile, int tile_lane) {
-  const uint32_t free = match_lane(load_line_l2(mine.digests), kEmptyDigest);
-  int number = __popc(free);
-  for (int offset = kLineLanes / 2; offset; offset /= 2) {
-    number += __shfl_xor_sync(tile, number, offset);
+__device__ __forceinline__ int tile_sum(int value, unsigned tile) {
+#pragma unroll
+  for (int offset = kTile / 2; offset; offset /= 2) value += __shfl_xor_sync(tile, value, offset);
+  return value;
+}
+
+// Claims a free slot of one bucket; kNoSlot where another tile was faster. All lanes agree.
+__device__ int64_t claim_free(const LaneSlots& mine, uint32_t free, uint16_t digest,
+                              unsigned tile) {
+  const int claimer = __ffs(static_cast<int>(__ballot_sync(tile, free != 0))) - 1;
+  int64_t slot = kNoSlot;
+  if (static_cast<int>(threadIdx.x % kWarp) == claimer) {
+    const int position = __ffs(static_cast<int>(free)) - 1;
+    // Two digests share a word; a neighbour that changes meanwhile is no reason to give up.
+    auto* word =
+        const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(mine.digests)) + position / 2;
+    const int shift = position % 2 * 16;
+    uint32_t old = load_l2(word);
+    while ((old >> shift & 0xffffu) == kEmptyDigest) {
+      const uint32_t seen = atomicCAS(word, old, old | static_cast<uint32_t>(digest) << shift);
+      if (seen == old) {
+        slot = mine.first_slot + position;
+        break;
+      }
+      old = seen;
+    }
   }
-  const int base = threadIdx.x % kWarp - tile_lane;
-  const int free_first = __shfl_sync(tile, number, base);
-  const int free_second = __shfl_sync(tile, number, base + kLineLanes);
-  if (free_first + free_second == 0) return kNoSlot;
-  const bool take_first = same_bucket || prefers_first(table.bucket_slots, free_first, free_second);
-  const bool candidate = free != 0 && (tile_lane < kLineLanes) == take_first;
-  const int from = __ffs(static_cast<int>(__ballot_sync(tile, candidate))) - 1;
-  return __shfl_sync(tile, mine.first_slot + __ffs(static_cast<int>(free)) - 1, from);
+  return __shfl_sync(tile, slot, claimer);
 }
 
 struct Victim {
   int64_t slot;  // kNoSlot: none
-  uint64_t score;
+  Rank rank;
 };
 
-// The slot of the lowest rank that is not pinned. Under both locks, buckets full.
-__device__ Victim lowest_rank(const TableView& table, const LaneSlots& mine, uint32_t pinned_from,
-                              unsigned tile) {
-  Rank lowest{~0ull, 0xffffffffu};
-  int64_t slot = kNoSlot;
-  for (int k = 0; k < mine.usable; ++k) {
-    const Rank rank = rank_of(table, mine.first_slot + k);
-    if (rank.last_step < pinned_from && rank < lowest) {
-      lowest = rank;
-      slot = mine.first_slot + k;
+// The slot of the lowest rank in the lanes' slots of both buckets that is not pinned.
+__device__ Victim lowest_rank(const TableView& table, const LaneSlots& first,
+                              const LaneSlots& second, uint32_t pinned_from, unsigned tile) {
+  Victim lowest{kNoSlot, {~0ull, 0xffffffffu}};
+  const auto look = [&](const LaneSlots& mine) {
+    for (int k = 0; k < mine.usable; ++k) {
+      const Rank rank = rank_of(table, mine.first_slot + k);
+      if (rank.last_step < pinned_from && rank < lowest.rank) {
+        lowest = Victim{mine.first_slot + k, rank};
+      }
     }
-  }
+  };
+  look(first);
+  look(second);
+#pragma unroll
   for (int offset = kTile / 2; offset; offset /= 2) {
-    Rank other;
-    other.score = __shfl_xor_sync(tile, lowest.score, offset);
-    other.last_step = __shfl_xor_sync(tile, lowest.last_step, offset);
-    const int64_t other_slot = __shfl_xor_sync(tile, slot, offset);
+    Victim other;
+    other.slot = __shfl_xor_sync(tile, lowest.slot, offset);
+    other.rank.score = __shfl_xor_sync(tile, lowest.rank.score, offset);
+    other.rank.last_step = __shfl_xor_sync(tile, lowest.rank.last_step, offset);
     // Ties go to the lower slot in every lane, so that all agree.
-    if (other < lowest || (!(lowest < other) && other_slot < slot)) {
+    if (other.rank < lowest.rank || (!(lowest.rank < other.rank) && other.slot < lowest.slot)) {
       lowest = other;
-      slot = other_slot;
     }
   }
-  return Victim{slot, lowest.score};
+  return lowest;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void write_initial_row(const TableView& table, int64_t id, char* row,
+                                                  int lane) {
+  for (int32_t c = lane * kWidth; c < table.dim(); c += kTile * kWidth) {
+    Columns<kWidth>::initial(table.initial_rows, id, table.column_offset + c)
+        .store(table.rows.type, row, c);
+  }
 }
 
 __device__ void write_new_row(const TableView& table, int64_t id, int64_t slot, bool initialize,
-                              int tile_lane) {
+                              int lane) {
   if (initialize) {
     char* row = table.rows.row(slot);
-    for (int32_t c = tile_lane; c < table.dim(); c += kTile) {
-      store_element(
-          table.rows.type, row, c,
-          initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c)));
+    if ((table.dim() | table.column_offset) % 4 == 0) {
+      write_initial_row<4>(table, id, row, lane);
+    } else {
+      write_initial_row<1>(table, id, row, lane);
     }
   }
   float* state = table.state(slot);
-  for (int32_t c = tile_lane; c < table.states.width; c += kTile) state[c] = 0.0f;
+  for (int32_t c = lane; c < table.states.width; c += kTile) state[c] = 0.0f;
 }
 
 // Notes what leaves or is refused; all lanes of a tile.
 __device__ void note_leaver(const TableView& table, const Leavers& leavers, int64_t id,
-                            uint64_t score, const char* row, unsigned tile, int tile_lane) {
+                            uint64_t score, const char* row, unsigned tile, int lane) {
   if (leavers.number == nullptr) return;
   unsigned long long at = 0;
-  if (tile_lane == 0) {
+  if (lane == 0) {
     at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
     leavers.ids[at] = id;
     leavers.scores[at] = score;
   }
-  at = __shfl_sync(tile, at, threadIdx.x % kWarp - tile_lane);
+  at = __shfl_sync(tile, at, threadIdx.x % kWarp - lane);
   const int32_t bytes = table.dim() * element_size(table.rows.type);
   char* to = leavers.rows + at * bytes;
-  for (int32_t b = 2 * tile_lane; b < bytes; b += 2 * kTile) {
+  for (int32_t b = 2 * lane; b < bytes; b += 2 * kTile) {
     *reinterpret_cast<uint16_t*>(to + b) = *reinterpret_cast<const volatile uint16_t*>(row + b);
+  }
+  __syncwarp(tile);  // the row has been read before it is written
+}
+
+// How an id fared; counted at the end of a warp's turn.
+enum Fate : int { kPlaced, kReplaced, kTurnedAway };
+
+// Places one id; all lanes of a tile.
+__device__ Fate place(const TableView& table, const Batch& batch, const Visit& visit,
+                      const Placement& placement, int64_t position, int64_t* slots, unsigned tile,
+                      int lane) {
+  const int64_t id = batch.ids[position];
+  const uint64_t score = first_score(table.eviction, visit.now, visit.epoch, visit.given(position));
+  const BucketChoice choice = choose_buckets(id, table.num_buckets);
+  const LaneSlots first = lane_slots(table, choice.first, lane);
+  const LaneSlots second = lane_slots(table, choice.second, lane);
+  Fate fate = kPlaced;
+  int64_t slot = kNoSlot;
+  while (slot == kNoSlot) {
+    const uint32_t free_first = match_vector(load_vector_l2(first.digests), kEmptyDigest);
+    const int number_first = tile_sum(__popc(free_first), tile);
+    // An id that has room enough in its first bucket need not look at the second.
+    if (prefers_first(table.bucket_slots, number_first, kBucketDigests)) {
+      slot = claim_free(first, free_first, choice.digest, tile);
+      continue;
+    }
+    const uint32_t free_second = match_vector(load_vector_l2(second.digests), kEmptyDigest);
+    const int number_second = tile_sum(__popc(free_second), tile);
+    if (number_first + number_second > 0) {
+      const bool take_first = prefers_first(table.bucket_slots, number_first, number_second);
+      slot = claim_free(take_first ? first : second, take_first ? free_first : free_second,
+                        choice.digest, tile);
+      continue;
+    }
+    const Victim victim = lowest_rank(table, first, second, visit.pinned_from, tile);
+    if (victim.slot == kNoSlot || (placement.refuse_lower && score < victim.rank.score)) {
+      const int64_t bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
+      note_leaver(table, placement.leavers, id, score,
+                  placement.leavers.given_rows + position * bytes, tile, lane);
+      return kTurnedAway;
+    }
+    uint32_t claimed = 0;
+    if (lane == 0) {
+      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now) ==
+                victim.rank.last_step;
+    }
+    if (__shfl_sync(tile, claimed, threadIdx.x % kWarp - lane)) {
+      fate = kReplaced;
+      slot = victim.slot;
+      note_leaver(table, placement.leavers, table.ids[slot], victim.rank.score,
+                  table.rows.row(slot), tile, lane);
+      if (lane == 0) {
+        const int64_t bucket = slot / table.bucket_slots;
+        store_l2(&table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)],
+                 choice.digest);
+      }
+    }
+  }
+  if (lane == 0) {
+    table.ids[slot] = id;
+    store_l2(&table.last_steps[slot], visit.now);
+    if (table.scores != nullptr) table.scores[slot] = score;
+    slots[position] = table.first_slot + slot;
+  }
+  write_new_row(table, id, slot, placement.initialize, lane);
+  return fate;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    insert_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                  const Placement placement, int64_t* slots, const Scratch scratch) {
+  const int lane = threadIdx.x % kTile;
+  const unsigned tile = 0xffu << (threadIdx.x % kWarp - lane);
+  const int64_t length = *scratch.length;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads / kTile;
+  const int64_t first =
+      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * (kWarp / kTile);
+  // The tiles of a warp take turns together, so that their counts can be added up.
+  for (int64_t base = first; base < length; base += stride) {
+    const int64_t item = base + threadIdx.x % kWarp / kTile;
+    const TableView* table = nullptr;
+    Fate fate = kPlaced;
+    if (item < length) {
+      const int64_t position = scratch.list[item];
+      table = &table_at(tables, batch, position);
+      fate = place(*table, batch, visit, placement, position, slots, tile, lane);
+    }
+    __syncwarp();
+    const bool counts = table != nullptr && lane == 0;
+    count_warp(table, kInserted, counts && fate != kTurnedAway);
+    count_warp(table, kEvicted, counts && fate == kReplaced);
+    count_warp(table, kRefused, counts && fate == kTurnedAway);
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    insert_kernel(const TableView* __restrict__ tables, Batch batch, Visit visit,
-                  Placement placement, int64_t* slots) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t first_position =
-      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kWarp;
-  const int64_t my_position = first_position + lane;
-  unsigned missing =
-      __ballot_sync(kAllLanes, my_position < batch.num_ids && slots[my_position] == kNoSlot);
-  const int tile_lane = lane % kTile;
-  const unsigned tile = 0xffffu << (lane - tile_lane);
-  while (missing) {
-    // Two missing ids a turn, one for each tile.
-    const int source_low = __ffs(static_cast<int>(missing)) - 1;
-    missing &= missing - 1;
-    const int source_high = missing ? __ffs(static_cast<int>(missing)) - 1 : -1;
-    missing &= missing - 1;
-    const int source = lane < kTile ? source_low : source_high;
-    if (source >= 0) {
-      const int64_t position = first_position + source;
-      const TableView& table = tables[batch.feature_tables[batch.feature_of(position)]];
-      const int64_t id = batch.ids[position];
-      const BucketChoice choice = choose_buckets(id, table.num_buckets);
-      const uint32_t bucket = tile_lane < kLineLanes ? choice.first : choice.second;
-      const int line_lane = tile_lane % kLineLanes;
-      LaneSlots mine;
-      mine.digests =
-          table.digests + static_cast<int64_t>(bucket) * kBucketDigests + line_lane * kLaneDigests;
-      mine.first_slot =
-          static_cast<int64_t>(bucket) * table.bucket_slots + line_lane * kLaneDigests;
-      mine.usable = max(0, min(kLaneDigests, table.bucket_slots - line_lane * kLaneDigests));
-      const uint64_t given = visit.given(position);
-      int64_t slot = kNoSlot;
-      for (bool done = false; !done;) {
-        slot = look_up(table, mine, id, choice.digest, tile);
-        if (slot != kNoSlot) {
-          if (tile_lane == 0) touch(table, slot, visit, given);
-          break;
-        }
-        int locked = 0;
-        if (tile_lane == 0) locked = try_lock_both(table.locks, choice.first, choice.second);
-        if (!__shfl_sync(tile, locked, lane - tile_lane)) {
-          __nanosleep(50);
-          continue;
-        }
-        slot = look_up(table, mine, id, choice.digest, tile);
-        if (slot != kNoSlot) {
-          if (tile_lane == 0) touch(table, slot, visit, given);
-        } else {
-          slot = free_slot(table, mine, choice.first == choice.second, tile, tile_lane);
-          const bool evicts = slot == kNoSlot;
-          const uint64_t score = first_score(table.eviction, visit.now, visit.epoch, given);
-          if (evicts) {
-            const Victim victim = lowest_rank(table, mine, visit.pinned_from, tile);
-            slot = victim.slot;
-            if (slot == kNoSlot || (placement.refuse_lower && score < victim.score)) {
-              slot = kNoSlot;
-              const int64_t bytes =
-                  static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
-              note_leaver(table, placement.leavers, id, score,
-                          placement.leavers.given_rows + position * bytes, tile, tile_lane);
-            } else {
-              note_leaver(table, placement.leavers, load_l2(&table.ids[slot]), victim.score,
-                          table.rows.row(slot), tile, tile_lane);
-              __syncwarp(tile);
-            }
-          }
-          if (tile_lane == 0) {
-            if (slot == kNoSlot) {
-              count(table, kRefused, 1);
-            } else {
-              store_l2(&table.ids[slot], id);
-              store_l2(&table.last_steps[slot], visit.now);
-              if (table.scores != nullptr) store_l2(&table.scores[slot], score);
-              __threadfence();
-              const int64_t its_bucket = slot / table.bucket_slots;
-              store_l2(&table.digests[its_bucket * kBucketDigests +
-                                      (slot - its_bucket * table.bucket_slots)],
-                       choice.digest);
-              count(table, kInserted, 1);
-              if (evicts) count(table, kEvicted, 1);
-            }
-          }
-          if (slot != kNoSlot) write_new_row(table, id, slot, placement.initialize, tile_lane);
-        }
-        __syncwarp(tile);
-        if (tile_lane == 0) unlock_both(table.locks, choice.first, choice.second);
-        done = true;
-      }
-      if (tile_lane == 0 && slot != kNoSlot) slots[position] = table.first_slot + slot;
-    }
-    __syncwarp();
+    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const Placement placement, int64_t* __restrict__ slots, const Scratch scratch) {
+  if (*scratch.length == 0) return;  // nothing was missing
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool waiting = position < batch.num_ids && is_remembered(slots[position]);
+  const TableView* table = nullptr;
+  bool refused = false;
+  if (waiting) {
+    table = &table_at(tables, batch, position);
+    const int64_t slot = slots[remembered(slots[position])];
+    slots[position] = slot;
+    refused = slot == kNoSlot;
+    if (!refused) touch(*table, slot - table->first_slot, visit, visit.given(position));
   }
+  if (!__ballot_sync(kAllLanes, refused)) return;
+  count_warp(table, kRefused, refused);
+  // A refused id's other copies were given too, and are given back.
+  const Leavers& leavers = placement.leavers;
+  if (!refused || leavers.number == nullptr) return;
+  const uint64_t at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
+  const int64_t bytes = static_cast<int64_t>(table->dim()) * element_size(table->rows.type);
+  leavers.ids[at] = batch.ids[position];
+  leavers.scores[at] = first_score(table->eviction, visit.now, visit.epoch, visit.given(position));
+  for (int64_t b = 0; b < bytes; b += 2) {
+    *reinterpret_cast<uint16_t*>(leavers.rows + at * bytes + b) =
+        *reinterpret_cast<const uint16_t*>(leavers.given_rows + position * bytes + b);
+  }
+}
+
+// Blocks that fill the device, for a list whose length only the device knows.
+unsigned resident_blocks() {
+  int device = 0, processors = 0, blocks = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  HKV_CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, insert_kernel, kThreads, 0));
+  return static_cast<unsigned>(processors * blocks);
 }
 
 }  // namespace
 
-void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
-                    const Placement& placement, int64_t* slots, bool* found, cudaStream_t stream) {
-  find_and_touch(tables, batch, visit, slots, found, stream);
+size_t find_or_insert_scratch(int64_t num_ids) { return layout(num_ids, nullptr).bytes; }
+
+void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
+                    const Visit& visit, const Placement& placement, int64_t* slots, bool* found,
+                    void* memory, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  insert_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, placement,
-                                                                  slots);
+  const Scratch scratch = layout(batch.num_ids, static_cast<char*>(memory));
+  HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zeroed, stream));
+  find_and_touch(tables, only, batch, visit, slots, found, stream);
+  const unsigned grid = grid_for(batch.num_ids);
+  deduplicate_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, slots, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+  const unsigned most = grid_for(batch.num_ids * kTile);
+  insert_kernel<<<std::min(most, resident_blocks()), kThreads, 0, stream>>>(
+      tables, batch, visit, placement, slots, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+  resolve_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement, slots, scratch);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -76,10 +76,16 @@ int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t nu
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
-void find(const TableView* tables, const Batch& batch, int64_t* slots, cudaStream_t stream);
+// `only`: the view in host memory, where the group has one table and one feature; otherwise null.
+void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
+          cudaStream_t stream);
 
-void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
-                    const Placement& placement, int64_t* slots, bool* found, cudaStream_t stream);
+// Bytes of scratch that find_or_insert needs for a batch, aligned to 128.
+size_t find_or_insert_scratch(int64_t num_ids);
+
+void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
+                    const Visit& visit, const Placement& placement, int64_t* slots, bool* found,
+                    void* scratch, cudaStream_t stream);
 
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
             int64_t n, char* rows, cudaStream_t stream);

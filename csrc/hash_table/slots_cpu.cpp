@@ -76,6 +76,8 @@ void erase_slots(const TableView& table, const int64_t* slots, int64_t n, int th
       std::atomic_ref<uint16_t>(
           table.digests[bucket * kBucketDigests + slots[i] % table.bucket_slots])
           .store(kEmptyDigest, std::memory_order_relaxed);
+      std::atomic_ref<uint32_t>(table.last_steps[slots[i]])
+          .store(kFreeStep, std::memory_order_relaxed);
     }
   });
 }

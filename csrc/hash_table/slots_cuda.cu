@@ -107,6 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t bucket = slots[i] / table.bucket_slots;
   store_l2(&table.digests[bucket * kBucketDigests + (slots[i] - bucket * table.bucket_slots)],
            kEmptyDigest);
+  store_l2(&table.last_steps[slots[i]], kFreeStep);
 }
 
 }  // namespace

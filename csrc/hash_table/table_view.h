@@ -22,10 +22,14 @@ namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoSlot = -1;
 
+// The last step of free slots. It is later than any other, so that nobody takes a slot that is just
+// being filled for the oldest of its bucket.
+constexpr uint32_t kFreeStep = 0xFFFFFFFFu;
+
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
   kLookups = 0,   // ids of training lookups
-  kHits = 1,      // of these, found at once
+  kMisses = 1,    // of these, not found at once
   kInserted = 2,  // ids placed
   kEvicted = 3,   // of these, in the place of another id
   kRefused = 4,   // ids of training lookups that found no place
@@ -52,7 +56,6 @@ struct TableView {
   int64_t* ids;          // [num_slots]
   uint32_t* last_steps;  // [num_slots] step of the last training lookup
   uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
-  uint32_t* locks;       // one bit a bucket; CUDA only
   RowStore rows;
   RowStore states;     // optimizer state, float32
   uint64_t* counters;  // [kNumCounters]

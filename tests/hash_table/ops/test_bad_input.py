@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.table_model import POLICIES, TAKES_SCORES
-from tests.support.tables import contents, distinct_ids, make, random_rows
+from tests.support.tables import contents, make, random_rows
 from torchrec_hkv.hash_table import HashTable
 
 N, DIM = 6, 4
@@ -164,15 +164,12 @@ def test_conditions(table, name):
 
 @pytest.mark.parametrize("epoch", [-1, 2**32])
 @pytest.mark.parametrize("policy", ["epoch_lru", "epoch_lfu"])
-def test_epochs(device_type, policy, epoch):
-    table = make(device_type, eviction=policy)
-    ids = distinct_ids(5, device_type)
+@pytest.mark.parametrize("operation", with_argument("scores"))
+def test_epochs(device_type, operation, policy, epoch):
+    table = make(device_type, 64, DIM, eviction=policy)
+    table.find_or_insert(torch.arange(3, device=device_type))
     table.epoch = epoch
-    with pytest.raises(ValueError, match=rf"epoch is {epoch}, but must"):
-        table.find_or_insert(ids)
-    with pytest.raises(ValueError, match=rf"epoch is {epoch}, but must"):
-        table.assign_scores(ids)
-    assert table.size == 0
+    refuses(table, operation, ValueError, rf"epoch is {epoch}, but must")
 
 
 @pytest.mark.parametrize(
