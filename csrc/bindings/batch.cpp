@@ -1,6 +1,7 @@
 #include "bindings/batch.h"
 
 #include "bindings/checks.h"
+#include "hash_table/kernels.h"
 
 namespace torchrec_hkv::bindings {
 namespace {
@@ -51,6 +52,16 @@ hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
                            static_cast<int32_t>(group.num_features()),
                            offsets ? batch_size : 1,
                            ids.numel()};
+}
+
+at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids) {
+  int64_t bytes = 0;
+#ifdef TORCHREC_HKV_CUDA
+  if (group.device().is_cuda()) {
+    bytes = static_cast<int64_t>(hash_table::cuda::find_or_insert_scratch(ids.numel()));
+  }
+#endif
+  return at::empty({bytes}, ids.options().dtype(at::kByte).device(group.device()));
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -14,4 +14,7 @@ namespace torchrec_hkv::bindings {
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
                              const std::optional<at::Tensor>& offsets, int64_t batch_size);
 
+// Memory that find_or_insert works in on a GPU; empty on a CPU.
+at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids);
+
 }  // namespace torchrec_hkv::bindings

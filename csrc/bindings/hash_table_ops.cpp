@@ -51,7 +51,7 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   HKV_ON_DEVICE(group.device(), hash_table::cpu::find(group.views(), batch, out, threads),
-                hash_table::cuda::find(group.views(), batch, out, stream));
+                hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream));
   return slots;
 }
 
@@ -65,13 +65,15 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   const hash_table::Visit visit = group.visit(step);
   const hash_table::Placement placement{/*initialize=*/true, /*refuse_lower=*/false, {}};
+  const at::Tensor scratch = insert_scratch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out,
-                                                nullptr, threads),
-                hash_table::cuda::find_or_insert(group.views(), batch, visit, placement, out,
-                                                 nullptr, stream));
+  HKV_ON_DEVICE(
+      group.device(),
+      hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out, nullptr,
+                                      threads),
+      hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, visit, placement,
+                                       out, nullptr, scratch.data_ptr(), stream));
   return slots;
 }
 

@@ -98,10 +98,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   }
   int64_t* out = slots.data_ptr<int64_t>();
   bool* there = found.data_ptr<bool>();
+  const at::Tensor scratch = insert_scratch(group, ids);
   HKV_ON_DEVICE(
       group.device(),
       hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out, there, threads),
-      hash_table::cuda::find_or_insert(group.views(), batch, visit, placement, out, there, stream));
+      hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, visit, placement,
+                                       out, there, scratch.data_ptr(), stream));
   return {slots, found, left_ids, left_rows, left_scores, number};
 }
 

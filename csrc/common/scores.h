@@ -52,7 +52,7 @@ HKV_HOST_DEVICE uint64_t next_score(Eviction policy, uint64_t old, uint32_t now,
     case Eviction::kLfu:
       return old + given < old ? ~0ull : old + given;  // saturates rather than wraps
     case Eviction::kEpochLfu:
-      return with_epoch(epoch, (old & 0xffffffffull) + (given & 0xffffffffull));
+      return with_epoch(epoch, (old & 0xffffffffull) + with_epoch(0, given));
     default:
       return first_score(policy, now, epoch, given);
   }

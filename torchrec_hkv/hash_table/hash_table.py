@@ -147,7 +147,7 @@ class HashTable:
 
         A slot is valid until its id is evicted or erased.
         """
-        return self._group.find(ids, None, 1)
+        return self._group.find(ids.contiguous(), None, 1)
 
     def find_missing(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Ids that are not in the table and their positions in ``ids`` (waits for the device)."""
@@ -199,9 +199,7 @@ class HashTable:
         self._write(slots, rows, add=False)
         return slots >= 0
 
-    def insert_and_evict(
-        self, ids: Tensor, rows: Tensor, scores: Tensor | None = None
-    ) -> Evicted:
+    def insert_and_evict(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Evicted:
         """As :meth:`insert_or_assign`; gives back what it threw out or refused.
 
         The table and what it gave back together are what was in the table and what was given
@@ -229,6 +227,7 @@ class HashTable:
         """
         self._check_rows(rows, ids)
         self._check(accumulate, "accumulate", torch.bool, (ids.numel(),))
+        self._check_scores(scores, ids)
         there = self.contains(ids)
         chosen = (there == accumulate).nonzero().flatten()
         add = accumulate[chosen]
@@ -247,8 +246,8 @@ class HashTable:
         self._check_rows(rows, ids)
         self._check_scores(scores, ids)
         slots = self.find_slots(ids)
+        self._touch(slots, scores)  # checks all there is to check
         self._write(slots, rows, add=False)
-        self._touch(slots, scores)
         return slots >= 0
 
     def assign_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
@@ -344,26 +343,28 @@ class HashTable:
         return _ops.insert(
             self._group.counter_tensor,
             self._group.handle,
-            ids,
+            ids.contiguous(),
             self._group.begin_step(),
             self.epoch,
-            scores,
-            rows,
+            None if scores is None else scores.contiguous(),
+            None if rows is None else rows.contiguous(),
             initialize,
             evicted,
         )
 
     def _gather(self, ids: Tensor, slots: Tensor) -> Tensor:
-        return _ops.gather_rows(self._group.handle, ids, slots)
+        return _ops.gather_rows(self._group.handle, ids.contiguous(), slots)
 
     def _write(self, slots: Tensor, rows: Tensor, *, add: bool) -> None:
-        _ops.write_rows(self._group.counter_tensor, self._group.handle, slots, rows, add)
+        group = self._group
+        _ops.write_rows(group.counter_tensor, group.handle, slots, rows.contiguous(), add)
 
     def _touch(self, slots: Tensor, scores: Tensor | None) -> None:
-        step = self._group.begin_step()
-        _ops.touch_slots(
-            self._group.counter_tensor, self._group.handle, slots, step, self.epoch, scores
-        )
+        group = self._group
+        step = group.begin_step()
+        if scores is not None:
+            scores = scores.contiguous()
+        _ops.touch_slots(group.counter_tensor, group.handle, slots, step, self.epoch, scores)
 
     def _erase(self, slots: Tensor) -> None:
         _ops.erase_slots(self._group.counter_tensor, self._group.handle, slots)

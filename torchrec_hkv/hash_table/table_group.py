@@ -32,7 +32,7 @@ _ROW_TYPES = {
     torch.bfloat16: _C.RowType.BFLOAT16,
 }
 _SIGN_BIT = -(1 << 63)
-_COUNTERS = ("lookups", "hits", "inserted", "evicted", "refused")
+_COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused")
 
 
 def _slots(capacity: int) -> int:
@@ -323,14 +323,12 @@ class TableGroup:
         """
         counts = self._group.counters.tolist()
         sizes = self._group.sizes().tolist()
-        return [
-            {
-                **dict(zip(_COUNTERS, count, strict=True)),
-                "size": size,
-                "capacity": _slots(spec.capacity),
-            }
-            for spec, count, size in zip(self.tables, counts, sizes, strict=True)
-        ]
+        result = []
+        for spec, count, size in zip(self.tables, counts, sizes, strict=True):
+            counted = dict(zip(_COUNTERS, count, strict=True))
+            counted["hits"] = counted["lookups"] - counted.pop("misses")
+            result.append({**counted, "size": size, "capacity": _slots(spec.capacity)})
+        return result
 
     def hbm_bytes(self, table: int) -> int:
         """Bytes a table takes of a GPU's memory."""

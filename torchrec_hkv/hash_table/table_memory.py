@@ -14,7 +14,7 @@ class TableMemory:
     Attributes:
         num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
         bucket_slots: slots of one bucket, at most 64.
-        index_bytes: digests, ids, steps, scores and locks; always in HBM on a GPU.
+        index_bytes: digests, ids, steps and scores; always in HBM on a GPU.
         row_bytes: one row with its optimizer state.
     """
 
