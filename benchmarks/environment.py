@@ -1,4 +1,4 @@
-"""What every benchmark row carries: where it was measured, with what, and how to measure it again."""
+"""What a benchmark row carries: where it was measured, with what, and how to measure it again."""
 
 from __future__ import annotations
 

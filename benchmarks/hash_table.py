@@ -1,4 +1,4 @@
-"""Operations of ``HashTable``, one a row, over load factor and dim; billions (2^30) of ids a second.
+"""Operations of ``HashTable``, one a row, over load factor and dim; billions (2^30) of ids a s.
 
     python -m benchmarks.hash_table --out benchmarks/results/hash_table.csv
 

@@ -85,10 +85,8 @@ __device__ __forceinline__ void touch(const TableView& table, int64_t slot, cons
   }
 }
 
-__device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {
-  const uint32_t step = load_l2(&table.last_steps[slot]);
-  if (table.scores == nullptr) return Rank{step, step};
-  return Rank{load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot])), step};
+__device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
+  return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
 }
 
 __device__ __forceinline__ void count(const TableView& table, Counter counter, uint64_t by) {

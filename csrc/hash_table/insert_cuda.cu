@@ -65,8 +65,52 @@ __device__ __forceinline__ void count_warp(const TableView* table, Counter count
   }
 }
 
+// Appends the positions of the threads that want it to the list: one atomic a block.
+__device__ __forceinline__ void append(const Scratch& scratch, int64_t position, bool wanted) {
+  __shared__ uint32_t warp_ends[kThreads / kWarp];
+  __shared__ uint32_t base;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const unsigned all = __ballot_sync(kAllLanes, wanted);
+  if (lane == 0) warp_ends[warp] = __popc(all);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t sum = 0;
+    for (uint32_t& end : warp_ends) end = sum += end;
+    base = sum == 0 ? 0 : atomicAdd(scratch.length, sum);
+  }
+  __syncthreads();
+  if (!wanted) return;
+  const uint32_t begin = base + (warp == 0 ? 0 : warp_ends[warp - 1]);
+  scratch.list[begin + __popc(all & ((1u << lane) - 1))] = static_cast<uint32_t>(position);
+}
+
+// Adds up how many of the block's threads miss an id of one table; neighbours mostly share theirs.
+__device__ __forceinline__ void count_misses(const TableView* table, bool missing) {
+  __shared__ uint32_t common_thread;
+  __shared__ uint32_t common_misses;
+  __shared__ const TableView* tables_of_threads[kThreads];
+  if (threadIdx.x == 0) {
+    common_thread = kThreads;
+    common_misses = 0;
+  }
+  tables_of_threads[threadIdx.x] = table;
+  __syncthreads();
+  if (missing) atomicMin(&common_thread, threadIdx.x);
+  __syncthreads();
+  const TableView* common = tables_of_threads[common_thread % kThreads];
+  const unsigned of_common = __ballot_sync(kAllLanes, missing && table == common);
+  if (threadIdx.x % kWarp == 0 && of_common) atomicAdd(&common_misses, __popc(of_common));
+  count_warp(table, kMisses, missing && table != common);
+  __syncthreads();
+  if (threadIdx.x == 0 && common_misses > 0) count(*common, kMisses, common_misses);
+}
+
+// kByScore: of several positions of an id, the one with the highest score is inserted, so that an
+// id is refused only if all its scores are too low; what they remember is then the scratch table's
+// entry until list_kernel replaces it.
+template <bool kByScore>
 __global__ void __launch_bounds__(kThreads)
-    deduplicate_kernel(const TableView* __restrict__ tables, const Batch batch,
+    deduplicate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                        int64_t* __restrict__ slots, const Scratch scratch) {
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (blockIdx.x == 0) {  // lookups are known without looking
@@ -76,53 +120,67 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const bool missing = position < batch.num_ids && slots[position] == kNoSlot;
-  if (!__ballot_sync(kAllLanes, missing)) return;
+  if (!__syncthreads_or(missing)) return;
   const TableView* table = nullptr;
   bool listed = false;
   if (missing) {
     table = &table_at(tables, batch, position);
     const int64_t id = batch.ids[position];
     const auto mine = static_cast<uint32_t>(position + 1);
-    uint32_t at =
+    auto at =
         static_cast<uint32_t>(mix64(static_cast<uint64_t>(id) + reinterpret_cast<uint64_t>(table)));
-    for (;; ++at) {
-      uint32_t* entry = &scratch.table[at & scratch.table_mask];
-      uint32_t there = load_l2(entry);
-      if (there == 0) there = atomicCAS(entry, 0u, mine);
+    for (bool done = false; !done; ++at) {
+      const uint32_t index = at & scratch.table_mask;
+      uint32_t there = load_l2(&scratch.table[index]);
+      if (there == 0) there = atomicCAS(&scratch.table[index], 0u, mine);
       if (there == 0) {
-        listed = true;
-        break;
+        listed = done = true;
+      } else {
+        int64_t other = static_cast<int64_t>(there) - 1;
+        done = batch.ids[other] == id && &table_at(tables, batch, other) == table;
+        if (done && !kByScore) slots[position] = remember(other);
+        while (kByScore && done && visit.given(position) > visit.given(other)) {
+          const uint32_t seen = atomicCAS(&scratch.table[index], there, mine);
+          if (seen == there) break;
+          there = seen;
+          other = static_cast<int64_t>(there) - 1;
+        }
       }
-      const int64_t other = static_cast<int64_t>(there) - 1;
-      if (batch.ids[other] == id && &table_at(tables, batch, other) == table) {
-        slots[position] = remember(other);
-        break;
-      }
+      if (kByScore && done) slots[position] = remember(index);
     }
   }
-  const unsigned all_listed = __ballot_sync(kAllLanes, listed);
-  uint32_t base = 0;
-  if (threadIdx.x % kWarp == 0 && all_listed) base = atomicAdd(scratch.length, __popc(all_listed));
-  base = __shfl_sync(kAllLanes, base, 0);
-  if (listed) {
-    const unsigned before = all_listed & ((1u << threadIdx.x % kWarp) - 1);
-    scratch.list[base + __popc(before)] = static_cast<uint32_t>(position);
+  if (!kByScore) append(scratch, position, listed);
+  count_misses(table, missing);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    list_kernel(int64_t n, int64_t* __restrict__ slots, const Scratch scratch) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool waiting = position < n && is_remembered(slots[position]);
+  if (!__syncthreads_or(waiting)) return;
+  bool listed = false;
+  if (waiting) {
+    const int64_t chosen = static_cast<int64_t>(scratch.table[remembered(slots[position])]) - 1;
+    listed = chosen == position;
+    slots[position] = listed ? kNoSlot : remember(chosen);
   }
-  count_warp(table, kMisses, missing);
+  append(scratch, position, listed);
 }
 
 // What a tile's lane holds of one bucket: eight digests and the slots they stand for.
 struct LaneSlots {
   const uint16_t* digests;
   int64_t first_slot;
-  int32_t usable;  // of the eight, those below the bucket's capacity
+  // The bucket's slots from the first of these on: fewer than eight at its end, or less than one.
+  // Not clamped to 0 .. 8: nvcc 13.0 then takes "is 8" for "is not 0".
+  int32_t left;
 };
 
 __device__ __forceinline__ LaneSlots lane_slots(const TableView& table, uint32_t bucket, int lane) {
   LaneSlots mine;
   mine.digests = digest_line(table, bucket) + lane * kVectorDigests;
   mine.first_slot = static_cast<int64_t>(bucket) * table.bucket_slots + lane * kVectorDigests;
-  mine.usable = max(0, min(kVectorDigests, table.bucket_slots - lane * kVectorDigests));
+  mine.left = table.bucket_slots - lane * kVectorDigests;
   return mine;
 }
 
@@ -161,20 +219,41 @@ struct Victim {
   Rank rank;
 };
 
+// The lane's last steps of one bucket. Those past the bucket's capacity are later than any step.
+struct LaneSteps {
+  uint32_t v[kVectorDigests];
+};
+__device__ __forceinline__ LaneSteps load_steps(const TableView& table, const LaneSlots& mine) {
+  const uint32_t* from = table.last_steps + mine.first_slot;
+  if (mine.left >= kVectorDigests && mine.first_slot % 4 == 0) {
+    const uint4 low = load_vector_l2(from), high = load_vector_l2(from + 4);
+    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+  }
+  LaneSteps steps;
+#pragma unroll
+  for (int k = 0; k < kVectorDigests; ++k) {
+    steps.v[k] = kFreeStep;
+    if (k < mine.left) steps.v[k] = load_l2(from + k);
+  }
+  return steps;
+}
+
 // The slot of the lowest rank in the lanes' slots of both buckets that is not pinned.
 __device__ Victim lowest_rank(const TableView& table, const LaneSlots& first,
                               const LaneSlots& second, uint32_t pinned_from, unsigned tile) {
   Victim lowest{kNoSlot, {~0ull, 0xffffffffu}};
-  const auto look = [&](const LaneSlots& mine) {
-    for (int k = 0; k < mine.usable; ++k) {
-      const Rank rank = rank_of(table, mine.first_slot + k);
-      if (rank.last_step < pinned_from && rank < lowest.rank) {
-        lowest = Victim{mine.first_slot + k, rank};
-      }
+  const LaneSteps steps[2] = {load_steps(table, first), load_steps(table, second)};
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const int64_t first_slot = b == 0 ? first.first_slot : second.first_slot;
+#pragma unroll
+    for (int k = 0; k < kVectorDigests; ++k) {
+      const uint32_t step = steps[b].v[k];
+      if (step >= pinned_from) continue;
+      const Rank rank{table.scores == nullptr ? step : load_score(table, first_slot + k), step};
+      if (rank < lowest.rank) lowest = Victim{first_slot + k, rank};
     }
-  };
-  look(first);
-  look(second);
+  }
 #pragma unroll
   for (int offset = kTile / 2; offset; offset /= 2) {
     Victim other;
@@ -295,6 +374,21 @@ __device__ Fate place(const TableView& table, const Batch& batch, const Visit& v
   return fate;
 }
 
+// What became of the ids that a tile has placed since it last changed tables.
+struct Fates {
+  const TableView* table = nullptr;
+  uint32_t of[3] = {};
+
+  __device__ void flush(bool wanted) {
+    constexpr Counter kCounters[3] = {kInserted, kEvicted, kRefused};
+    const uint32_t sums[3] = {of[kPlaced] + of[kReplaced], of[kReplaced], of[kTurnedAway]};
+    for (int c = 0; c < 3; ++c) {
+      if (wanted && sums[c] > 0) count(*table, kCounters[c], sums[c]);
+      of[c] = 0;
+    }
+  }
+};
+
 __global__ void __launch_bounds__(kThreads)
     insert_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                   const Placement placement, int64_t* slots, const Scratch scratch) {
@@ -302,24 +396,21 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned tile = 0xffu << (threadIdx.x % kWarp - lane);
   const int64_t length = *scratch.length;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads / kTile;
-  const int64_t first =
-      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * (kWarp / kTile);
-  // The tiles of a warp take turns together, so that their counts can be added up.
-  for (int64_t base = first; base < length; base += stride) {
-    const int64_t item = base + threadIdx.x % kWarp / kTile;
-    const TableView* table = nullptr;
-    Fate fate = kPlaced;
-    if (item < length) {
-      const int64_t position = scratch.list[item];
-      table = &table_at(tables, batch, position);
-      fate = place(*table, batch, visit, placement, position, slots, tile, lane);
+  Fates fates;
+  for (int64_t item = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kTile;
+       item < length; item += stride) {
+    const int64_t position = scratch.list[item];
+    const TableView* table = &table_at(tables, batch, position);
+    if (table != fates.table) {
+      if (fates.table != nullptr) fates.flush(lane == 0);
+      fates.table = table;
     }
-    __syncwarp();
-    const bool counts = table != nullptr && lane == 0;
-    count_warp(table, kInserted, counts && fate != kTurnedAway);
-    count_warp(table, kEvicted, counts && fate == kReplaced);
-    count_warp(table, kRefused, counts && fate == kTurnedAway);
+    const Fate fate = place(*table, batch, visit, placement, position, slots, tile, lane);
+    fates.of[kPlaced] += fate == kPlaced;
+    fates.of[kReplaced] += fate == kReplaced;
+    fates.of[kTurnedAway] += fate == kTurnedAway;
   }
+  if (fates.table != nullptr) fates.flush(lane == 0);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -374,7 +465,13 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zeroed, stream));
   find_and_touch(tables, only, batch, visit, slots, found, stream);
   const unsigned grid = grid_for(batch.num_ids);
-  deduplicate_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, slots, scratch);
+  if (visit.scores == nullptr) {
+    deduplicate_kernel<false><<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, scratch);
+  } else {
+    deduplicate_kernel<true><<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+    list_kernel<<<grid, kThreads, 0, stream>>>(batch.num_ids, slots, scratch);
+  }
   HKV_CUDA_CHECK_LAUNCH();
   const unsigned most = grid_for(batch.num_ids * kTile);
   insert_kernel<<<std::min(most, resident_blocks()), kThreads, 0, stream>>>(

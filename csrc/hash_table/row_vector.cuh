@@ -75,6 +75,15 @@ struct Columns {
   __device__ __forceinline__ static Columns initial(const InitialRows& init, int64_t id,
                                                     int32_t column) {
     Columns c;
+    if (kWidth == 4 && column % 4 == 0) {  // one block of the generator
+      const InitialBits bits = initial_bits(init, id, static_cast<uint32_t>(column) >> 2);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const uint64_t pair = k & 2 ? bits.second : bits.first;
+        c.v[k] = scale_uniform(init, static_cast<uint32_t>(k & 1 ? pair >> 32 : pair));
+      }
+      return c;
+    }
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       c.v[k] = initial_value(init, id, static_cast<uint32_t>(column + k));

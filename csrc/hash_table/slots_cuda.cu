@@ -6,14 +6,31 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Copies a row by the lanes of a warp, in the widest pieces that its size allows.
+// Rows that a warp copies together: their pieces are dealt out to the lanes, so that short rows
+// fill the warp and several loads are under way.
+constexpr int kRowsOfWarp = 8;
+
+// Copies rows where both addresses are there; lane k holds those of row k. Piece: the widest type
+// that the rows' size allows.
 template <typename Piece>
 __device__ __forceinline__ void copy_pieces(char* to, const char* from, int32_t bytes) {
-  for (int32_t b = threadIdx.x % kWarp * sizeof(Piece); b < bytes; b += kWarp * sizeof(Piece)) {
-    *reinterpret_cast<Piece*>(to + b) = *reinterpret_cast<const Piece*>(from + b);
+  const int32_t pieces = bytes / static_cast<int32_t>(sizeof(Piece));
+  const int32_t all = pieces * kRowsOfWarp;
+#pragma unroll 4
+  for (int32_t base = 0; base < all; base += kWarp) {
+    const int32_t i = base + threadIdx.x % kWarp;
+    const int32_t row = i < all ? i / pieces : 0;
+    auto* row_to = reinterpret_cast<char*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(to), row));
+    const auto* row_from = reinterpret_cast<const char*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from), row));
+    if (i < all && row_to != nullptr && row_from != nullptr) {
+      const int64_t at = static_cast<int64_t>(i - row * pieces) * sizeof(Piece);
+      *reinterpret_cast<Piece*>(row_to + at) = *reinterpret_cast<const Piece*>(row_from + at);
+    }
   }
 }
-__device__ __forceinline__ void copy_row(char* to, const char* from, int32_t bytes) {
+__device__ __forceinline__ void copy_rows(char* to, const char* from, int32_t bytes) {
   if (bytes % 16 == 0) {
     copy_pieces<uint4>(to, from, bytes);
   } else if (bytes % 4 == 0) {
@@ -23,50 +40,49 @@ __device__ __forceinline__ void copy_row(char* to, const char* from, int32_t byt
   }
 }
 
-// A warp takes a few rows, so that their loads overlap.
-constexpr int kRowsOfWarp = 4;
+__device__ __forceinline__ int64_t first_row_of_warp() {
+  return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kRowsOfWarp;
+}
 
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(TableView table, RowStore store, const int64_t* __restrict__ ids,
                   const int64_t* __restrict__ slots, int64_t n, char* __restrict__ rows) {
-  const int64_t first =
-      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kRowsOfWarp;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t first = first_row_of_warp();
+  if (first >= n) return;
   const int32_t bytes = store.width * element_size(store.type);
-#pragma unroll
-  for (int k = 0; k < kRowsOfWarp; ++k) {
-    const int64_t i = first + k;
-    if (i >= n) return;
-    char* to = rows + i * bytes;
-    if (slots[i] != kNoSlot) {
-      copy_row(to, store.row(slots[i]), bytes);
-      continue;
-    }
-    for (int32_t c = threadIdx.x % kWarp; c < store.width; c += kWarp) {
+  const bool mine = lane < kRowsOfWarp && first + lane < n;
+  const int64_t slot = mine ? slots[first + lane] : kNoSlot;
+  copy_rows(rows + (first + lane) * bytes, slot == kNoSlot ? nullptr : store.row(slot), bytes);
+  for (unsigned left = __ballot_sync(kAllLanes, mine && slot == kNoSlot); left; left &= left - 1) {
+    const int64_t i = first + __ffs(static_cast<int>(left)) - 1;
+    for (int32_t c = lane; c < store.width; c += kWarp) {
       const float value = ids == nullptr
                               ? 0.0f
                               : initial_value(table.initial_rows, ids[i],
                                               static_cast<uint32_t>(table.column_offset + c));
-      store_element(store.type, to, c, value);
+      store_element(store.type, rows + i * bytes, c, value);
     }
   }
 }
 
-// Of several rows for one slot, the warp that claims the slot first writes its own.
+// Of several rows for one slot, the one whose lane claims the slot first is written.
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(RowStore store, const int64_t* __restrict__ slots, const char* __restrict__ rows,
                   int64_t n, uint32_t* __restrict__ claims) {
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (i >= n) return;
-  const int64_t slot = slots[i];
-  if (slot == kNoSlot) return;
-  uint32_t claimed = 0;
-  if (threadIdx.x % kWarp == 0) {
-    const uint32_t bit = 1u << (slot & 31);
-    claimed = atomicOr(&claims[slot >> 5], bit) & bit;
-  }
-  if (__shfl_sync(kAllLanes, claimed, 0)) return;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t first = first_row_of_warp();
+  if (first >= n) return;
   const int32_t bytes = store.width * element_size(store.type);
-  copy_row(store.row(slot), rows + i * bytes, bytes);
+  char* to = nullptr;
+  if (lane < kRowsOfWarp && first + lane < n) {
+    const int64_t slot = slots[first + lane];
+    if (slot != kNoSlot) {
+      const uint32_t bit = 1u << (slot & 31);
+      if (!(atomicOr(&claims[slot >> 5], bit) & bit)) to = store.row(slot);
+    }
+  }
+  copy_rows(to, rows + (first + lane) * bytes, bytes);
 }
 
 __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, float value) {
@@ -127,7 +143,9 @@ void write_rows(const TableView& table, const int64_t* slots, const char* rows, 
   if (add) {
     add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(table.rows, slots, rows, n);
   } else {
-    assign_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(table.rows, slots, rows, n, claims);
+    const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
+    assign_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table.rows, slots, rows, n,
+                                                                    claims);
   }
   HKV_CUDA_CHECK_LAUNCH();
 }
