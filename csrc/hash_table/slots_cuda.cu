@@ -26,6 +26,8 @@ __device__ __forceinline__ void copy_row(char* to, const char* from, int32_t byt
 // A warp takes a few rows, so that their loads overlap.
 constexpr int kRowsOfWarp = 4;
 
+// Uniform rows have a kernel of their own: the code of the normal takes registers from all warps.
+template <Distribution kInitial>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(TableView table, RowStore store, const int64_t* __restrict__ ids,
                   const int64_t* __restrict__ slots, int64_t n, char* __restrict__ rows) {
@@ -42,10 +44,14 @@ __global__ void __launch_bounds__(kThreads)
       continue;
     }
     for (int32_t c = threadIdx.x % kWarp; c < store.width; c += kWarp) {
-      const float value = ids == nullptr
-                              ? 0.0f
-                              : initial_value(table.initial_rows, ids[i],
-                                              static_cast<uint32_t>(table.column_offset + c));
+      float value = 0.0f;
+      if (ids != nullptr) {
+        const InitialRows& init = table.initial_rows;
+        const uint32_t draw =
+            initial_draw(init, ids[i], static_cast<uint32_t>(table.column_offset + c));
+        value = kInitial == Distribution::kUniform ? scale_uniform(init, draw)
+                                                   : scale_normal(init, draw);
+      }
       store_element(store.type, to, c, value);
     }
   }
@@ -115,8 +121,10 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
             int64_t n, char* rows, cudaStream_t stream) {
   if (n == 0 || store.width == 0) return;
   const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
-  gather_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, store, ids, slots, n,
-                                                                  rows);
+  const auto kernel = table.initial_rows.distribution == Distribution::kUniform
+                          ? gather_kernel<Distribution::kUniform>
+                          : gather_kernel<Distribution::kNormal>;
+  kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, store, ids, slots, n, rows);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
