@@ -88,25 +88,58 @@ struct InitialBits {
   uint64_t second;  // columns 4b + 2 and 4b + 3
 };
 
-HKV_HOST_DEVICE InitialBits initial_bits(const InitialRows& init, int64_t id, uint32_t block) {
+HKV_HOST_DEVICE uint64_t id_bits(const InitialRows& init, int64_t id) {
+  return mix64(init.seed ^ (static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15ull));
+}
+
+HKV_HOST_DEVICE InitialBits block_bits(uint64_t of_id, uint32_t block) {
   InitialBits bits;
-  bits.first = mix64(mix64(init.seed ^ (static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15ull)) ^
-                     (static_cast<uint64_t>(block) << 1));
+  bits.first = mix64(of_id ^ (static_cast<uint64_t>(block) << 1));
   bits.second = mix64(bits.first ^ 0xd1b54a32d192ed03ull);
   return bits;
 }
 
-// Column counted from the table's first, not the shard's.
-HKV_HOST_DEVICE uint32_t initial_draw(const InitialRows& init, int64_t id, uint32_t column) {
-  const InitialBits bits = initial_bits(init, id, column >> 2);
+HKV_HOST_DEVICE uint32_t draw_of(const InitialBits& bits, uint32_t column) {
   const uint64_t pair = (column & 2) ? bits.second : bits.first;
   return static_cast<uint32_t>((column & 1) ? pair >> 32 : pair);
+}
+
+// Columns are counted from the table's first, not the shard's.
+HKV_HOST_DEVICE uint32_t initial_draw(const InitialRows& init, int64_t id, uint32_t column) {
+  return draw_of(block_bits(id_bits(init, id), column >> 2), column);
 }
 
 HKV_HOST_DEVICE float initial_value(const InitialRows& init, int64_t id, uint32_t column) {
   const uint32_t draw = initial_draw(init, id, column);
   return init.distribution == Distribution::kUniform ? scale_uniform(init, draw)
                                                      : scale_normal(init, draw);
+}
+
+// Calls visit(i, value) for n columns from `column` on, i counted from there; for CPUs, which mix
+// once an id and once a block.
+template <typename Visit>
+inline void for_each_initial_value(const InitialRows& init, int64_t id, uint32_t column, int32_t n,
+                                   const Visit& visit) {
+  const uint64_t of_id = id_bits(init, id);
+  const auto for_each_draw = [&](const auto& scale) {
+    const uint32_t end = column + static_cast<uint32_t>(n);
+    for (uint32_t c = column; c < end;) {
+      const InitialBits bits = block_bits(of_id, c >> 2);
+      if (c % 4 == 0 && end - c >= 4) {
+        for (uint32_t k = 0; k < 4; ++k) visit(c + k - column, scale(init, draw_of(bits, k)));
+        c += 4;
+      } else {
+        do {
+          visit(c - column, scale(init, draw_of(bits, c)));
+        } while (++c < end && c % 4 != 0);
+      }
+    }
+  };
+  if (init.distribution == Distribution::kUniform) {
+    for_each_draw([](const InitialRows& of, uint32_t draw) { return scale_uniform(of, draw); });
+  } else {
+    for_each_draw([](const InitialRows& of, uint32_t draw) { return scale_normal(of, draw); });
+  }
 }
 
 }  // namespace torchrec_hkv
