@@ -23,7 +23,7 @@ from torchrec_hkv import (
     ParameterConstraints,
     get_default_sharders,
 )
-from torchrec_hkv.hash_table import initial_rows
+from torchrec_hkv.hash_table import Uniform, initial_rows
 
 DIM = 16
 DENSE_LAYERS = [32, 16]
@@ -150,7 +150,9 @@ def set_stock_rows(model: nn.Module, log: ClickLog, variant: Variant, seed: int)
         else:
             ids = torch.arange(variant.num_embeddings(column))
         bound = init_bound(column)
-        rows = initial_rows(ids, DIM, table=column.name, seed=seed, low=-bound, high=bound)
+        rows = initial_rows(
+            ids, DIM, table=column.name, seed=seed, initializer=Uniform(-bound, bound)
+        )
         (key,) = [k for k in state if k.endswith(f"embedding_bags.{column.name}.weight")]
         for shard in state[key].local_shards():
             start = shard.metadata.shard_offsets[0]

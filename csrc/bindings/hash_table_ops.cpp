@@ -4,6 +4,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/checks.h"
+#include "bindings/initial_rows.h"
 #include "bindings/on_device.h"
 #include "bindings/table_group.h"
 #include "hash_table/kernels.h"
@@ -126,18 +127,17 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,
-                        double low, double high) {
+                        c10::string_view distribution, double low, double high, double mean,
+                        double std) {
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
   TORCH_CHECK_VALUE(dim >= 1, "dim is ", dim, ", but must be at least 1.");
   TORCH_CHECK_VALUE(column_offset >= 0, "column_offset is ", column_offset,
                     ", but must not be negative.");
-  TORCH_CHECK_VALUE(low <= high, "initial rows from ", low, " to ", high,
-                    ", but the first must not be larger.");
+  const InitialConfig config{std::string(distribution), low, high, mean, std};
+  const InitialRows init = make_initial_rows(config, static_cast<uint64_t>(seed), "");
   const at::Tensor from = ids.contiguous();
   at::Tensor rows = at::empty({ids.numel(), dim}, ids.options().dtype(at::kFloat));
-  const InitialRows init{static_cast<uint64_t>(seed), static_cast<float>(low),
-                         static_cast<float>(high)};
   const int64_t* in = from.const_data_ptr<int64_t>();
   float* out = rows.data_ptr<float>();
   const auto width = static_cast<int32_t>(dim);
@@ -184,8 +184,8 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "update_rows(Tensor(a!) counters, int group, Tensor grad, Tensor ids, Tensor offsets, "
       "Tensor? weights, Tensor slots, int batch_size, bool mean, float learning_rate) -> ()");
   m.def(
-      "initial_rows(Tensor ids, int dim, int column_offset, int seed, float low, float high) "
-      "-> Tensor");
+      "initial_rows(Tensor ids, int dim, int column_offset, int seed, str distribution, float low, "
+      "float high, float mean, float std) -> Tensor");
 }
 
 #define HKV_REGISTER(m)                          \

@@ -10,8 +10,8 @@ namespace torchrec_hkv::bindings {
 namespace {
 
 TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t column_offset,
-                        Eviction eviction, RowType row_type, int64_t seed, double low, double high,
-                        int64_t hbm_slots) {
+                        Eviction eviction, RowType row_type, int64_t seed, std::string distribution,
+                        double low, double high, double mean, double std, int64_t hbm_slots) {
   return TableConfig{std::move(name),
                      capacity,
                      dim,
@@ -19,8 +19,7 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t
                      eviction,
                      row_type,
                      static_cast<uint64_t>(seed),
-                     low,
-                     high,
+                     InitialConfig{std::move(distribution), low, high, mean, std},
                      hbm_slots};
 }
 
@@ -71,10 +70,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("state_width", &state_width, py::arg("optimizer"),
         "fp32 values of optimizer state a row keeps.");
 
+  m.attr("LEAST_NORMAL_MASS") = kLeastMass;
+  m.def(
+      "normal_mass",
+      [](double mean, double std, double low, double high) {
+        return normal_rows(0, mean, std, low, high).mass;
+      },
+      py::arg("mean"), py::arg("std"), py::arg("low"), py::arg("high"),
+      "The probability of a normal distribution between two bounds.");
+
   py::class_<TableConfig>(m, "TableConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),
            py::arg("dim"), py::arg("column_offset"), py::arg("eviction"), py::arg("row_type"),
-           py::arg("seed"), py::arg("low"), py::arg("high"), py::arg("hbm_slots"));
+           py::arg("seed"), py::arg("distribution"), py::arg("low"), py::arg("high"),
+           py::arg("mean"), py::arg("std"), py::arg("hbm_slots"));
 
   py::class_<TableState>(m, "TableState")
       .def(py::init<>())

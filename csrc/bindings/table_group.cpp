@@ -39,8 +39,7 @@ void check_config(const TableConfig& config, bool cuda) {
                     config.capacity, ", but must be at most 2^37.");
   TORCH_CHECK_VALUE(config.dim >= 1 && config.dim <= 2048, "table '", name, "': dim is ",
                     config.dim, ", but must be from 1 to 2048.");
-  TORCH_CHECK_VALUE(config.low <= config.high, "table '", name, "': initial rows from ", config.low,
-                    " to ", config.high, ", but the first must not be larger.");
+  make_initial_rows(config.initial, config.seed, "table '" + name + "': ");
   TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
                     config.column_offset, ", but must not be negative.");
   const int64_t slots = hash_table::geometry_of(config.capacity).num_slots();
@@ -210,8 +209,7 @@ TableView TableGroup::make_view(int64_t table) const {
   view.bucket_slots = memory.geometry.bucket_slots;
   view.column_offset = static_cast<int32_t>(config.column_offset);
   view.eviction = config.eviction;
-  view.initial_rows =
-      InitialRows{config.seed, static_cast<float>(config.low), static_cast<float>(config.high)};
+  view.initial_rows = make_initial_rows(config.initial, config.seed, "");
   return view;
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/initial_rows.h"
 #include "common/optimizers.h"
 #include "hash_table/geometry.h"
 #include "hash_table/table_view.h"
@@ -24,8 +25,7 @@ struct TableConfig {
   Eviction eviction;
   RowType row_type;
   uint64_t seed;  // already mixed with the table's name
-  double low;
-  double high;
+  InitialConfig initial;
   int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
 };
 

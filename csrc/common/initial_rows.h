@@ -2,19 +2,61 @@
 // and on a GPU, in any order of arrival and at any world size.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "common/hashing.h"
+#include "common/inverse_normal.h"
 #include "common/macros.h"
 
 namespace torchrec_hkv {
 
-// Uniform over [low, high); a constant where the two are equal.
+enum class Distribution : int32_t { kUniform = 0, kNormal = 1 };
+
+// Made by uniform_rows or normal_rows.
 struct InitialRows {
   uint64_t seed;  // already mixed with the table's name
+  Distribution distribution;
+  // Uniform over [low, high), a constant where the two are equal; bounds of the normal.
   float low;
   float high;
+  // The normal is mean + scale * z, where z has the quantiles [first, first + mass].
+  double mean;
+  double scale;
+  double first;
+  double mass;
 };
+
+inline InitialRows uniform_rows(uint64_t seed, float low, float high) {
+  InitialRows init{};
+  init.seed = seed;
+  init.distribution = Distribution::kUniform;
+  init.low = low;
+  init.high = high;
+  return init;
+}
+
+// Normal within [low, high]; either may be infinite. std must be positive. A range above the mean
+// is reflected, so that its quantiles lie near 0, where a double resolves them best.
+inline InitialRows normal_rows(uint64_t seed, double mean, double std, double low, double high) {
+  const auto below = [](double z) { return 0.5 * std::erfc(-z * 0.70710678118654752440); };
+  constexpr float kMax = std::numeric_limits<float>::max();
+  const double from = (low - mean) / std;
+  const double to = (high - mean) / std;
+  const bool reflect = from > 0.0;
+  InitialRows init{};
+  init.seed = seed;
+  init.distribution = Distribution::kNormal;
+  init.low = std::max(static_cast<float>(low), -kMax);
+  init.high = std::min(static_cast<float>(high), kMax);
+  init.mean = mean;
+  init.scale = reflect ? -std : std;
+  init.first = below(reflect ? -to : from);
+  init.mass = below(reflect ? -from : to) - init.first;
+  return init;
+}
 
 // Product and sum are rounded apart: a fused multiply-add would differ between devices.
 HKV_HOST_DEVICE float scale_uniform(const InitialRows& init, uint32_t bits) {
@@ -26,25 +68,78 @@ HKV_HOST_DEVICE float scale_uniform(const InitialRows& init, uint32_t bits) {
 #endif
 }
 
+// By inverse_normal, whose heading says why the devices agree. The unit is never 0 or 1.
+HKV_HOST_DEVICE_COLD double normal_between(double first, double mass, uint32_t bits) {
+  const double unit = (static_cast<double>(bits) + 0.5) * (1.0 / 4294967296.0);
+  return inverse_normal(fma(mass, unit, first));
+}
+
+HKV_HOST_DEVICE float scale_normal(const InitialRows& init, uint32_t bits) {
+  const double z = normal_between(init.first, init.mass, bits);
+  const double value = fma(init.scale, z, init.mean);
+  const double low = init.low;
+  const double high = init.high;
+  return static_cast<float>(value < low ? low : value > high ? high : value);
+}
+
 // Two mixes serve a block of four columns.
 struct InitialBits {
   uint64_t first;   // columns 4b and 4b + 1
   uint64_t second;  // columns 4b + 2 and 4b + 3
 };
 
-HKV_HOST_DEVICE InitialBits initial_bits(const InitialRows& init, int64_t id, uint32_t block) {
+HKV_HOST_DEVICE uint64_t id_bits(const InitialRows& init, int64_t id) {
+  return mix64(init.seed ^ (static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15ull));
+}
+
+HKV_HOST_DEVICE InitialBits block_bits(uint64_t of_id, uint32_t block) {
   InitialBits bits;
-  bits.first = mix64(mix64(init.seed ^ (static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15ull)) ^
-                     (static_cast<uint64_t>(block) << 1));
+  bits.first = mix64(of_id ^ (static_cast<uint64_t>(block) << 1));
   bits.second = mix64(bits.first ^ 0xd1b54a32d192ed03ull);
   return bits;
 }
 
-// Column counted from the table's first, not the shard's.
-HKV_HOST_DEVICE float initial_value(const InitialRows& init, int64_t id, uint32_t column) {
-  const InitialBits bits = initial_bits(init, id, column >> 2);
+HKV_HOST_DEVICE uint32_t draw_of(const InitialBits& bits, uint32_t column) {
   const uint64_t pair = (column & 2) ? bits.second : bits.first;
-  return scale_uniform(init, static_cast<uint32_t>((column & 1) ? pair >> 32 : pair));
+  return static_cast<uint32_t>((column & 1) ? pair >> 32 : pair);
+}
+
+// Columns are counted from the table's first, not the shard's.
+HKV_HOST_DEVICE uint32_t initial_draw(const InitialRows& init, int64_t id, uint32_t column) {
+  return draw_of(block_bits(id_bits(init, id), column >> 2), column);
+}
+
+HKV_HOST_DEVICE float initial_value(const InitialRows& init, int64_t id, uint32_t column) {
+  const uint32_t draw = initial_draw(init, id, column);
+  return init.distribution == Distribution::kUniform ? scale_uniform(init, draw)
+                                                     : scale_normal(init, draw);
+}
+
+// Calls visit(i, value) for n columns from `column` on, i counted from there; for CPUs, which mix
+// once an id and once a block.
+template <typename Visit>
+inline void for_each_initial_value(const InitialRows& init, int64_t id, uint32_t column, int32_t n,
+                                   const Visit& visit) {
+  const uint64_t of_id = id_bits(init, id);
+  const auto for_each_draw = [&](const auto& scale) {
+    const uint32_t end = column + static_cast<uint32_t>(n);
+    for (uint32_t c = column; c < end;) {
+      const InitialBits bits = block_bits(of_id, c >> 2);
+      if (c % 4 == 0 && end - c >= 4) {
+        for (uint32_t k = 0; k < 4; ++k) visit(c + k - column, scale(init, draw_of(bits, k)));
+        c += 4;
+      } else {
+        do {
+          visit(c - column, scale(init, draw_of(bits, c)));
+        } while (++c < end && c % 4 != 0);
+      }
+    }
+  };
+  if (init.distribution == Distribution::kUniform) {
+    for_each_draw([](const InitialRows& of, uint32_t draw) { return scale_uniform(of, draw); });
+  } else {
+    for_each_draw([](const InitialRows& of, uint32_t draw) { return scale_normal(of, draw); });
+  }
 }
 
 }  // namespace torchrec_hkv

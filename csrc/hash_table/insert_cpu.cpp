@@ -50,11 +50,9 @@ Place choose_place(const TableView& table, const BucketChoice& choice, const Vis
 }
 
 void write_initial_row(const TableView& table, int64_t id, char* row) {
-  for (int32_t c = 0; c < table.dim(); ++c) {
-    store_element(
-        table.rows.type, row, c,
-        initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c)));
-  }
+  for_each_initial_value(
+      table.initial_rows, id, static_cast<uint32_t>(table.column_offset), table.dim(),
+      [&](int32_t c, float value) { store_element(table.rows.type, row, c, value); });
 }
 
 void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,

@@ -37,10 +37,8 @@ void prefetch_row(const TableView& table, const int64_t* slots, int64_t at, int6
 template <typename VisitColumn>
 void for_each_column(const TableView& table, int64_t slot, int64_t id, const VisitColumn& visit) {
   if (slot == kNoSlot) {
-    for (int32_t c = 0; c < table.dim(); ++c) {
-      visit(c,
-            initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset + c)));
-    }
+    for_each_initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset),
+                           table.dim(), visit);
     return;
   }
   const char* row = table.rows.row(slot - table.first_slot);
@@ -95,9 +93,9 @@ void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_
                   int32_t column_offset, float* out, int threads) {
   parallel_for(n, 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      for (int32_t c = 0; c < dim; ++c) {
-        out[i * dim + c] = initial_value(init, ids[i], static_cast<uint32_t>(column_offset + c));
-      }
+      float* to = out + i * dim;
+      for_each_initial_value(init, ids[i], static_cast<uint32_t>(column_offset), dim,
+                             [to](int32_t c, float value) { to[c] = value; });
     }
   });
 }

@@ -76,11 +76,12 @@ struct Columns {
                                                     int32_t column) {
     Columns c;
     if (kWidth == 4 && column % 4 == 0) {  // one block of the generator
-      const InitialBits bits = initial_bits(init, id, static_cast<uint32_t>(column) >> 2);
+      const InitialBits bits = block_bits(id_bits(init, id), static_cast<uint32_t>(column) >> 2);
+      const bool uniform = init.distribution == Distribution::kUniform;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const uint64_t pair = k & 2 ? bits.second : bits.first;
-        c.v[k] = scale_uniform(init, static_cast<uint32_t>(k & 1 ? pair >> 32 : pair));
+        const uint32_t draw = draw_of(bits, k);
+        c.v[k] = uniform ? scale_uniform(init, draw) : scale_normal(init, draw);
       }
       return c;
     }

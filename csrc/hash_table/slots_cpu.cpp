@@ -23,11 +23,9 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
       } else if (ids == nullptr) {
         std::memset(to, 0, bytes);
       } else {
-        for (int32_t c = 0; c < store.width; ++c) {
-          store_element(store.type, to, c,
-                        initial_value(table.initial_rows, ids[i],
-                                      static_cast<uint32_t>(table.column_offset + c)));
-        }
+        for_each_initial_value(
+            table.initial_rows, ids[i], static_cast<uint32_t>(table.column_offset), store.width,
+            [&](int32_t c, float value) { store_element(store.type, to, c, value); });
       }
     }
   });

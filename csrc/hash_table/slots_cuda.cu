@@ -44,6 +44,8 @@ __device__ __forceinline__ int64_t first_row_of_warp() {
   return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kRowsOfWarp;
 }
 
+// Uniform rows have a kernel of their own: the code of the normal takes registers from all warps.
+template <Distribution kInitial>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(TableView table, RowStore store, const int64_t* __restrict__ ids,
                   const int64_t* __restrict__ slots, int64_t n, char* __restrict__ rows) {
@@ -57,10 +59,14 @@ __global__ void __launch_bounds__(kThreads)
   for (unsigned left = __ballot_sync(kAllLanes, mine && slot == kNoSlot); left; left &= left - 1) {
     const int64_t i = first + __ffs(static_cast<int>(left)) - 1;
     for (int32_t c = lane; c < store.width; c += kWarp) {
-      const float value = ids == nullptr
-                              ? 0.0f
-                              : initial_value(table.initial_rows, ids[i],
-                                              static_cast<uint32_t>(table.column_offset + c));
+      float value = 0.0f;
+      if (ids != nullptr) {
+        const InitialRows& init = table.initial_rows;
+        const uint32_t draw =
+            initial_draw(init, ids[i], static_cast<uint32_t>(table.column_offset + c));
+        value = kInitial == Distribution::kUniform ? scale_uniform(init, draw)
+                                                   : scale_normal(init, draw);
+      }
       store_element(store.type, rows + i * bytes, c, value);
     }
   }
@@ -132,8 +138,10 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
             int64_t n, char* rows, cudaStream_t stream) {
   if (n == 0 || store.width == 0) return;
   const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
-  gather_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, store, ids, slots, n,
-                                                                  rows);
+  const auto kernel = table.initial_rows.distribution == Distribution::kUniform
+                          ? gather_kernel<Distribution::kUniform>
+                          : gather_kernel<Distribution::kNormal>;
+  kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, store, ids, slots, n, rows);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

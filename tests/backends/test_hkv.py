@@ -7,6 +7,7 @@ import torch
 
 from torchrec_hkv import HKVOptions, backends
 from torchrec_hkv.backends import BackendOptions, OptimizerSpec, TableShard
+from torchrec_hkv.hash_table import Constant, Normal, TruncatedNormal, Uniform, initial_rows
 
 ADAGRAD = OptimizerSpec("rowwise_adagrad", 1e-6)
 
@@ -37,9 +38,8 @@ def shard(**changes) -> TableShard:
         ({"hbm_bytes": 1.5}, r"hbm_bytes is 1.5"),
         ({"seed": 2**63}, r"seed is 9223372036854775808, but must be an integer from -2\^63"),
         ({"seed": 0.5}, r"seed is 0.5"),
-        ({"initial_range": (1.0, 0.0)}, r"initial_range is \(1.0, 0.0\), but must be two finite"),
-        ({"initial_range": (0.0, float("inf"))}, r"initial_range is \(0.0, inf\)"),
-        ({"initial_range": 3}, r"initial_range is 3"),
+        ({"initializer": (0.0, 1.0)}, r"initializer is \(0.0, 1.0\), but must be a Uniform, Nor"),
+        ({"initializer": 3}, r"initializer is 3"),
     ],
 )
 def test_impossible_options(options, match):
@@ -48,10 +48,10 @@ def test_impossible_options(options, match):
 
 
 def test_options_are_hashable_and_described():
-    options = HKVOptions(eviction="lfu", hbm_bytes=1 << 20, initial_range=[0, 1])
+    options = HKVOptions(eviction="lfu", hbm_bytes=1 << 20, initializer=Normal(0, 1))
     assert hash(options) == hash(dataclasses.replace(options))
     described = backends.get("hkv").describe(options)
-    assert described == "eviction=lfu, hbm_bytes=1048576, initial_range=(0.0, 1.0)"
+    assert described == "eviction=lfu, hbm_bytes=1048576, initializer=Normal(mean=0.0, std=1.0)"
     assert backends.get("hkv").describe(HKVOptions()) == ""
 
 
@@ -66,6 +66,8 @@ def test_options_are_hashable_and_described():
             {"options": HKVOptions(hbm_bytes=1000)},
             r"table 'user': hbm_bytes is 1000, but 1000 rows on a rank need at least \d+: their",
         ),
+        ({"init_range": (1.0, 0.0)}, r"weight_init_min is 1.0 and weight_init_max is 0.0, but"),
+        ({"init_range": (0.0, float("inf"))}, r"weight_init_min is 0.0 and weight_init_max is inf"),
         ({"options": BackendOptions()}, r"options of type BackendOptions were given to backend 'h"),
     ],
 )
@@ -134,10 +136,10 @@ def test_training_inserts_and_updates_evaluation_does_neither(device_type):
     assert lookup.counters("user")["lookups"] == 2
 
 
-def test_the_initial_range(device_type):
+def test_initial_rows(device_type):
     for options, low, high in (
         (HKVOptions(), -0.1, 0.1),
-        (HKVOptions(initial_range=(2.0, 3.0)), 2.0, 3.0),
+        (HKVOptions(initializer=Uniform(2, 3)), 2.0, 3.0),
     ):
         lookup = backends.get("hkv").create_lookup(
             [shard(options=options)], [0], None, torch.device(device_type)
@@ -145,3 +147,22 @@ def test_the_initial_range(device_type):
         out = run(lookup, list(range(500)))
         assert low <= out.min() < out.max() < high
         assert out.max() - out.min() > 0.99 * (high - low)
+
+
+@pytest.mark.parametrize(
+    "initializer", [Normal(1, 0.5), TruncatedNormal(0, 1, -1, 2), Constant(0.5), Uniform(2, 3)]
+)
+def test_an_initializer_and_a_column_offset(device_type, initializer):
+    options = HKVOptions(seed=4, initializer=initializer)
+    lookup = backends.get("hkv").create_lookup(
+        [shard(options=options, column_offset=3)], [0], None, torch.device(device_type)
+    )
+    ids = torch.arange(100, device=device_type)
+    expected = initial_rows(ids, 8, table="user", seed=4, initializer=initializer, column_offset=3)
+    assert torch.equal(run(lookup, ids.tolist()), expected)
+    lookup.eval()
+    unseen = torch.arange(100, 200, device=device_type)
+    expected = initial_rows(
+        unseen, 8, table="user", seed=4, initializer=initializer, column_offset=3
+    )
+    assert torch.equal(run(lookup, unseen.tolist()), expected)

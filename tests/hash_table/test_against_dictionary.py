@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.batches import INT64_MAX, INT64_MIN, Bags, find, insert, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, initial_rows
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
 
 ids_lists = st.lists(
     st.one_of(st.integers(INT64_MIN, INT64_MAX), st.integers(-3, 3), st.just(INT64_MIN)),
@@ -14,7 +14,9 @@ ids_lists = st.lists(
 
 
 def check_against_model(device: str, batches: list[list[int]], capacity: int) -> None:
-    group = TableGroup([TableSpec("t", capacity, 3, low=-1, high=1)], [0], device=device)
+    group = TableGroup(
+        [TableSpec("t", capacity, 3, initializer=Uniform(-1, 1))], [0], device=device
+    )
     model: dict[int, int] = {}  # id to slot
     lookups = 0
     for batch in batches:
@@ -33,7 +35,7 @@ def check_against_model(device: str, batches: list[list[int]], capacity: int) ->
     assert rows.keys() == model.keys()
     if model:
         ids = torch.tensor(list(model))
-        expected = initial_rows(ids, 3, table="t", low=-1, high=1)
+        expected = initial_rows(ids, 3, table="t", initializer=Uniform(-1, 1))
         assert torch.equal(torch.stack([rows[id_] for id_ in model]), expected)
 
 
@@ -59,7 +61,7 @@ def test_one_id_many_times(device_type):
 
 
 def test_tables_of_a_group_are_apart(device_type):
-    specs = [TableSpec(name, 300, 2, low=-1, high=1) for name in "abc"]
+    specs = [TableSpec(name, 300, 2, initializer=Uniform(-1, 1)) for name in "abc"]
     group = TableGroup(specs, [2, 0, 1, 0], device=device_type)
     pool = random_ids(100)
     bags = Bags.random(4, 32, pool).to(device_type)

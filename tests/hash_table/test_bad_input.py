@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
 
 @pytest.fixture
 def group():
-    return TableGroup([TableSpec("t", 100, 4, low=-1, high=1)], [0, 0], "sgd")
+    return TableGroup([TableSpec("t", 100, 4, initializer=Uniform(-1, 1))], [0, 0], "sgd")
 
 
 IDS, OFFSETS = torch.arange(4), torch.tensor([0, 1, 2, 3, 4])
@@ -100,7 +100,7 @@ def test_training_tables_without_an_optimizer():
         (TableSpec("t", 10, 0), r"table 't': dim is 0, but must be from 1 to 2048"),
         (TableSpec("t", 10, 2049), r"table 't': dim is 2049, but must be from 1 to 2048"),
         (TableSpec("t", 10, 4, "fifo"), r"table 't': eviction is 'fifo', but must be one of 'lru'"),
-        (TableSpec("t", 10, 4, low=1, high=0), r"initial rows from 1 to 0"),
+        (TableSpec("t", 10, 4, initializer=(0, 1)), r"initializer is \(0, 1\), but must be a Uni"),
     ],
 )
 def test_impossible_tables(spec, match):

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, insert, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
 
 def make(capacity: int, eviction: str, device: str) -> TableGroup:
-    return TableGroup([TableSpec("t", capacity, 2, eviction, low=-1, high=1)], [0], device=device)
+    return TableGroup(
+        [TableSpec("t", capacity, 2, eviction, initializer=Uniform(-1, 1))], [0], device=device
+    )
 
 
 def insert_ids(group: TableGroup, ids: torch.Tensor, device: str) -> torch.Tensor:

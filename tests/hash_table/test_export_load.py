@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
 
 def trained(device: str, eviction: str = "lfu", ids: torch.Tensor | None = None) -> TableGroup:
     group = TableGroup(
-        [TableSpec("t", 300, 6, eviction, low=-1, high=1)], [0], "rowwise_adagrad", device=device
+        [TableSpec("t", 300, 6, eviction, initializer=Uniform(-1, 1))],
+        [0],
+        "rowwise_adagrad",
+        device=device,
     )
     pool = random_ids(500) if ids is None else ids
     for part in pool.split(100):
@@ -41,7 +44,9 @@ def test_a_full_table_comes_back_whole(device_type, eviction):
 
 
 def test_free_slots_are_zeros(device_type):
-    group = TableGroup([TableSpec("t", 300, 6, low=1, high=2)], [0], "sgd", device=device_type)
+    group = TableGroup(
+        [TableSpec("t", 300, 6, initializer=Uniform(1, 2))], [0], "sgd", device=device_type
+    )
     insert(group, Bags.flat(random_ids(10).to(device_type)))
     state = group.export_table(0)
     assert int(state.occupied.sum()) == 10

@@ -7,6 +7,7 @@ from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
 from torchrec_hkv.hash_table import (
     TableGroup,
     TableSpec,
+    Uniform,
     hbm_slots_for,
     initial_rows,
     table_memory,
@@ -49,10 +50,10 @@ def test_training_over_two_memories(share, optimizer):
     """Rows in host memory are looked up, trained, saved and loaded as those in HBM are."""
     memory = table_memory(1000, 8, 0 if optimizer == "sgd" else 1, "lru")
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
-    split = TableSpec("t", 1000, 8, hbm_bytes=hbm_bytes, low=-1, high=1)
+    split = TableSpec("t", 1000, 8, hbm_bytes=hbm_bytes, initializer=Uniform(-1, 1))
     groups = [
         TableGroup([spec], [0], optimizer, device="cuda")
-        for spec in (split, TableSpec("t", 1000, 8, low=-1, high=1))
+        for spec in (split, TableSpec("t", 1000, 8, initializer=Uniform(-1, 1)))
     ]
     assert groups[0].hbm_bytes(0) <= hbm_bytes
     assert groups[0].hbm_bytes(0) + groups[0].host_bytes(0) == memory.bytes
@@ -78,7 +79,9 @@ def test_training_over_two_memories(share, optimizer):
 def test_more_than_2_to_the_31_elements():
     """Slots, elements and bytes past 2^31: every id past the boundary reads its own row."""
     dim, capacity = 1024, 2_200_000  # 2.25e9 elements, 9 GB
-    group = TableGroup([TableSpec("t", capacity, dim, low=-1, high=1)], [0], "sgd", device="cuda")
+    group = TableGroup(
+        [TableSpec("t", capacity, dim, initializer=Uniform(-1, 1))], [0], "sgd", device="cuda"
+    )
     n = int(capacity * 0.95)
     for part in torch.arange(n, device="cuda").split(1 << 18):
         step = group.begin_step()
@@ -90,7 +93,7 @@ def test_more_than_2_to_the_31_elements():
     ids = past[torch.randint(0, len(past), (2000,), device="cuda")].unique()
     bags = Bags(ids, torch.arange(len(ids) + 1, device="cuda"), len(ids))
     out = lookup(group, bags, learning_rate=0.5)
-    expected = initial_rows(ids, dim, table="t", low=-1, high=1)
+    expected = initial_rows(ids, dim, table="t", initializer=Uniform(-1, 1))
     assert torch.equal(out, expected)
     out.backward(torch.ones_like(out))
     assert torch.equal(lookup(group, bags), expected - 0.5)

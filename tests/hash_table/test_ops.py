@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
 ops = torch.ops.torchrec_hkv
 
@@ -12,7 +12,10 @@ ops = torch.ops.torchrec_hkv
 @pytest.fixture
 def case(device_type):
     group = TableGroup(
-        [TableSpec("a", 200, 4, low=-1, high=1), TableSpec("b", 200, 3, low=-1, high=1)],
+        [
+            TableSpec("a", 200, 4, initializer=Uniform(-1, 1)),
+            TableSpec("b", 200, 3, initializer=Uniform(-1, 1)),
+        ],
         [0, 1, 0],
         "sgd",
         device=device_type,
@@ -59,8 +62,9 @@ def test_update_rows(case):
     torch.library.opcheck(ops.update_rows, args)
 
 
-def test_initial_rows(device_type):
-    args = (random_ids(5).to(device_type), 6, 2, 11, -1.0, 1.0)
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+def test_initial_rows(device_type, distribution):
+    args = (random_ids(5).to(device_type), 6, 2, 11, distribution, -1.0, 1.0, 0.5, 2.0)
     torch.library.opcheck(ops.initial_rows, args)
 
 

@@ -5,18 +5,18 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, initial_rows
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_refused_ids(device_type, eviction):
-    spec = TableSpec("t", 100, 4, eviction, low=-1, high=1)
+    spec = TableSpec("t", 100, 4, eviction, initializer=Uniform(-1, 1))
     group = TableGroup([spec], [0], "sgd", device=device_type)
     insert(group, Bags.flat(random_ids(100).to(device_type)))  # all of these will leave
     ids = random_ids(500)
     bags = Bags(ids, torch.arange(501), 500).to(device_type)
     out = lookup(group, bags)
-    initial = initial_rows(ids, 4, table="t", low=-1, high=1)
+    initial = initial_rows(ids, 4, table="t", initializer=Uniform(-1, 1))
     assert torch.equal(out.detach().cpu(), initial)
     (counters,) = group.counters()
     assert counters["size"] == 100
@@ -36,7 +36,9 @@ def test_same_answer_whatever_the_number_of_threads():
     threads = torch.get_num_threads()
     for number in (1, 2, 4):
         torch.set_num_threads(number)
-        group = TableGroup([TableSpec("t", 1000, 4, low=-1, high=1)], [0], "rowwise_adagrad")
+        group = TableGroup(
+            [TableSpec("t", 1000, 4, initializer=Uniform(-1, 1))], [0], "rowwise_adagrad"
+        )
         for part in ids.split(2500):
             out = lookup(group, Bags(part, torch.arange(0, 2501, 2), 1250))
             out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))

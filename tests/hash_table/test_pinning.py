@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
 
 def make(eviction: str, device: str) -> TableGroup:
-    return TableGroup([TableSpec("t", 64, 2, eviction, low=-1, high=1)], [0], "sgd", device=device)
+    return TableGroup(
+        [TableSpec("t", 64, 2, eviction, initializer=Uniform(-1, 1))], [0], "sgd", device=device
+    )
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])

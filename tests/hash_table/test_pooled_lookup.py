@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec, initial_rows
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
 
 DIMS = [(16, 16), (1, 3), (64, 130, 7), (300, 4), (129,), (2048, 1)]
 
@@ -15,7 +15,7 @@ def expected(group, bags, feature_tables, weights, mean):
     for feature, table in enumerate(feature_tables):
         spec = group.tables[table]
         ids, offsets = bags.feature(feature)
-        rows = initial_rows(ids, spec.dim, table=spec.name, low=spec.low, high=spec.high).double()
+        rows = initial_rows(ids, spec.dim, table=spec.name, initializer=spec.initializer).double()
         scale = torch.ones(len(ids), dtype=torch.double)
         if weights is not None:
             first = int(bags.offsets[feature * bags.batch_size])
@@ -38,7 +38,7 @@ def expected(group, bags, feature_tables, weights, mean):
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equal_to_embedding_bag(device_type, dims, mean, weighted):
-    specs = [TableSpec(f"t{i}", 500, dim, low=-1, high=1) for i, dim in enumerate(dims)]
+    specs = [TableSpec(f"t{i}", 500, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)]
     features = [*range(len(dims)), 0]
     group = TableGroup(specs, features, device=device_type)
     bags = Bags.random(len(features), 50, random_ids(200))
@@ -51,7 +51,9 @@ def test_equal_to_embedding_bag(device_type, dims, mean, weighted):
 
 
 def test_evaluation_gives_missing_ids_their_initial_rows_and_changes_nothing(device_type):
-    group = TableGroup([TableSpec("t", 100, 8, "lfu", low=-1, high=1)], [0], device=device_type)
+    group = TableGroup(
+        [TableSpec("t", 100, 8, "lfu", initializer=Uniform(-1, 1))], [0], device=device_type
+    )
     known, unknown = random_ids(50), random_ids(50)
     insert(group, Bags.flat(known.to(device_type)))
     before = group.export_table(0)
@@ -61,7 +63,7 @@ def test_evaluation_gives_missing_ids_their_initial_rows_and_changes_nothing(dev
     assert (slots[50:] == -1).all()
     anchor = torch.empty(0, device=device_type)
     out = group.pooled_lookup(anchor, bags.ids, bags.offsets, None, slots, 100, False, 0, 0.1)
-    rows = initial_rows(bags.ids, 8, table="t", low=-1, high=1)
+    rows = initial_rows(bags.ids, 8, table="t", initializer=Uniform(-1, 1))
     assert torch.equal(out, rows)
     assert not out.requires_grad
     after = group.export_table(0)
@@ -72,7 +74,9 @@ def test_evaluation_gives_missing_ids_their_initial_rows_and_changes_nothing(dev
 
 
 def test_long_and_empty_bags(device_type):
-    group = TableGroup([TableSpec("t", 5000, 12, low=-1, high=1)], [0], device=device_type)
+    group = TableGroup(
+        [TableSpec("t", 5000, 12, initializer=Uniform(-1, 1))], [0], device=device_type
+    )
     lengths = torch.tensor([0, 4000, 0, 1, 0])
     bags = Bags(random_ids(4001), torch.cat([torch.zeros(1).long(), lengths.cumsum(0)]), 5)
     out = lookup(group, bags.to(device_type)).detach().cpu()

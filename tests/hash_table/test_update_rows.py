@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from tests.support.batches import Bags, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, initial_rows
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
 
 FBGEMM = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
 ROWS = 60
@@ -41,7 +41,7 @@ def make_fbgemm(specs, features, optimizer, mean, device, names):
     )
     for spec, weight in zip(specs, tbe.split_embedding_weights(), strict=True):
         weight.data.copy_(
-            initial_rows(names, spec.dim, table=spec.name, low=spec.low, high=spec.high)
+            initial_rows(names, spec.dim, table=spec.name, initializer=spec.initializer)
         )
     return tbe
 
@@ -53,7 +53,7 @@ def test_equal_to_fbgemm(device_type, optimizer, mean, weighted):
     if device_type == "cpu" and mean and weighted:
         pytest.skip("FBGEMM's CPU backward of a weighted mean does not divide by the length")
     specs = [
-        TableSpec(f"t{dim}", 100, dim, low=-0.5, high=0.5) for dim in (4, 64, 132, 8)
+        TableSpec(f"t{dim}", 100, dim, initializer=Uniform(-0.5, 0.5)) for dim in (4, 64, 132, 8)
     ]  # FBGEMM's GPU kernels take multiples of four
     features = [0, 1, 1, 2, 3]
     names = random_ids(ROWS)  # id of each row
@@ -83,10 +83,10 @@ def test_equal_to_fbgemm(device_type, optimizer, mean, weighted):
 def test_any_dim_against_the_formula(device_type, dim, optimizer):
     """A weighted mean, in float64."""
     group = TableGroup(
-        [TableSpec("t", 100, dim, low=-1, high=1)], [0], optimizer, 1e-8, device_type
+        [TableSpec("t", 100, dim, initializer=Uniform(-1, 1))], [0], optimizer, 1e-8, device_type
     )
     pool = random_ids(20)
-    rows = initial_rows(pool, dim, table="t", low=-1, high=1).double()
+    rows = initial_rows(pool, dim, table="t", initializer=Uniform(-1, 1)).double()
     states = torch.zeros(20, dtype=torch.double)
     for _ in range(3):
         bags = Bags.random(1, 40, torch.arange(20))
@@ -114,7 +114,9 @@ def test_any_dim_against_the_formula(device_type, dim, optimizer):
 
 def test_a_hot_id(device_type):
     """One id in 300,000 bags: its gradients are added up once."""
-    group = TableGroup([TableSpec("t", 64, 8, low=-1, high=1)], [0], "sgd", device=device_type)
+    group = TableGroup(
+        [TableSpec("t", 64, 8, initializer=Uniform(-1, 1))], [0], "sgd", device=device_type
+    )
     n = 300_000
     ids = torch.full((n,), 2**62, device=device_type)
     out = lookup(group, Bags(ids, torch.arange(n + 1, device=device_type), n), learning_rate=1.0)
@@ -127,7 +129,10 @@ def test_a_hot_id(device_type):
 
 
 def test_the_gradient_of_weights(device_type):
-    specs = [TableSpec("a", 100, 20, low=-1, high=1), TableSpec("b", 100, 5, low=-1, high=1)]
+    specs = [
+        TableSpec("a", 100, 20, initializer=Uniform(-1, 1)),
+        TableSpec("b", 100, 5, initializer=Uniform(-1, 1)),
+    ]
     for mean in (False, True):
         group = TableGroup(specs, [0, 1], "sgd", device=device_type)
         bags = Bags.random(2, 20, random_ids(30))
@@ -138,7 +143,7 @@ def test_the_gradient_of_weights(device_type):
         expected = []
         for feature, (spec, first) in enumerate(zip(specs, (0, 20), strict=True)):
             ids, offsets = bags.feature(feature)
-            rows = initial_rows(ids, spec.dim, table=spec.name, low=-1, high=1).double()
+            rows = initial_rows(ids, spec.dim, table=spec.name, initializer=Uniform(-1, 1)).double()
             lengths = offsets.diff()
             from_bag = grad[:, first : first + spec.dim].cpu().double()
             if mean:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tests.support.initial_value import initial_value
 from tests.support.table_model import Insertion, Row, Seen, TableModel, one_of_each
-from torchrec_hkv.hash_table import Entries, Evicted, HashTable
+from torchrec_hkv.hash_table import Constant, Entries, Evicted, HashTable, Uniform
+
+SYMMETRIC = Uniform(-1, 1)
 
 
 def signed(score: int) -> int:
@@ -61,7 +63,7 @@ class CheckedTable:
         dim: as for the table.
         device: ``"cpu"`` or ``"cuda"``.
         dtype: of rows.
-        initial_range: of initial rows.
+        initializer: of initial rows.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class CheckedTable:
         dim: int = 2,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        initial_range: tuple[float, float] = (-1.0, 1.0),
+        initializer: Uniform | Constant = SYMMETRIC,
     ) -> None:
         self.table = HashTable(
             dim,
@@ -81,12 +83,12 @@ class CheckedTable:
             eviction=policy,
             name="checked",
             seed=5,
-            initial_range=initial_range,
+            initializer=initializer,
         )
 
         @functools.cache
         def initial_row(id_: int) -> Row:
-            row = [initial_value(id_, c, "checked", 5, *initial_range) for c in range(dim)]
+            row = [initial_value(id_, c, "checked", 5, initializer) for c in range(dim)]
             return tuple(torch.tensor(row).to(dtype).tolist())
 
         def add(row: Row, other: Row) -> Row:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.support.batches import random_ids
 from tests.support.checked_table import joined, signed, unsigned
-from torchrec_hkv.hash_table import HashTable, initial_rows
+from torchrec_hkv.hash_table import HashTable, Uniform, initial_rows
 
 
 def make(device: str, capacity: int = 64, dim: int = 4, **options: Any) -> HashTable:
     """A table, by default with initial rows that differ."""
-    return HashTable(dim, capacity, device=device, **{"initial_range": (-1, 1), **options})
+    return HashTable(dim, capacity, device=device, **{"initializer": Uniform(-1, 1), **options})
 
 
 def distinct_ids(n: int, device: str) -> Tensor:
@@ -54,9 +54,9 @@ def scores_of(table: HashTable) -> dict[int, int]:
 
 def expected_initial_rows(table: HashTable, ids: Tensor, **options: Any) -> Tensor:
     """Initial rows of a table that :func:`make` made with these options."""
-    low, high = options.get("initial_range", (-1, 1))
+    initializer = options.get("initializer", Uniform(-1, 1))
     name, seed = options.get("name", "table"), options.get("seed", 0)
-    rows = initial_rows(ids, table.dim, table=name, seed=seed, low=low, high=high)
+    rows = initial_rows(ids, table.dim, table=name, seed=seed, initializer=initializer)
     return rows.to(table.dtype)
 
 

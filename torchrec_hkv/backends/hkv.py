@@ -20,10 +20,12 @@ from torchrec_hkv.backends.protocol import (
     TensorSpec,
 )
 from torchrec_hkv.hash_table import (
+    Initializer,
     TableGroup,
     TableMemory,
     TableSpec,
     TableState,
+    Uniform,
     hbm_slots_for,
     table_memory,
 )
@@ -45,14 +47,16 @@ class HKVOptions(BackendOptions):
             None: all in the GPU's memory. On a CPU a table lies in host memory whatever this says.
         seed: of the initial rows, any int64. Equal seeds, table names and ids give equal rows, at
             any world size.
-        initial_range: initial rows are uniform from the first to the second value. None: the
-            config's ``weight_init_min`` and ``weight_init_max``.
+        initializer: distribution of the values of initial rows: a
+            :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
+            ``Constant``. None: uniform from the config's ``weight_init_min`` to its
+            ``weight_init_max``.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
     hbm_bytes: int | None = None
     seed: int = 0
-    initial_range: tuple[float, float] | None = None
+    initializer: Initializer | None = None
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -68,26 +72,15 @@ class HKVOptions(BackendOptions):
             raise ValueError(
                 f"HKVOptions: seed is {self.seed!r}, but must be an integer from -2^63 to 2^63 - 1."
             )
-        if self.initial_range is not None:
-            object.__setattr__(self, "initial_range", _checked_range(self.initial_range))
+        if self.initializer is not None and not isinstance(self.initializer, Initializer):
+            raise ValueError(
+                f"HKVOptions: initializer is {self.initializer!r}, but must be a Uniform, Normal, "
+                "TruncatedNormal or Constant, or None."
+            )
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _checked_range(value: Sequence[float]) -> tuple[float, float]:
-    """The range as a tuple of two finite floats in order."""
-    numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
-    good = len(numbers) == 2 and all(
-        isinstance(x, (int, float)) and torch.finfo(torch.float32).max >= abs(x) for x in numbers
-    )
-    if not good or numbers[0] > numbers[1]:
-        raise ValueError(
-            f"HKVOptions: initial_range is {value!r}, but must be two finite numbers, the smaller "
-            "first."
-        )
-    return float(numbers[0]), float(numbers[1])
 
 
 def _state_width(optimizer: OptimizerSpec | None) -> int:
@@ -101,6 +94,19 @@ def _options(shard: TableShard) -> HKVOptions:
             "backend 'hkv', which takes HKVOptions."
         )
     return shard.options
+
+
+def _initializer(shard: TableShard) -> Initializer:
+    if (chosen := _options(shard).initializer) is not None:
+        return chosen
+    low, high = shard.init_range
+    try:
+        return Uniform(low, high)
+    except ValueError:
+        raise ValueError(
+            f"table '{shard.name}': weight_init_min is {low} and weight_init_max is {high}, but "
+            "both must be finite in float32 and the first must not be larger."
+        ) from None
 
 
 def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
@@ -195,7 +201,6 @@ _STATE_FIELDS = {
 
 def _table_spec(shard: TableShard) -> TableSpec:
     options = _options(shard)
-    low, high = options.initial_range or shard.init_range
     return TableSpec(
         name=shard.name,
         capacity=shard.capacity,
@@ -203,8 +208,7 @@ def _table_spec(shard: TableShard) -> TableSpec:
         eviction=options.eviction,
         hbm_bytes=options.hbm_bytes,
         seed=options.seed,
-        low=low,
-        high=high,
+        initializer=_initializer(shard),
         column_offset=shard.column_offset,
     )
 
@@ -248,12 +252,7 @@ class HKVBackend(Backend):
                 f"table '{shard.name}': hbm_bytes is {options.hbm_bytes}, but {shard.capacity} "
                 f"rows on a rank need at least {least}: their index, and one bucket with its rows."
             )
-        low, high = options.initial_range or shard.init_range
-        if not low <= high:
-            raise ValueError(
-                f"table '{shard.name}': initial rows from {low} to {high}, but the first must not "
-                "be larger."
-            )
+        _initializer(shard)
 
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str

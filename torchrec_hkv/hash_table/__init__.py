@@ -5,18 +5,30 @@ Knows nothing of TorchRec.
 
 from torchrec_hkv.hash_table.hash_table import Entries, Evicted, HashTable
 from torchrec_hkv.hash_table.initial_rows import initial_rows, table_seed
+from torchrec_hkv.hash_table.initializers import (
+    Constant,
+    Initializer,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+)
 from torchrec_hkv.hash_table.ops import bucketize, owner_rank
 from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec, TableState
 from torchrec_hkv.hash_table.table_memory import TableMemory, hbm_slots_for, table_memory
 
 __all__ = [
+    "Constant",
     "Entries",
     "Evicted",
     "HashTable",
+    "Initializer",
+    "Normal",
     "TableGroup",
     "TableMemory",
     "TableSpec",
     "TableState",
+    "TruncatedNormal",
+    "Uniform",
     "bucketize",
     "hbm_slots_for",
     "initial_rows",

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec
 
 _ops = torch.ops.torchrec_hkv
@@ -83,7 +84,9 @@ class HashTable:
             None: all in HBM.
         name: mixed into the seed of initial rows.
         seed: of the initial rows.
-        initial_range: initial rows are uniform from the first to the second value.
+        initializer: distribution of the values of initial rows: a
+            :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
+            ``Constant``. None: zeros.
 
     Raises:
         ValueError: an argument is impossible.
@@ -101,9 +104,8 @@ class HashTable:
         hbm_bytes: int | None = None,
         name: str = "table",
         seed: int = 0,
-        initial_range: tuple[float, float] = (0.0, 0.0),
+        initializer: Initializer | None = None,
     ) -> None:
-        low, high = initial_range
         spec = TableSpec(
             name=name,
             capacity=capacity,
@@ -111,8 +113,7 @@ class HashTable:
             eviction=eviction,
             hbm_bytes=hbm_bytes,
             seed=seed,
-            low=low,
-            high=high,
+            initializer=initializer,
             dtype=dtype,
         )
         self._group = TableGroup([spec], [0], None, device=device, state_dim=state_dim)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.initializers import Initializer, op_arguments
 
 
 def _signed(value: int) -> int:
@@ -41,22 +42,21 @@ def initial_rows(
     *,
     table: str,
     seed: int = 0,
-    low: float,
-    high: float,
+    initializer: Initializer | None,
     column_offset: int = 0,
 ) -> Tensor:
     """Rows that ids start from when a table first meets them.
 
-    Uniform over ``[low, high)`` with 24 random bits a value, by two SplitMix64 mixes of (seed,
-    table, id, block of four columns). The same bits on a CPU and on a GPU.
+    A value follows from 32 random bits, which two SplitMix64 mixes of (seed, table, id, block of
+    four columns) make: scaled from 24 of them where rows are uniform, by the normal's quantile
+    function in double precision where they are normal. The same bits on a CPU and on a GPU.
 
     Args:
         ids: int64 ``[n]``.
         dim: columns to make, at least 1.
         table: the table's name.
         seed: the table's seed (``HKVOptions.seed``).
-        low: smallest value.
-        high: bound of the values; equal to ``low`` for constant rows.
+        initializer: distribution of the values. None: zeros.
         column_offset: first column, where columns are sharded.
 
     Returns:
@@ -67,4 +67,5 @@ def initial_rows(
         ValueError: another argument is not as above.
     """
     seed = table_seed(seed, table)
-    return torch.ops.torchrec_hkv.initial_rows(ids, dim, column_offset, seed, low, high)
+    distribution = op_arguments(initializer)
+    return torch.ops.torchrec_hkv.initial_rows(ids, dim, column_offset, seed, **distribution)

@@ -72,7 +72,17 @@ def _(
 
 
 @torch.library.register_fake("torchrec_hkv::initial_rows")
-def _(ids: Tensor, dim: int, column_offset: int, seed: int, low: float, high: float) -> Tensor:
+def _(
+    ids: Tensor,
+    dim: int,
+    column_offset: int,
+    seed: int,
+    distribution: str,
+    low: float,
+    high: float,
+    mean: float,
+    std: float,
+) -> Tensor:
     return ids.new_empty((ids.shape[0], dim), dtype=torch.float32)
 
 

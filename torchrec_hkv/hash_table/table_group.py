@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.initial_rows import table_seed
+from torchrec_hkv.hash_table.initializers import Initializer, op_arguments
 from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
 
 _ops = torch.ops.torchrec_hkv
@@ -54,8 +55,7 @@ class TableSpec:
         hbm_bytes: what it may take of a GPU's memory, index included; rows that find no room there
             lie in pinned host memory. None: all in HBM. On a CPU the table is in host memory.
         seed: of the initial rows.
-        low: smallest value of an initial row.
-        high: bound of the values of an initial row; equal to ``low`` for constant rows.
+        initializer: distribution of the values of initial rows. None: zeros.
         column_offset: first column, where a table's columns are sharded.
         dtype: of rows: float32, float16 or bfloat16.
     """
@@ -66,8 +66,7 @@ class TableSpec:
     eviction: Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"] = "lru"
     hbm_bytes: int | None = None
     seed: int = 0
-    low: float = 0.0
-    high: float = 0.0
+    initializer: Initializer | None = None
     column_offset: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -153,9 +152,8 @@ class TableGroup:
             eviction=_EVICTIONS[spec.eviction],
             row_type=_ROW_TYPES[spec.dtype],
             seed=table_seed(spec.seed, spec.name),
-            low=spec.low,
-            high=spec.high,
             hbm_slots=hbm_slots_for(memory, hbm_bytes),
+            **op_arguments(spec.initializer),
         )
 
     @property

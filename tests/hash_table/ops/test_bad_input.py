@@ -183,7 +183,7 @@ def test_epochs(device_type, operation, policy, epoch):
         ({"dtype": torch.float64}, r"dtype is .*float64, but must be"),
         ({"dtype": torch.int32}, r"dtype is .*int32, but must be"),
         ({"state_dim": -1}, r"state_dim is -1, but must"),
-        ({"initial_range": (1.0, 0.0)}, r"initial rows from 1 to 0"),
+        ({"initializer": 0.5}, r"initializer is 0.5, but must be a Uniform, Normal, Truncated"),
         ({"seed": 2**63}, r"seed is 9223372036854775808, but must be"),
     ],
 )

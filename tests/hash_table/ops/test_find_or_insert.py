@@ -12,6 +12,7 @@ from tests.support.tables import (
     make,
     random_rows,
 )
+from torchrec_hkv.hash_table import Constant, Normal, TruncatedNormal, Uniform
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -76,15 +77,23 @@ def test_an_empty_call(device_type):
     assert contents(table) == {}
 
 
-def test_initial_rows_by_name_seed_and_range(device_type):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "users", "seed": -3, "initializer": Uniform(-0.25, 0.5)},
+        {"initializer": Constant(0.125)},
+        {"initializer": None},
+        {"name": "users", "initializer": Normal(0.5, 2)},
+        {"seed": 9, "initializer": TruncatedNormal(0, 1, -1, 2)},
+    ],
+)
+def test_initial_rows_by_name_seed_and_initializer(device_type, options):
     ids = distinct_ids(50, device_type)
-    for options in (
-        {"name": "users", "seed": -3, "initial_range": (-0.25, 0.5)},
-        {"initial_range": (0.125, 0.125)},
-    ):
-        table = make(device_type, dim=9, **options)
-        rows, _ = table.find_or_insert(ids)
-        assert torch.equal(rows, expected_initial_rows(table, ids, **options))
+    table = make(device_type, dim=9, **options)
+    expected = expected_initial_rows(table, ids, **options)
+    assert torch.equal(table.find(ids)[0], expected)
+    assert torch.equal(table.find_or_insert(ids)[0], expected)
+    assert torch.equal(table.find(ids)[0], expected)
 
 
 def test_states_of_new_ids_are_zero(device_type):

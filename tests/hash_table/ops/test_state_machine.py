@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
 from tests.support.table_model import POLICIES, TAKES_SCORES, Row
+from torchrec_hkv.hash_table import Constant, Uniform
 
 EXTREMES = [INT64_MIN, INT64_MIN + 1, -2, -1, 0, 1, 2**31, 2**32, INT64_MAX - 1, INT64_MAX]
 single_ids = st.one_of(
@@ -63,17 +64,17 @@ class HashTableMachine(RuleBasedStateMachine):
         capacity=st.one_of(st.integers(1, 8), st.integers(1, 128), st.integers(129, 300)),
         dim=st.sampled_from([1, 2, 3]),
         dtype=st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]),
-        initial_range=st.sampled_from([(-1.0, 1.0), (0.25, 0.25), (0.0, 0.0)]),
+        initializer=st.sampled_from([Uniform(-1, 1), Constant(0.25), Constant(0)]),
     )
     def make(
-        self, capacity: int, dim: int, dtype: torch.dtype, initial_range: tuple[float, float]
+        self, capacity: int, dim: int, dtype: torch.dtype, initializer: Uniform | Constant
     ) -> None:
         self.capacity, self.dim = capacity, dim
         self.checked = CheckedTable(
-            self.policy, capacity, dim, dtype=dtype, initial_range=initial_range
+            self.policy, capacity, dim, dtype=dtype, initializer=initializer
         )
         # Sums of several rows don't depend on their order where all are small whole numbers.
-        self.exact_sums = dtype == torch.float32 and initial_range[0] == initial_range[1]
+        self.exact_sums = dtype == torch.float32 and isinstance(initializer, Constant)
 
     def draw_ids(self, data: st.DataObject) -> list[int]:
         return data.draw(id_batches(self.capacity), label="ids")
