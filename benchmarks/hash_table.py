@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.environment import write_csv
 from benchmarks.timing import median_ms
 from torchrec_hkv import HashTable
+from torchrec_hkv.hash_table import Uniform
 
 
 class Ids:
@@ -69,7 +70,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     device = torch.device(args.device)
     results = []
     for dim in args.dims:
-        table = HashTable(dim, args.capacity, device=device, initial_range=(-0.05, 0.05))
+        table = HashTable(dim, args.capacity, device=device, initializer=Uniform(-0.05, 0.05))
         ids = Ids(device, args.ids)
         rows = torch.randn(args.ids, dim, device=device)
         for load in args.loads:

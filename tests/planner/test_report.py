@@ -30,7 +30,7 @@ def _plan(device):
         "user": ParameterConstraints(
             compute_kernels=["hkv"],
             sharding_types=["row_wise"],
-            options=HKVOptions(eviction="lfu", hbm_bytes=1 << 20),
+            options=HKVOptions(eviction="lfu", hbm_bytes=2 << 20),
         ),
         "hour": ParameterConstraints(compute_kernels=["fused"], sharding_types=["table_wise"]),
     }
@@ -50,7 +50,7 @@ def test_the_plan_prints_backends(planned_for):
     )
     for column in ("kernel", "sharding", "ranks", "rows", "HBM per rank", "host per rank"):
         assert column in header
-    for cell in ("hkv", "row_wise", "0, 1", "50,000 x2", "eviction=lfu", "hbm_bytes=1048576"):
+    for cell in ("hkv", "row_wise", "0, 1", "50,000 x2", "eviction=lfu", "hbm_bytes=2097152"):
         assert cell in user
     report = plan.plan["ebc"].reports["user"]
     for part in report.bytes:
@@ -67,7 +67,7 @@ def test_the_plan_prints_alike_on_ranks_that_got_it():
     plan = _plan("cpu")
     copy = pickle.loads(pickle.dumps(plan))
     assert str(copy) == str(plan)
-    assert copy.plan["ebc"]["user"].options == HKVOptions(eviction="lfu", hbm_bytes=1 << 20)
+    assert copy.plan["ebc"]["user"].options == HKVOptions(eviction="lfu", hbm_bytes=2 << 20)
 
 
 @pytest.mark.parametrize(
