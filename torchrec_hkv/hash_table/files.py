@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import os
 from collections.abc import Iterator
@@ -22,7 +23,6 @@ from torchrec_hkv.hash_table.manifest import (
     sync_folder,
 )
 from torchrec_hkv.hash_table.shard_files import (
-    Field,
     ShardReader,
     ShardWriter,
     entry_bytes,
@@ -300,17 +300,14 @@ def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
         ``(begin, end, entries)`` of each shard, ascending and disjoint; but a bucket of more
         entries is a range of its own, cut into several shards.
     """
-    ranges: list[list[int]] = []
-    for owner, count in enumerate(counts.tolist()):
-        if ranges and ranges[-1][1] + count <= most:
-            ranges[-1][1] += count
-        else:
-            ranges.append([owner, count])
-    ends = [begin for begin, _ in ranges[1:]] + [len(counts)]
+    ends = counts.cumsum(0).tolist()  # entries up to the end of each bucket
     plan = []
-    for (begin, count), end in zip(ranges, ends, strict=True):
-        for first in range(0, count, most):
-            plan.append((begin, end, min(most, count - first)))
+    begin, before = 0, 0
+    while before < ends[-1]:
+        end = max(begin + 1, bisect.bisect_right(ends, before + most))
+        held = ends[end - 1] - before
+        plan += [(begin, end, min(most, held - first)) for first in range(0, held, most)]
+        begin, before = end, ends[end - 1]
     return plan
 
 

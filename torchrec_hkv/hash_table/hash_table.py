@@ -204,9 +204,7 @@ class HashTable:
         self._write(slots, rows, add=False)
         return slots >= 0
 
-    def insert_and_evict(
-        self, ids: Tensor, rows: Tensor, scores: Tensor | None = None
-    ) -> Evicted:
+    def insert_and_evict(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Evicted:
         """As :meth:`insert_or_assign`; gives back what it threw out or refused.
 
         The table and what it gave back together are what was in the table and what was given

@@ -91,9 +91,9 @@ class Manifest:
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
-        except FileNotFoundError:
+        except OSError as error:
             raise ValueError(
-                f"There is no saved table at {folder}: it has no {MANIFEST}."
+                f"There is no saved table at {folder}: {MANIFEST} can't be read ({error.strerror})."
             ) from None
         except ValueError:
             raise ValueError(f"{path} is damaged: it is not JSON.") from None
