@@ -278,7 +278,8 @@ class _Target(_Table):
         )
         place = (self.group.counter_tensor, self.group.handle, self.table)
         if exact:
-            return n - int(_ops.restore_slots(*place, moved["slots"], *entries).sum())
+            placed = _ops.restore_slots(*place, moved["slots"], *entries)
+            return 0 if placed.all() else n - int(placed.sum())
         lost = 0
         while entries[0].numel():
             *displaced, counts = _ops.restore_entries(*place, *entries)
@@ -369,7 +370,7 @@ def _verify(folder: Path, manifest: Manifest, shard: Shard, target: _Target) -> 
                 shard.owner_begin,
                 shard.owner_end,
             )
-            misplaced += int(wrong.sum())
+            misplaced += int(wrong.sum()) if wrong.any() else 0
     if misplaced:
         raise ValueError(
             f"{path} contradicts itself: {misplaced} of its {shard.entries} ids are not in their "

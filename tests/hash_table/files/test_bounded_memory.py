@@ -11,7 +11,7 @@ import torch
 from tests.support.saved_tables import filled, like
 
 ROOT = Path(__file__).parents[3]
-BATCH = 4 << 20
+BATCH = 16 << 20
 
 # A table of some 200 MB; peaks are of the process, so it gets one of its own.
 SCRIPT = """
@@ -72,8 +72,8 @@ def test_host_memory(tmp_path):
     assert done.returncode == 0, done.stderr
     grown = [float(line) for line in done.stdout.split()]
     assert len(grown) == 3
-    # 4 MiB, and what the interpreter and malloc round up.
-    assert max(grown) < 4 + 4, grown
+    # 16 MiB, and some for the interpreter, libraries that are mapped again, and malloc.
+    assert max(grown) < 16 + 12, grown
 
 
 @pytest.mark.gpu
@@ -90,4 +90,4 @@ def test_device_memory(tmp_path):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         work()
-        assert torch.cuda.max_memory_allocated() - before < BATCH + (2 << 20)
+        assert torch.cuda.max_memory_allocated() - before < BATCH + (4 << 20)
