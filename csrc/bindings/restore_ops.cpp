@@ -59,12 +59,12 @@ at::Tensor slot_owners(const at::Tensor& counters, int64_t handle, int64_t table
   return owners;
 }
 
-at::Tensor gather(const TableGroup& group, const TableView& view, const hash_table::RowStore& store,
-                  at::ScalarType dtype, const at::Tensor& slots) {
+at::Tensor gather(const TableView& view, const hash_table::RowStore& store, at::ScalarType dtype,
+                  const at::Tensor& slots) {
   at::Tensor out = at::empty({slots.numel(), store.width}, slots.options().dtype(dtype));
   const int64_t* at = slots.const_data_ptr<int64_t>();
   char* to = static_cast<char*>(out.data_ptr());
-  HKV_ON_DEVICE(group.device(),
+  HKV_ON_DEVICE(slots.device(),
                 hash_table::cpu::gather(view, store, nullptr, at, slots.numel(), to, threads),
                 hash_table::cuda::gather(view, store, nullptr, at, slots.numel(), to, stream));
   return out;
@@ -84,9 +84,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slot
     scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
   }
   return {group->ids(table).index_select(0, slots),
-          gather(*group, view, view.rows, group->row_dtype(table), slots),
-          last_steps.index_select(0, slots), scores,
-          gather(*group, view, view.states, at::kFloat, slots)};
+          gather(view, view.rows, group->row_dtype(table), slots),
+          last_steps.index_select(0, slots), scores, gather(view, view.states, at::kFloat, slots)};
 }
 
 at::Tensor restore_slots(at::Tensor counters, int64_t handle, int64_t table,
