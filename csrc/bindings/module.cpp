@@ -119,6 +119,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("scores", &TableGroup::scores, py::arg("table"))
       .def("last_steps", &TableGroup::last_steps, py::arg("table"))
       .def_property_readonly("clock", &TableGroup::clock)
+      .def("set_clock", &TableGroup::set_clock, py::arg("clock"))
       .def("sizes", &TableGroup::sizes)
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
@@ -133,6 +134,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             torch::getTHPDtype(TableGroup::from_handle(handle)->row_dtype(0))));
       },
       py::arg("handle"));
+  m.def(
+      "table_layout",
+      [](int64_t handle, int64_t table) {
+        const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+        const hash_table::TableView& view = group->view(table);
+        const auto dtype = py::reinterpret_borrow<py::object>(
+            reinterpret_cast<PyObject*>(torch::getTHPDtype(group->row_dtype(table))));
+        return py::make_tuple(view.dim(), dtype, view.states.width, view.scores != nullptr,
+                              view.num_buckets, view.bucket_slots);
+      },
+      py::arg("handle"), py::arg("table"),
+      "(dim, dtype of rows, width of states, whether it keeps scores, buckets, slots a bucket).");
   m.def(
       "group_total_dim",
       [](int64_t handle) { return TableGroup::from_handle(handle)->total_dim(); },

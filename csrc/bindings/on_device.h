@@ -15,13 +15,13 @@
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream((device).index()); \
     cuda_call;                                                                     \
   } else {                                                                         \
-    const int threads = at::get_num_threads();                                     \
+    [[maybe_unused]] const int threads = at::get_num_threads();                    \
     cpu_call;                                                                      \
   }
 #else
-#define HKV_ON_DEVICE(device, cpu_call, cuda_call) \
-  {                                                \
-    const int threads = at::get_num_threads();     \
-    cpu_call;                                      \
+#define HKV_ON_DEVICE(device, cpu_call, cuda_call)              \
+  {                                                             \
+    [[maybe_unused]] const int threads = at::get_num_threads(); \
+    cpu_call;                                                   \
   }
 #endif

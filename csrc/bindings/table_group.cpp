@@ -280,6 +280,15 @@ int64_t TableGroup::clock() const {
   return clock_;
 }
 
+void TableGroup::set_clock(int64_t clock) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(clock >= 0 && clock <= std::numeric_limits<uint32_t>::max(), "the clock is ",
+                    clock, ", but must be from 0 to 2^32 - 1.");
+  TORCH_CHECK_VALUE(pinned_.empty(), "a table can't be loaded while the backward of ",
+                    pinned_.size(), " lookups is still to come.");
+  clock_ = clock;
+}
+
 TableState TableGroup::export_table(int64_t table) const {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);

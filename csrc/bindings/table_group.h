@@ -95,6 +95,9 @@ class TableGroup {
   at::Tensor last_steps(int64_t table) const;  // int64 [num_slots]
   at::Tensor ids(int64_t table) const { return memory_.at(table).ids; }
   int64_t clock() const;
+  // The last step begun, where another table's contents are loaded. Throws where a backward is
+  // still to come: it would write to slots that others have then.
+  void set_clock(int64_t clock);
   // Occupied slots of each table, int64 [tables], on the device.
   at::Tensor sizes() const;
   int64_t hbm_bytes(int64_t table) const;

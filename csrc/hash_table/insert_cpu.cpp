@@ -6,6 +6,7 @@
 #include "hash_table/bucket_cpu.h"
 #include "hash_table/find_cpu.h"
 #include "hash_table/kernels.h"
+#include "hash_table/place_cpu.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
@@ -15,38 +16,13 @@ struct Place {
   bool evicts;
 };
 
-// The slot of the lowest rank in two full buckets. Pinned slots do not take part.
-Place lowest_rank(const TableView& table, const BucketChoice& choice, uint32_t pinned_from,
-                  bool refuse_lower, uint64_t own_score) {
-  Place place{kNoSlot, true};
-  Rank lowest{UINT64_MAX, UINT32_MAX};
-  const uint32_t buckets[2] = {choice.first, choice.second};
-  const int num = choice.first == choice.second ? 1 : 2;
-  for (int b = 0; b < num; ++b) {
-    const int64_t base = first_slot_of(table, buckets[b]);
-    for (int64_t slot = base; slot < base + table.bucket_slots; ++slot) {
-      const Rank rank = rank_of(table, slot);
-      if (rank.last_step < pinned_from && rank < lowest) {
-        lowest = rank;
-        place.slot = slot;
-      }
-    }
-  }
-  if (refuse_lower && own_score < lowest.score) place.slot = kNoSlot;
-  return place;
-}
-
 Place choose_place(const TableView& table, const BucketChoice& choice, const Visit& visit,
                    bool refuse_lower, uint64_t own_score) {
-  const uint64_t free_first = match_digests(digest_line(table, choice.first), kEmptyDigest);
-  const uint64_t free_second = match_digests(digest_line(table, choice.second), kEmptyDigest);
-  if ((free_first | free_second) == 0) {
-    return lowest_rank(table, choice, visit.pinned_from, refuse_lower, own_score);
-  }
-  const bool first = prefers_first(table.bucket_slots, __builtin_popcountll(free_first),
-                                   __builtin_popcountll(free_second));
-  const int64_t base = first_slot_of(table, first ? choice.first : choice.second);
-  return Place{base + __builtin_ctzll(first ? free_first : free_second), false};
+  const int64_t free = free_slot(table, choice);
+  if (free != kNoSlot) return Place{free, false};
+  const Victim victim = lowest_rank(table, choice, visit.pinned_from);
+  const bool refused = refuse_lower && own_score < victim.rank.score;
+  return Place{refused ? kNoSlot : victim.slot, true};
 }
 
 void write_initial_row(const TableView& table, int64_t id, char* row) {

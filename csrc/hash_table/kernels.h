@@ -71,6 +71,25 @@ void erase_slots(const TableView& table, const int64_t* slots, int64_t n, int th
 int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,
                         int32_t bucket_slots, uint16_t* digests);
 
+// owners[i] = the owner bucket of the id in slot first + i, or -1 where the slot is free.
+void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owners, int threads);
+
+// Puts entry i into slots[i], with its row, state, last step and score. placed[i]: whether the slot
+// was free and in one of the id's buckets; otherwise nothing is done with it.
+void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                   bool* placed, int threads);
+
+// Puts entries where a new id would go. Where both buckets are full, an entry takes the place of
+// the lowest rank if that is lower than its own, and what stood there goes to `displaced`;
+// otherwise it is counted as one that found no place. None of the ids may be in the table.
+void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced);
+
+// misplaced[i]: whether slots[i] is in none of the buckets that ids[i] has in a table of this
+// geometry, or the id's owner bucket is not in [owner_begin, owner_end).
+void find_misplaced(const int64_t* ids, const int64_t* slots, int64_t n, uint32_t num_buckets,
+                    int32_t bucket_slots, int64_t owner_begin, int64_t owner_end, bool* misplaced,
+                    int threads);
+
 }  // namespace cpu
 
 #ifdef TORCHREC_HKV_CUDA
@@ -116,6 +135,16 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
 
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, cudaStream_t stream);
+
+void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owners,
+                 cudaStream_t stream);
+
+void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                   bool* placed, cudaStream_t stream);
+
+// waiting: scratch, [entries.n].
+void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,
+                     bool* waiting, cudaStream_t stream);
 
 }  // namespace cuda
 #endif

@@ -158,4 +158,28 @@ struct Output {
   int64_t stride;  // columns of all features
 };
 
+// Entries with all that a table keeps of them, as a file holds them.
+struct Entries {
+  const int64_t* ids;
+  const char* rows;            // [n][dim] of the table's type
+  const uint32_t* last_steps;  // [n]
+  const uint64_t* scores;      // [n]; null under LRU
+  const float* states;         // [n][state width]
+  int64_t n;
+
+  HKV_HOST_DEVICE Rank rank(int64_t i) const {
+    return Rank{scores != nullptr ? scores[i] : last_steps[i], last_steps[i]};
+  }
+};
+
+// Room for entries that others took the place of.
+struct Displaced {
+  int64_t* ids;
+  char* rows;
+  uint32_t* last_steps;
+  uint64_t* scores;  // null under LRU
+  float* states;
+  uint64_t* counts;  // [2], zeros before the call: the displaced, and those that found no place
+};
+
 }  // namespace torchrec_hkv::hash_table

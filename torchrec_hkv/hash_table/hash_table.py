@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec
 
@@ -116,10 +118,13 @@ class HashTable:
             initializer=initializer,
             dtype=dtype,
         )
+        self._make(spec, state_dim, device)
+
+    def _make(self, spec: TableSpec, state_dim: int, device: torch.device | str) -> None:
         self._group = TableGroup([spec], [0], None, device=device, state_dim=state_dim)
-        self.dim = dim
-        self.dtype = dtype
-        self.eviction = eviction
+        self.dim = spec.dim
+        self.dtype = spec.dtype
+        self.eviction = spec.eviction
         self.state_dim = state_dim
         self.epoch = 0
 
@@ -307,6 +312,85 @@ class HashTable:
     ) -> Iterator[Entries]:
         """Entries that meet every given condition; see :meth:`erase_if`."""
         yield from self._export(self._select(score_below, score_at_least, older_than), batch_size)
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, batch_bytes: int = files.BATCH_BYTES) -> None:
+        """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
+
+        ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole. The
+        table must not be changed meanwhile.
+
+        Args:
+            path: a folder; an earlier save in it is replaced.
+            batch_bytes: memory the save may take, on the host and as much on the device.
+
+        Raises:
+            ValueError: ``path`` is something else than a saved table.
+            OSError: writing failed; the last save is whole.
+        """
+        files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        allow_loss: bool = False,
+        batch_bytes: int = files.BATCH_BYTES,
+    ) -> int:
+        """Replaces all that the table holds by what was saved.
+
+        Where the tables have the same capacity, all is as it was, to the slot of each id. In a
+        table of another capacity ids are placed anew.
+
+        Args:
+            path: as it was saved to.
+            allow_loss: load also where there is less room: an id stays out where those in both of
+                its buckets rank higher.
+            batch_bytes: memory the load may take, on the host and as much on the device.
+
+        Returns:
+            How many ids found no place.
+
+        Raises:
+            ValueError: the files are damaged or of a table of another dim, dtype, policy, state
+                width, name, seed or initialisation, or there is too little room; nothing has
+                changed then. Where a table of another capacity turns out too small although less
+                than 95 % of it are needed, it is left empty.
+        """
+        loaded = files.load(self._group, 0, path, allow_loss=allow_loss, batch_bytes=batch_bytes)
+        self.epoch = loaded.epoch
+        return loaded.lost
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        device: torch.device | str = "cpu",
+        hbm_bytes: int | None = None,
+        allow_loss: bool = False,
+    ) -> HashTable:
+        """A table as it was saved.
+
+        Args:
+            path: as it was saved to.
+            capacity: by default that of the saved table.
+            device: as for a new table.
+            hbm_bytes: as for a new table.
+            allow_loss: as for :meth:`load`.
+
+        Raises:
+            ValueError: as for :meth:`load`.
+        """
+        spec, state_dim = files.saved_spec(path)
+        capacity = spec.capacity if capacity is None else capacity
+        table = cls.__new__(cls)
+        spec = dataclasses.replace(spec, capacity=capacity, hbm_bytes=hbm_bytes)
+        table._make(spec, state_dim, device)
+        table.load(path, allow_loss=allow_loss)
+        return table
 
     # -- sizes ------------------------------------------------------------------------------------
 

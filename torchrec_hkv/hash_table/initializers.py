@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -129,6 +130,21 @@ class Constant:
 
 #: What a table takes.
 Initializer: TypeAlias = Uniform | Normal | TruncatedNormal | Constant
+
+_BY_NAME = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
+
+
+def initializer_from_fields(fields: Mapping[str, str | float]) -> Initializer:
+    """An initializer of the class that ``fields["type"]`` names, from its other fields.
+
+    Raises:
+        ValueError: no initializer has this name.
+    """
+    numbers_of = dict(fields)
+    name = numbers_of.pop("type", None)
+    if name not in _BY_NAME:
+        raise ValueError(f"type is {name!r}, but must be one of {', '.join(_BY_NAME)}.")
+    return _BY_NAME[name](**numbers_of)
 
 
 def op_arguments(initializer: Initializer | None) -> dict[str, str | float]:

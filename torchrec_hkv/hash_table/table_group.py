@@ -176,6 +176,19 @@ class TableGroup:
         """int64 ``[tables, 5]`` on the device; ops that change a table write it."""
         return self._group.counters
 
+    @property
+    def clock(self) -> int:
+        """The last step begun."""
+        return self._group.clock
+
+    def set_clock(self, clock: int) -> None:
+        """Sets the last step begun, before contents of that time are loaded.
+
+        Raises:
+            ValueError: it is out of range, or the backward of a lookup is still to come.
+        """
+        self._group.set_clock(clock)
+
     def begin_step(self) -> int:
         """The number of a new training step, to pass to :meth:`find_or_insert`."""
         return self._group.begin_step()

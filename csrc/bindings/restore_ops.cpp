@@ -1,0 +1,190 @@
+// Dispatcher ops that read a table in the order of a file and write it back. Slots are counted from
+// the table's first. Fakes are in torchrec_hkv/hash_table/ops.py.
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "bindings/checks.h"
+#include "bindings/on_device.h"
+#include "bindings/table_group.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+using hash_table::TableView;
+
+void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
+                 at::IntArrayRef shape, at::Device device) {
+  check_dtype(tensor, name, dtype);
+  check_device(tensor, name, device);
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " must have shape ", shape, ", but has ",
+                    tensor.sizes(), ".");
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
+}
+
+hash_table::Entries check_entries(const TableGroup& group, int64_t table, const at::Tensor& ids,
+                                  const at::Tensor& rows, const at::Tensor& last_steps,
+                                  const at::Tensor& scores, const at::Tensor& states) {
+  const TableView& view = group.view(table);
+  const at::Device device = group.device();
+  const int64_t n = ids.numel();
+  check_given(ids, "ids", at::kLong, {n}, device);
+  check_given(rows, "rows", group.row_dtype(table), {n, view.dim()}, device);
+  check_given(last_steps, "last_steps", at::kInt, {n}, device);
+  check_given(scores, "scores", at::kLong, {view.scores != nullptr ? n : 0}, device);
+  check_given(states, "states", at::kFloat, {n, view.states.width}, device);
+  return hash_table::Entries{
+      ids.const_data_ptr<int64_t>(),
+      static_cast<const char*>(rows.const_data_ptr()),
+      reinterpret_cast<const uint32_t*>(last_steps.const_data_ptr<int32_t>()),
+      view.scores != nullptr ? reinterpret_cast<const uint64_t*>(scores.const_data_ptr<int64_t>())
+                             : nullptr,
+      states.const_data_ptr<float>(),
+      n};
+}
+
+// counters: names the device; not read.
+at::Tensor slot_owners(const at::Tensor& counters, int64_t handle, int64_t table, int64_t first,
+                       int64_t n) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const TableView& view = group->view(table);
+  TORCH_CHECK_VALUE(first >= 0 && n >= 0 && first <= view.num_slots - n, "slots from ", first,
+                    " to ", first + n, " were asked for, but the table has ", view.num_slots, ".");
+  at::Tensor owners = at::empty({n}, at::dtype(at::kInt).device(group->device()));
+  int32_t* out = owners.data_ptr<int32_t>();
+  HKV_ON_DEVICE(group->device(), hash_table::cpu::slot_owners(view, first, n, out, threads),
+                hash_table::cuda::slot_owners(view, first, n, out, stream));
+  return owners;
+}
+
+at::Tensor gather(const TableView& view, const hash_table::RowStore& store, at::ScalarType dtype,
+                  const at::Tensor& slots) {
+  at::Tensor out = at::empty({slots.numel(), store.width}, slots.options().dtype(dtype));
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  char* to = static_cast<char*>(out.data_ptr());
+  HKV_ON_DEVICE(slots.device(),
+                hash_table::cpu::gather(view, store, nullptr, at, slots.numel(), to, threads),
+                hash_table::cuda::gather(view, store, nullptr, at, slots.numel(), to, stream));
+  return out;
+}
+
+// (ids, rows, last steps, scores or nothing, states) of slots, none of them -1.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slots(
+    int64_t handle, int64_t table, const at::Tensor& slots) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  const TableView& view = group->view(table);
+  check_given(slots, "slots", at::kLong, {slots.numel()}, group->device());
+  const auto options = slots.options();
+  const at::Tensor last_steps =
+      at::from_blob(view.last_steps, {view.num_slots}, options.dtype(at::kInt));
+  at::Tensor scores = at::empty({0}, options);
+  if (view.scores != nullptr) {
+    scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
+  }
+  return {group->ids(table).index_select(0, slots),
+          gather(view, view.rows, group->row_dtype(table), slots),
+          last_steps.index_select(0, slots), scores, gather(view, view.states, at::kFloat, slots)};
+}
+
+at::Tensor restore_slots(at::Tensor counters, int64_t handle, int64_t table,
+                         const at::Tensor& slots, const at::Tensor& ids, const at::Tensor& rows,
+                         const at::Tensor& last_steps, const at::Tensor& scores,
+                         const at::Tensor& states) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const hash_table::Entries entries =
+      check_entries(*group, table, ids, rows, last_steps, scores, states);
+  check_given(slots, "slots", at::kLong, {entries.n}, group->device());
+  at::Tensor placed = at::empty({entries.n}, ids.options().dtype(at::kBool));
+  const TableView& view = group->view(table);
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  bool* out = placed.data_ptr<bool>();
+  HKV_ON_DEVICE(group->device(), hash_table::cpu::restore_slots(view, entries, at, out, threads),
+                hash_table::cuda::restore_slots(view, entries, at, out, stream));
+  return placed;
+}
+
+// (ids, rows, last steps, scores, states) of the displaced, and [how many these are, how many found
+// no place].
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> restore_entries(
+    at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& ids,
+    const at::Tensor& rows, const at::Tensor& last_steps, const at::Tensor& scores,
+    const at::Tensor& states) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const hash_table::Entries entries =
+      check_entries(*group, table, ids, rows, last_steps, scores, states);
+  at::Tensor out_ids = at::empty_like(ids), out_rows = at::empty_like(rows);
+  at::Tensor out_steps = at::empty_like(last_steps), out_scores = at::empty_like(scores);
+  at::Tensor out_states = at::empty_like(states);
+  at::Tensor counts = at::zeros({2}, ids.options());
+  const TableView& view = group->view(table);
+  const hash_table::Displaced displaced{
+      out_ids.data_ptr<int64_t>(),
+      static_cast<char*>(out_rows.data_ptr()),
+      reinterpret_cast<uint32_t*>(out_steps.data_ptr<int32_t>()),
+      view.scores != nullptr ? reinterpret_cast<uint64_t*>(out_scores.data_ptr<int64_t>())
+                             : nullptr,
+      out_states.data_ptr<float>(),
+      reinterpret_cast<uint64_t*>(counts.data_ptr<int64_t>())};
+  at::Tensor waiting =
+      at::empty({group->device().is_cuda() ? entries.n : 0}, ids.options().dtype(at::kBool));
+  [[maybe_unused]] bool* scratch = waiting.data_ptr<bool>();
+  HKV_ON_DEVICE(group->device(), hash_table::cpu::restore_entries(view, entries, displaced),
+                hash_table::cuda::restore_entries(view, entries, displaced, scratch, stream));
+  return {out_ids, out_rows, out_steps, out_scores, out_states, counts};
+}
+
+at::Tensor find_misplaced(const at::Tensor& ids, const at::Tensor& slots, int64_t num_buckets,
+                          int64_t bucket_slots, int64_t owner_begin, int64_t owner_end) {
+  const int64_t n = ids.numel();
+  check_given(ids, "ids", at::kLong, {n}, at::kCPU);
+  check_given(slots, "slots", at::kLong, {n}, at::kCPU);
+  TORCH_CHECK_VALUE(num_buckets >= 1 && num_buckets <= 0xffffffffll && bucket_slots >= 1 &&
+                        bucket_slots <= kBucketDigests,
+                    "a geometry of ", num_buckets, " buckets of ", bucket_slots,
+                    " slots makes no sense.");
+  at::Tensor misplaced = at::empty({n}, ids.options().dtype(at::kBool));
+  hash_table::cpu::find_misplaced(ids.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), n,
+                                  static_cast<uint32_t>(num_buckets),
+                                  static_cast<int32_t>(bucket_slots), owner_begin, owner_end,
+                                  misplaced.data_ptr<bool>(), at::get_num_threads());
+  return misplaced;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
+  m.def("slot_owners(Tensor counters, int group, int table, int first, int n) -> Tensor");
+  m.def(
+      "read_slots(int group, int table, Tensor slots) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "restore_slots(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
+      "Tensor rows, Tensor last_steps, Tensor scores, Tensor states) -> Tensor");
+  m.def(
+      "restore_entries(Tensor(a!) counters, int group, int table, Tensor ids, Tensor rows, "
+      "Tensor last_steps, Tensor scores, Tensor states) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "find_misplaced(Tensor ids, Tensor slots, int num_buckets, int bucket_slots, "
+      "int owner_begin, int owner_end) -> Tensor");
+}
+
+#define HKV_REGISTER(m)                    \
+  m.impl("slot_owners", &slot_owners);     \
+  m.impl("read_slots", &read_slots);       \
+  m.impl("restore_slots", &restore_slots); \
+  m.impl("restore_entries", &restore_entries);
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
+  HKV_REGISTER(m)
+  m.impl("find_misplaced", &find_misplaced);
+}
+#ifdef TORCHREC_HKV_CUDA
+TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) { HKV_REGISTER(m) }
+#endif
+
+}  // namespace torchrec_hkv::bindings

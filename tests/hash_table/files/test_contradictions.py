@@ -1,0 +1,87 @@
+"""Files with right checksums that make no sense as a table, as another program might write them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.support.saved_tables import assert_refused, filled, like
+from torchrec_hkv.hash_table import files
+from torchrec_hkv.hash_table.manifest import Manifest
+from torchrec_hkv.hash_table.shard_files import ShardReader, ShardWriter
+
+
+def rewrite(folder, change):
+    """Writes the only shard of a table anew, with right checksums."""
+    manifest = Manifest.read(folder)
+    (shard,) = manifest.shards
+    fields = files.fields_of(4, torch.float32, 0, False)
+    memory = {f.name: torch.empty(f.shape(shard.entries), dtype=f.dtype) for f in fields}
+    with ShardReader(folder / shard.file, fields, shard) as reader:
+        list(reader.batches(memory))
+    owners = change(memory) or (0, 1 << 16)
+    (folder / shard.file).unlink()
+    with ShardWriter(folder / shard.file, fields, owners, shard.entries) as writer:
+        writer.append(memory)
+        written = writer.finish()
+    dataclasses.replace(manifest, shards=(written,)).write(folder)
+    Manifest.commit(folder)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    filled("cpu").save(tmp_path)
+    return tmp_path
+
+
+def test_unchanged_it_loads(saved):
+    rewrite(saved, lambda memory: None)
+    assert filled("cpu").load(saved) == 0
+
+
+@pytest.mark.parametrize("slot", [-1, -(2**63), 2**62, 10**6])
+def test_a_slot_that_there_is_not(saved, slot):
+    def change(memory):
+        memory["slots"][3:5] = slot
+
+    rewrite(saved, change)
+    assert_refused(lambda t: t.load(saved), filled("cpu"), "2 of its 500 ids are not in their")
+
+
+def test_ids_in_foreign_buckets(saved):
+    def change(memory):
+        memory["ids"][:] = memory["ids"].flip(0)
+
+    rewrite(saved, change)
+    assert_refused(lambda t: t.load(saved), filled("cpu"), "ids are not in their own buckets")
+
+
+def test_ids_of_other_owners(saved):
+    rewrite(saved, lambda memory: (0, 1 << 15))
+    assert_refused(lambda t: t.load(saved), filled("cpu"), "ids are not in their own buckets")
+
+
+def test_a_slot_taken_twice_leaves_the_table_empty(saved, device_type):
+    def change(memory):
+        memory["slots"][1], memory["ids"][1] = memory["slots"][0], memory["ids"][0]
+
+    rewrite(saved, change)
+    table = filled(device_type)
+    with pytest.raises(ValueError, match="contradicts itself: 1 of its slots are taken twice"):
+        table.load(saved)
+    assert table.size == 0
+
+
+def test_more_entries_than_slots(saved):
+    manifest = Manifest.read(saved)
+    dataclasses.replace(manifest, buckets=1, bucket_slots=64).write(saved)
+    Manifest.commit(saved)
+    assert_refused(lambda t: t.load(saved), filled("cpu"), "500 entries do not fit")
+
+
+def test_a_shard_outside_of_the_folder(saved):
+    manifest = Manifest.read(saved)
+    shard = dataclasses.replace(manifest.shards[0], file="../secret.safetensors")
+    dataclasses.replace(manifest, shards=(shard,)).write(saved)
+    Manifest.commit(saved)
+    assert_refused(lambda t: t.load(saved), like(filled("cpu")), "is no name of a shard")

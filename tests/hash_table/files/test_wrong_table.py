@@ -1,0 +1,41 @@
+"""A file of another table is refused with one sentence that names both values."""
+
+import pytest
+import torch
+
+from tests.support.saved_tables import assert_refused, filled
+from torchrec_hkv.hash_table import Uniform
+
+OTHERS = {
+    "dim": ({"dim": 8}, "4", "8"),
+    "dtype": ({"dtype": torch.float16}, "'float32'", "'float16'"),
+    "eviction": ({"eviction": "lfu"}, "'lru'", "'lfu'"),
+    "state_dim": ({"state_dim": 2}, "0", "2"),
+    "name": ({"name": "other"}, "'table'", "'other'"),
+    "seed": ({"seed": 7}, "0", "7"),
+    "initializer": ({"initializer": Uniform(-2, 1)}, "{'type': 'Uniform', 'low': -1", "-2"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_refused(device_type, tmp_path, what):
+    options, saved, own = OTHERS[what]
+    filled(device_type).save(tmp_path)
+    target = filled(device_type, 77, **options)
+    caught = assert_refused(lambda t: t.load(tmp_path), target, f"its {what} is {saved}")
+    sentence = str(caught.value)
+    assert own in sentence
+    assert str(tmp_path) in sentence
+    assert sentence.count(". ") == 0
+
+
+def test_a_later_version(tmp_path):
+    filled("cpu").save(tmp_path)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    assert_refused(lambda t: t.load(tmp_path), filled("cpu"), "of version 2, but .* version 1")
+
+
+def test_other_json(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": "something else"}')
+    assert_refused(lambda t: t.load(tmp_path), filled("cpu"), "not of a hash table")

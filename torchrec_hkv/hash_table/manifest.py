@@ -1,0 +1,177 @@
+"""The manifest of a saved table: what the table is, and which shards hold its entries."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = "torchrec_hkv.hash_table"
+VERSION = 1
+#: Owner buckets, which the ranges of all shards together cover.
+OWNERS = 1 << 16
+
+_NAME = re.compile(r"shard-[0-9a-f]{8}-\d{5,}\.safetensors")
+_UNFINISHED = f".{MANIFEST}.saving"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of entries.
+
+    Attributes:
+        file: its name.
+        owner_begin: first owner bucket of its ids.
+        owner_end: the one past the last.
+        entries: how many it holds.
+        bytes: size of the file.
+        crc32: checksum of each tensor's bytes.
+    """
+
+    file: str
+    owner_begin: int
+    owner_end: int
+    entries: int
+    bytes: int
+    crc32: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """All of a saved table but its entries.
+
+    Attributes:
+        table: what makes it this table, by name; see :func:`torchrec_hkv.hash_table.files.save`.
+        capacity: what was asked for.
+        buckets: of the table that was saved.
+        bucket_slots: slots of each.
+        clock: the last step begun.
+        epoch: of the epoch policies.
+        entries: in all shards.
+        shards: in the order of their owner buckets.
+    """
+
+    table: dict[str, Any]
+    capacity: int
+    buckets: int
+    bucket_slots: int
+    clock: int
+    epoch: int
+    entries: int
+    shards: tuple[Shard, ...]
+
+    def write(self, folder: Path) -> None:
+        """Writes it beside the folder's manifest, for :meth:`commit`."""
+        content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        with open(folder / _UNFINISHED, "w", encoding="utf-8") as file:
+            json.dump({**content, "crc32": _checksum(content)}, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def commit(folder: Path) -> None:
+        """Puts what was written in the place of the folder's manifest, in one step."""
+        sync_folder(folder)
+        (folder / _UNFINISHED).rename(folder / MANIFEST)
+        sync_folder(folder)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of a folder.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ValueError(
+                f"There is no saved table at {folder}: {MANIFEST} can't be read ({error.strerror})."
+            ) from None
+        except ValueError:
+            raise ValueError(f"{path} is damaged: it is not JSON.") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"{path} is damaged, or not of a hash table: it names no {FORMAT!r}.")
+        if content.get("version") != VERSION:
+            raise ValueError(
+                f"{path} is of version {content.get('version')!r}, but this program reads version "
+                f"{VERSION}."
+            )
+        checksum = content.pop("crc32", None)
+        if checksum != _checksum(content):
+            raise ValueError(
+                f"{path} is damaged: its checksum is {_checksum(content)}, but it names {checksum}."
+            )
+        try:
+            shards = tuple(Shard(**shard) for shard in content.pop("shards"))
+            fields = {key: content[key] for key in content if key not in ("format", "version")}
+            manifest = Manifest(**fields, shards=shards)
+            manifest._check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} makes no sense: {error}.") from None
+        return manifest
+
+    def _check(self) -> None:
+        if sum(shard.entries for shard in self.shards) != self.entries:
+            raise ValueError(f"its shards do not hold {self.entries} entries together")
+        if self.entries > self.buckets * self.bucket_slots:
+            raise ValueError(f"{self.entries} entries do not fit into its slots")
+        for shard in self.shards:
+            if not _NAME.fullmatch(shard.file):
+                raise ValueError(f"{shard.file!r} is no name of a shard")
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return zlib.crc32(canonical.encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes sure that a folder's names are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def shard_name(save: str, index: int) -> str:
+    """The file of a save's shard; ``save`` is 8 hexadecimal digits of its own."""
+    return f"shard-{save}-{index:05d}.safetensors"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Makes the folder of a saved table, or clears it of what killed saves left.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, but a table is saved to a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in sorted(os.listdir(folder)):
+        if name not in (MANIFEST, _UNFINISHED) and not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{folder} holds {name!r}, which is not of a saved table: name a folder that "
+                "doesn't exist, or of an earlier save."
+            )
+    try:
+        kept = Manifest.read(folder)
+    except ValueError:
+        return  # cleared once there is a manifest again
+    remove_others(folder, kept)
+
+
+def remove_others(folder: Path, manifest: Manifest) -> None:
+    """Removes the shards that are not of a manifest."""
+    named = {shard.file for shard in manifest.shards}
+    for name in os.listdir(folder):
+        if _NAME.fullmatch(name) and name not in named:
+            (folder / name).unlink()
