@@ -89,6 +89,11 @@ __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t s
   return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
 }
 
+__device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {
+  const uint32_t step = load_l2(&table.last_steps[slot]);
+  return Rank{table.scores == nullptr ? step : load_score(table, slot), step};
+}
+
 __device__ __forceinline__ void count(const TableView& table, Counter counter, uint64_t by) {
   atomicAdd(reinterpret_cast<unsigned long long*>(&table.counters[counter]),
             static_cast<unsigned long long>(by));

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, lookup, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec, files
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, files
 
 SPECS = [
     TableSpec("a", 300, 6, "lfu", initializer=Uniform(-1, 1)),
