@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import platform
 import shlex
 import subprocess
@@ -34,7 +35,12 @@ def describe() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit, marked where the tree differs from it; empty outside a repository."""
+    """The commit, marked where the tree differs from it.
+
+    A machine that has the tree without its repository is told by ``TORCHREC_HKV_COMMIT``.
+    """
+    if told := os.environ.get("TORCHREC_HKV_COMMIT"):
+        return told
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
