@@ -2,7 +2,7 @@
 //
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
-// frequency, row and optimizer state lie in arrays of their own at the slot's number,
+// score, row and optimizer state lie in arrays of their own at the slot's number,
 // bucket * bucket_slots + position. Every id has two candidate buckets; nothing moves once placed,
 // so a slot number stays valid until its id is evicted. Emptiness is told by the digest, never by
 // an id: every 64-bit id is legal.

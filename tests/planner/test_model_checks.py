@@ -77,6 +77,13 @@ def test_fewer_rows_than_ranks():
     assert "shard without rows" in message
 
 
+def test_a_capacity_of_zero():
+    # Without a range of its own, TorchRec's config divides by the number of rows.
+    table = _table(num_embeddings=0, weight_init_min=-0.1, weight_init_max=0.1)
+    message = _refusal(make_model([table]), TOY)
+    assert "num_embeddings=0: it must be at least 1" in message
+
+
 def test_a_dim_that_is_not_positive():
     message = _refusal(make_model([_table(embedding_dim=0)]), TOY)
     assert "embedding_dim=0: it must be at least 1" in message
