@@ -6,7 +6,9 @@
 namespace torchrec_hkv::bindings {
 namespace {
 
-constexpr int64_t kMaxBatch = int64_t{1} << 32;  // positions and bags are kept in 32 bits
+// Positions and bags are kept in 32 bits, and the scratch table of an insertion has at most 2^31
+// places.
+constexpr int64_t kMaxBatch = int64_t{1} << 31;
 
 void check_offsets(const TableGroup& group, const at::Tensor& offsets, int64_t batch_size,
                    int64_t num_ids) {
@@ -16,7 +18,7 @@ void check_offsets(const TableGroup& group, const at::Tensor& offsets, int64_t b
   check_length(offsets, "offsets", group.num_features() * batch_size + 1);
   TORCH_CHECK_VALUE(offsets.is_contiguous(), "offsets must be contiguous.");
   TORCH_CHECK_VALUE(offsets.numel() < kMaxBatch, "a batch has ", offsets.numel() - 1,
-                    " bags, but must have fewer than 2^32.");
+                    " bags, but must have fewer than 2^31.");
   if (group.device().is_cuda()) return;  // looking would wait for the device
   const int64_t* at = offsets.const_data_ptr<int64_t>();
   const int64_t bags = offsets.numel() - 1;
@@ -38,7 +40,7 @@ hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
   check_device(ids, "ids", group.device());
   TORCH_CHECK_VALUE(ids.is_contiguous(), "ids must be contiguous.");
   TORCH_CHECK_VALUE(ids.numel() < kMaxBatch, "a batch has ", ids.numel(),
-                    " ids, but must have fewer than 2^32.");
+                    " ids, but must have fewer than 2^31.");
   if (offsets) {
     check_offsets(group, *offsets, batch_size, ids.numel());
   } else {
