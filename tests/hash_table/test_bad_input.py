@@ -99,6 +99,7 @@ def test_training_tables_without_an_optimizer():
         (TableSpec("t", 0, 4), r"capacity is 0, but must be at least 1"),
         (TableSpec("t", 10, 0), r"table 't': dim is 0, but must be from 1 to 2048"),
         (TableSpec("t", 10, 2049), r"table 't': dim is 2049, but must be from 1 to 2048"),
+        (TableSpec("t", 10, 4, hbm_bytes=-1), r"table 't': hbm_bytes is -1, but 10 rows need at l"),
         (TableSpec("t", 10, 4, "fifo"), r"table 't': eviction is 'fifo', but must be one of 'lru'"),
         (TableSpec("t", 10, 4, initializer=(0, 1)), r"initializer is \(0, 1\), but must be a Uni"),
     ],

@@ -82,8 +82,8 @@ class HashTable:
         dtype: of rows: float32, float16 or bfloat16.
         eviction: the policy.
         state_dim: float32 values of state beside each row, zeros for a new id.
-        hbm_bytes: what the table may take of a GPU's memory; rows beyond lie in pinned host memory.
-            None: all in HBM.
+        hbm_bytes: what the table may take of a GPU's memory, index included; rows beyond lie in
+            pinned host memory. None: all in HBM.
         name: mixed into the seed of initial rows.
         seed: of the initial rows.
         initializer: distribution of the values of initial rows: a

@@ -143,6 +143,11 @@ class TableGroup:
         memory = table_memory(
             spec.capacity, spec.dim, state_dim, spec.eviction, spec.dtype.itemsize
         )
+        if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
+            raise ValueError(
+                f"table '{spec.name}': hbm_bytes is {spec.hbm_bytes}, but {spec.capacity} rows need "
+                f"at least {memory.least_hbm_bytes}: their index, and one bucket with its rows."
+            )
         hbm_bytes = spec.hbm_bytes if self.device.type == "cuda" else None
         return _C.TableConfig(
             name=spec.name,

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.saved_tables import assert_same, entries, filled, snapshot
 from tests.support.tables import distinct_ids
-from torchrec_hkv.hash_table import HashTable, Uniform
+from torchrec_hkv.hash_table import HashTable, Uniform, table_memory
 
 
 def test_as_it_was(device_type, tmp_path):
@@ -45,10 +45,12 @@ def test_of_another_capacity(device_type, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hbm_bytes", [None, 20_000, 0])
-def test_on_another_device(tmp_path, hbm_bytes):
+@pytest.mark.parametrize("room", [None, 20_000, 0])
+def test_on_another_device(tmp_path, room):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
+    least = table_memory(2000, 4, 2, "lfu").least_hbm_bytes
+    hbm_bytes = None if room is None else least + room
     table = filled("cpu", 3000, 2000, eviction="lfu", state_dim=2)
     table.save(tmp_path / "cpu")
     on_gpu = HashTable.from_file(tmp_path / "cpu", device="cuda", hbm_bytes=hbm_bytes)
