@@ -145,8 +145,9 @@ class TableGroup:
         )
         if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
             raise ValueError(
-                f"table '{spec.name}': hbm_bytes is {spec.hbm_bytes}, but {spec.capacity} rows need "
-                f"at least {memory.least_hbm_bytes}: their index, and one bucket with its rows."
+                f"table '{spec.name}': hbm_bytes is {spec.hbm_bytes}, but {spec.capacity} rows "
+                f"need at least {memory.least_hbm_bytes}: their index, and one bucket with its "
+                "rows."
             )
         hbm_bytes = spec.hbm_bytes if self.device.type == "cuda" else None
         return _C.TableConfig(
