@@ -424,7 +424,9 @@ class HashTable:
         initialize: bool,
         evicted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        self._check_ids(ids)
         self._check_scores(scores, ids)
+        self._check_epoch()
         return _ops.insert(
             self._group.counter_tensor,
             self._group.handle,
@@ -445,6 +447,7 @@ class HashTable:
         _ops.write_rows(group.counter_tensor, group.handle, slots, rows.contiguous(), add)
 
     def _touch(self, slots: Tensor, scores: Tensor | None) -> None:
+        self._check_epoch()
         group = self._group
         step = group.begin_step()
         if scores is not None:
@@ -473,6 +476,17 @@ class HashTable:
             raise ValueError(f"{what} must have shape {shape}, but has {tuple(tensor.shape)}.")
         if tensor.device != self.device:
             raise ValueError(f"{what} must be on {self.device}, but is on {tensor.device}.")
+
+    # Checked before a call gets its number, so that a refused one does not count.
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if isinstance(ids, Tensor) and ids.dim() != 1:
+            raise ValueError(f"ids must have one dimension, but has shape {list(ids.shape)}.")
+        self._check(ids, "ids", torch.int64, tuple(getattr(ids, "shape", ())))
+
+    def _check_epoch(self) -> None:
+        if not 0 <= self.epoch < 1 << 32:
+            raise ValueError(f"epoch is {self.epoch}, but must be from 0 to 2^32 - 1.")
 
     def _check_rows(self, rows: Tensor, ids: Tensor) -> None:
         self._check(rows, "rows", self.dtype, (ids.numel(), self.dim))
