@@ -172,7 +172,8 @@ struct LaneSlots {
   const uint16_t* digests;
   int64_t first_slot;
   // The bucket's slots from the first of these on: fewer than eight at its end, or less than one.
-  // Not clamped to 0 .. 8: nvcc 13.0 then takes "is 8" for "is not 0".
+  // Not clamped to 0 .. 8: as nvcc 13.0 compiles that, load_steps takes 5 for 8
+  // (docs/hash_table.md).
   int32_t left;
 };
 
