@@ -1,4 +1,4 @@
-"""Operations of ``HashTable``, one a row, over load factor and dim; billions (2^30) of ids a s.
+"""Operations of ``HashTable``, one a row, over load factor and dim, in 2^30 ids a second.
 
     python -m benchmarks.hash_table --out benchmarks/results/hash_table.csv
 

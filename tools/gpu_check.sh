@@ -39,13 +39,20 @@ step() { # step NAME COMMAND...: runs it, keeps its log, says how long it took
   fi
 }
 
+if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "error: this check needs a CUDA GPU and a torch built for CUDA, and python3 here has not both." >&2
+  exit 2
+fi
 python3 -c 'import torch; print(torch.__version__, torch.cuda.device_count(), torch.cuda.get_device_name())'
 step build env TORCHREC_HKV_CUDA=1 python3 setup.py build_ext --inplace
 step tests python3 -m pytest -m gpu -q "$@"
 tail -n 3 "$out/tests.log"
 
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
-data=$(compgen -G '.gpu/wheels/recbole-*.whl' || compgen -G '.data/recbole-*.whl')
+if ! data=$(compgen -G '.gpu/wheels/recbole-*.whl' || compgen -G '.data/recbole-*.whl'); then
+  echo "error: the example's data, the recbole wheel, is neither in .gpu/wheels nor in .data." >&2
+  exit 1
+fi
 for n in $(printf '1\n%s\n' "$gpus" | sort -nu); do
   step "example_$n" python3 -m torch.distributed.run --nproc_per_node "$n" \
     examples/train_movielens.py --data "$data" --json "$out/example_$n.json"
