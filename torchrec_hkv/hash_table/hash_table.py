@@ -74,7 +74,8 @@ class HashTable:
     In two full buckets the lowest score leaves, among equals the one touched longest ago; what the
     same call has touched stays. An id whose own score is lower than all of those is refused, and so
     is one whose buckets are full of ids of the same call. Of several scores given for one id, all
-    must be too low for that; counts add up, and of other scores one stays (on a CPU the last).
+    must be too low for that; counts add up (on a CPU from the first that is high enough on), and
+    of other scores one stays (on a CPU the last).
 
     Args:
         dim: columns of a row, 1 to 2048.
