@@ -65,7 +65,8 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   TORCH_CHECK_VALUE(!group.needs_scores(),
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   const hash_table::Visit visit = group.visit(step);
-  const hash_table::Placement placement{/*initialize=*/true, /*refuse_lower=*/false, {}};
+  const hash_table::Placement placement{
+      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
   const at::Tensor scratch = insert_scratch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
@@ -74,7 +75,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
       hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out, nullptr,
                                       threads),
       hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, visit, placement,
-                                       out, nullptr, scratch.data_ptr(), stream));
+                                       out, nullptr, nullptr, scratch.data_ptr(), stream));
   return slots;
 }
 

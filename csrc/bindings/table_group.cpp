@@ -119,6 +119,9 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   at::Tensor views = at::empty({view_bytes}, at::kByte);
   for (int64_t t = 0; t < num_tables(); ++t) {
     host_views_.push_back(make_view(t));
+    if (host_views_.back().initial_rows.distribution != Distribution::kUniform) {
+      initial_rows_ = hash_table::NewRows::kInitial;
+    }
     reinterpret_cast<TableView*>(views.data_ptr())[t] = host_views_.back();
   }
   views_ = views.to(device);

@@ -66,6 +66,8 @@ class TableGroup {
   // Whether one of the tables needs a score with every id.
   bool needs_scores() const { return needs_scores_; }
   const at::Tensor& counters() const { return counters_; }
+  // What a new id's row is initialised to, in all tables.
+  hash_table::NewRows initial_rows() const { return initial_rows_; }
 
   // On the group's device.
   const hash_table::TableView* views() const;
@@ -135,6 +137,7 @@ class TableGroup {
   int64_t state_width_ = 0;
   bool four_wide_ = true;
   bool needs_scores_ = false;
+  hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor views_;            // bytes of TableView[tables], on the device

@@ -69,11 +69,32 @@ hash_table::Visit make_visit(const TableGroup& group, int64_t step, int64_t epoc
   return visit;
 }
 
-// (slots, found, ids, rows and scores of what left or was refused, their number)
+// Writes rows to slots. `writer` (CUDA, bool, by position): whose row is written of several for one
+// slot; without it the first to come.
+void write(const TableGroup& group, const at::Tensor& slots, const char* rows, bool add,
+           [[maybe_unused]] const at::Tensor& writer) {
+  const int64_t n = slots.numel();
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+#ifdef TORCHREC_HKV_CUDA
+  at::Tensor claims;
+  uint32_t* bits = nullptr;
+  if (group.device().is_cuda() && !add && !writer.defined()) {
+    claims = at::zeros({(group.num_slots() + 31) / 32}, slots.options().dtype(at::kInt));
+    bits = reinterpret_cast<uint32_t*>(claims.data_ptr<int32_t>());
+  }
+  const bool* chosen = writer.defined() ? writer.const_data_ptr<bool>() : nullptr;
+#endif
+  HKV_ON_DEVICE(
+      group.device(), hash_table::cpu::write_rows(group.view(0), at, rows, n, add, threads),
+      hash_table::cuda::write_rows(group.view(0), at, rows, n, add, chosen, bits, stream));
+}
+
+// (slots, found, ids, rows and scores of what left or was refused, their number). With rows and
+// `assign`, each id's row becomes one that came with it.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> insert(
     at::Tensor counters, int64_t handle, const at::Tensor& ids, int64_t step, int64_t epoch,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows, bool initialize,
-    bool leavers) {
+    bool assign, bool leavers) {
   const std::shared_ptr<TableGroup> owner = one_table(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
@@ -81,50 +102,67 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const int64_t n = ids.numel();
   const hash_table::Visit visit = make_visit(group, step, epoch, score_pointer(group, scores, n));
   const char* given_rows = rows ? row_pointer(group, *rows, n) : nullptr;
-  TORCH_CHECK_VALUE(!leavers || rows, "rows must be given where what leaves is wanted.");
+  TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
+  TORCH_CHECK_VALUE(assign || !leavers, "what leaves is given back only where rows are assigned.");
+  TORCH_CHECK_VALUE(!assign || !initialize, "a new row is either initialised or assigned.");
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
+  at::Tensor writer;
+  if (group.device().is_cuda() && assign) writer = at::empty_like(found);
   const int64_t room = leavers ? n : 0;
   at::Tensor left_ids = at::empty({room}, ids.options());
   at::Tensor left_rows =
       at::empty({room, group.total_dim()}, ids.options().dtype(group.row_dtype(0)));
   at::Tensor left_scores = at::empty({room}, ids.options());
   at::Tensor number = at::zeros({leavers ? 1 : 0}, ids.options());
-  hash_table::Placement placement{initialize, /*refuse_lower=*/true, {}};
+  hash_table::Placement placement{
+      initialize ? group.initial_rows() : hash_table::NewRows::kUntouched,
+      /*refuse_lower=*/true,
+      given_rows,
+      {}};
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
-                         reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>()), given_rows};
+                         reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>())};
   }
   int64_t* out = slots.data_ptr<int64_t>();
   bool* there = found.data_ptr<bool>();
+#ifdef TORCHREC_HKV_CUDA
+  bool* writes = writer.defined() ? writer.data_ptr<bool>() : nullptr;
+#endif
   const at::Tensor scratch = insert_scratch(group, ids);
   HKV_ON_DEVICE(
       group.device(),
       hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out, there, threads),
       hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, visit, placement,
-                                       out, there, scratch.data_ptr(), stream));
+                                       out, there, writes, scratch.data_ptr(), stream));
+  if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   return {slots, found, left_ids, left_rows, left_scores, number};
 }
 
 at::Tensor gather(const TableGroup& group, const hash_table::RowStore& store, at::ScalarType dtype,
-                  const int64_t* ids, const at::Tensor& slots) {
+                  const int64_t* ids, const at::Tensor& slots, bool* found) {
   at::Tensor out = at::empty({slots.numel(), store.width}, slots.options().dtype(dtype));
   const int64_t* at = slots.const_data_ptr<int64_t>();
   char* to = static_cast<char*>(out.data_ptr());
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::gather(group.view(0), store, ids, at, slots.numel(), to, threads),
-                hash_table::cuda::gather(group.view(0), store, ids, at, slots.numel(), to, stream));
+  HKV_ON_DEVICE(
+      group.device(),
+      hash_table::cpu::gather(group.view(0), store, ids, at, slots.numel(), to, found, threads),
+      hash_table::cuda::gather(group.view(0), store, ids, at, slots.numel(), to, found, stream));
   return out;
 }
 
-at::Tensor gather_rows(int64_t handle, const at::Tensor& ids, const at::Tensor& slots) {
+// (rows, whether there is a slot)
+std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor& ids,
+                                               const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> group = one_table(handle);
   check_slots(*group, slots);
   make_batch(*group, ids, std::nullopt, 1);
   check_length(ids, "ids", slots.numel());
-  return gather(*group, group->view(0).rows, group->row_dtype(0), ids.const_data_ptr<int64_t>(),
-                slots);
+  at::Tensor found = at::empty({slots.numel()}, slots.options().dtype(at::kBool));
+  at::Tensor rows = gather(*group, group->view(0).rows, group->row_dtype(0),
+                           ids.const_data_ptr<int64_t>(), slots, found.data_ptr<bool>());
+  return {rows, found};
 }
 
 void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
@@ -133,19 +171,7 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   check_slots(group, slots);
-  const int64_t n = slots.numel();
-  const char* from = row_pointer(group, rows, n);
-  const int64_t* at = slots.const_data_ptr<int64_t>();
-  at::Tensor claims;
-  if (group.device().is_cuda() && !add) {
-    claims = at::zeros({(group.num_slots() + 31) / 32}, slots.options().dtype(at::kInt));
-  }
-#ifdef TORCHREC_HKV_CUDA
-  auto* bits = claims.defined() ? reinterpret_cast<uint32_t*>(claims.data_ptr<int32_t>()) : nullptr;
-#endif
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::write_rows(group.view(0), at, from, n, add, threads),
-                hash_table::cuda::write_rows(group.view(0), at, from, n, add, bits, stream));
+  write(group, slots, row_pointer(group, rows, slots.numel()), add, at::Tensor());
 }
 
 void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots, int64_t step,
@@ -179,9 +205,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
   check_slots(*group, slots);
   const TableView& view = group->view(0);
   return {group->ids(0).index_select(0, slots),
-          gather(*group, view.rows, group->row_dtype(0), nullptr, slots),
+          gather(*group, view.rows, group->row_dtype(0), nullptr, slots, nullptr),
           group->scores(0).index_select(0, slots),
-          gather(*group, view.states, at::kFloat, nullptr, slots)};
+          gather(*group, view.states, at::kFloat, nullptr, slots, nullptr)};
 }
 
 }  // namespace
@@ -189,9 +215,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "insert(Tensor(a!) counters, int group, Tensor ids, int step, int epoch, Tensor? scores, "
-      "Tensor? rows, bool initialize, bool leavers) "
+      "Tensor? rows, bool initialize, bool assign, bool leavers) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("gather_rows(int group, Tensor ids, Tensor slots) -> Tensor");
+  m.def("gather_rows(int group, Tensor ids, Tensor slots) -> (Tensor, Tensor)");
   m.def("write_rows(Tensor(a!) counters, int group, Tensor slots, Tensor rows, bool add) -> ()");
   m.def(
       "touch_slots(Tensor(a!) counters, int group, Tensor slots, int step, int epoch, "

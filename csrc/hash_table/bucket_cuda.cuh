@@ -28,6 +28,14 @@ __device__ __forceinline__ uint4 load_vector_l2(const void* from) {
                : "memory");
   return v;
 }
+// The same through L1, where what others have changed may not be seen.
+__device__ __forceinline__ uint4 load_vector_cached(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.ca.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
 // The same for data that nobody changes but that is not worth a place in L1.
 __device__ __forceinline__ uint4 load_vector_once(const void* from) {
   uint4 v;
@@ -67,13 +75,8 @@ __device__ __forceinline__ const uint16_t* digest_line(const TableView& table, u
   return table.digests + static_cast<int64_t>(bucket) * kBucketDigests;
 }
 
-__device__ __forceinline__ void touch(const TableView& table, int64_t slot, const Visit& visit,
-                                      uint64_t given) {
-  // Testing first keeps hot ids from writing one address thousands of times.
-  if (load_l2(&table.last_steps[slot]) != visit.now) {
-    store_l2(&table.last_steps[slot], visit.now);
-  }
-  if (table.scores == nullptr) return;
+__device__ __forceinline__ void touch_score(const TableView& table, int64_t slot,
+                                            const Visit& visit, uint64_t given) {
   auto* score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   unsigned long long old = load_l2(score);
   for (;;) {
@@ -83,6 +86,23 @@ __device__ __forceinline__ void touch(const TableView& table, int64_t slot, cons
     if (seen == old) return;
     old = seen;
   }
+}
+
+// Whether an id of several positions is touched by this one first is worth an atomic exchange only
+// where `exclusive` asks for it; otherwise the answer means nothing.
+__device__ __forceinline__ bool touch(const TableView& table, int64_t slot, const Visit& visit,
+                                      uint64_t given, bool exclusive = false) {
+  bool first = false;
+  // Testing first keeps hot ids from writing one address thousands of times.
+  if (load_l2(&table.last_steps[slot]) != visit.now) {
+    if (exclusive) {
+      first = atomicExch(&table.last_steps[slot], visit.now) != visit.now;
+    } else {
+      store_l2(&table.last_steps[slot], visit.now);
+    }
+  }
+  if (table.scores != nullptr) touch_score(table, slot, visit, given);
+  return first;
 }
 
 __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {

@@ -5,12 +5,21 @@
 
 #include <cstdint>
 
+#include "hash_table/missing_cuda.cuh"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// As find, and touches what it finds.
+// What a find that touches says of each position besides its slot. Null: not wanted.
+struct Found {
+  bool* there;   // whether the id is in the table
+  bool* writer;  // whether it is, and this position is the first of the id's to touch it
+};
+
+// As find, and touches what it finds; of what is missing, kMissingFromFull tells apart what can
+// only take the place of another. Prepares `missing`.
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
-                    const Visit& visit, int64_t* slots, bool* found, cudaStream_t stream);
+                    const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
+                    cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -57,6 +57,7 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
                     const Visit& visit, const Placement& placement, int64_t* slots) {
   const TableView& table = tables[table_index];
   const int64_t row_bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
+  const bool initialize = placement.rows != NewRows::kUntouched;
   uint64_t inserted = 0, evicted = 0, refused = 0;
   for (int32_t feature = 0; feature < batch.num_features; ++feature) {
     if (batch.feature_tables[feature] != table_index) continue;
@@ -74,8 +75,7 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
         const Place place = choose_place(table, choice, visit, placement.refuse_lower, score);
         if (place.slot == kNoSlot) {
           ++refused;
-          note_leaver(table, placement.leavers, id, score,
-                      placement.leavers.given_rows + at * row_bytes);
+          note_leaver(table, placement.leavers, id, score, placement.given_rows + at * row_bytes);
           continue;
         }
         slot = place.slot;
@@ -83,7 +83,7 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
           note_leaver(table, placement.leavers, table.ids[slot], rank_of(table, slot).score,
                       table.rows.row(slot));
         }
-        place_new(table, id, choice, slot, visit.now, score, placement.initialize);
+        place_new(table, id, choice, slot, visit.now, score, initialize);
         ++inserted;
         evicted += place.evicts;
       }

@@ -49,9 +49,9 @@ void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_
                   int32_t column_offset, float* out, int threads);
 
 // rows[i] = the vector at slots[i] of one table (slots counted from the table's first). Where there
-// is none, the id's initial row; without ids, zeros.
+// is none, the id's initial row; without ids, zeros. found[i], where wanted: whether there is one.
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, int threads);
+            int64_t n, char* rows, bool* found, int threads);
 
 // The row at slots[i] becomes rows[i] (of several for one slot one, whole: on a CPU the last), or
 // is added to. kNoSlot is passed over.
@@ -102,16 +102,20 @@ void find(const TableView* tables, const TableView* only, const Batch& batch, in
 // Bytes of scratch that find_or_insert needs for a batch, aligned to 128.
 size_t find_or_insert_scratch(int64_t num_ids);
 
+// there[i], writer[i], where wanted: whether the id was there before; whether this position is the
+// one of all its positions whose row write_rows is to write.
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
-                    const Visit& visit, const Placement& placement, int64_t* slots, bool* found,
-                    void* scratch, cudaStream_t stream);
+                    const Visit& visit, const Placement& placement, int64_t* slots, bool* there,
+                    bool* writer, void* scratch, cudaStream_t stream);
 
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, cudaStream_t stream);
+            int64_t n, char* rows, bool* found, cudaStream_t stream);
 
-// claims: a zeroed bitmap of the table's slots; not read when adding.
+// Which of several rows for one slot is written: the one that `writer` names, or, where that is
+// null, the first to claim the slot in `claims`, a zeroed bitmap of the table's slots. Neither is
+// read when adding.
 void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
-                uint32_t* claims, cudaStream_t stream);
+                const bool* writer, uint32_t* claims, cudaStream_t stream);
 
 void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
                  cudaStream_t stream);

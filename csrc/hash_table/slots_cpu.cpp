@@ -9,7 +9,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, int threads) {
+            int64_t n, char* rows, bool* found, int threads) {
   const int64_t bytes = static_cast<int64_t>(store.width) * element_size(store.type);
   parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
     constexpr int64_t kAhead = 8;
@@ -18,6 +18,7 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
         __builtin_prefetch(store.row(slots[i + kAhead]));
       }
       char* to = rows + i * bytes;
+      if (found != nullptr) found[i] = slots[i] != kNoSlot;
       if (slots[i] != kNoSlot) {
         std::memcpy(to, store.row(slots[i]), bytes);
       } else if (ids == nullptr) {

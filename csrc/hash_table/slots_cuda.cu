@@ -48,13 +48,15 @@ __device__ __forceinline__ int64_t first_row_of_warp() {
 template <Distribution kInitial>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(TableView table, RowStore store, const int64_t* __restrict__ ids,
-                  const int64_t* __restrict__ slots, int64_t n, char* __restrict__ rows) {
+                  const int64_t* __restrict__ slots, int64_t n, char* __restrict__ rows,
+                  bool* __restrict__ found) {
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
   if (first >= n) return;
   const int32_t bytes = store.width * element_size(store.type);
   const bool mine = lane < kRowsOfWarp && first + lane < n;
   const int64_t slot = mine ? slots[first + lane] : kNoSlot;
+  if (mine && found != nullptr) found[first + lane] = slot != kNoSlot;
   copy_rows(rows + (first + lane) * bytes, slot == kNoSlot ? nullptr : store.row(slot), bytes);
   for (unsigned left = __ballot_sync(kAllLanes, mine && slot == kNoSlot); left; left &= left - 1) {
     const int64_t i = first + __ffs(static_cast<int>(left)) - 1;
@@ -72,10 +74,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Of several rows for one slot, the one whose lane claims the slot first is written.
+// Of several rows for one slot, the writer's, or the one whose lane claims the slot first.
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(RowStore store, const int64_t* __restrict__ slots, const char* __restrict__ rows,
-                  int64_t n, uint32_t* __restrict__ claims) {
+                  int64_t n, const bool* __restrict__ writer, uint32_t* __restrict__ claims) {
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
   if (first >= n) return;
@@ -83,7 +85,9 @@ __global__ void __launch_bounds__(kThreads)
   char* to = nullptr;
   if (lane < kRowsOfWarp && first + lane < n) {
     const int64_t slot = slots[first + lane];
-    if (slot != kNoSlot) {
+    if (writer != nullptr) {
+      if (writer[first + lane]) to = store.row(slot);
+    } else if (slot != kNoSlot) {
       const uint32_t bit = 1u << (slot & 31);
       if (!(atomicOr(&claims[slot >> 5], bit) & bit)) to = store.row(slot);
     }
@@ -135,25 +139,26 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, cudaStream_t stream) {
+            int64_t n, char* rows, bool* found, cudaStream_t stream) {
   if (n == 0 || store.width == 0) return;
   const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
   const auto kernel = table.initial_rows.distribution == Distribution::kUniform
                           ? gather_kernel<Distribution::kUniform>
                           : gather_kernel<Distribution::kNormal>;
-  kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, store, ids, slots, n, rows);
+  kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, store, ids, slots, n, rows,
+                                                           found);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
 void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
-                uint32_t* claims, cudaStream_t stream) {
+                const bool* writer, uint32_t* claims, cudaStream_t stream) {
   if (n == 0) return;
   if (add) {
     add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(table.rows, slots, rows, n);
   } else {
     const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
     assign_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table.rows, slots, rows, n,
-                                                                    claims);
+                                                                    writer, claims);
   }
   HKV_CUDA_CHECK_LAUNCH();
 }

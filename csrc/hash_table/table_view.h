@@ -133,15 +133,22 @@ struct Leavers {
   int64_t* ids;
   char* rows;  // of the table's type
   uint64_t* scores;
-  uint64_t* number;        // device counter
-  const char* given_rows;  // [positions][dim]: what a refused id came with
+  uint64_t* number;  // device counter
+};
+
+// What becomes of the rows of new ids.
+enum class NewRows : int32_t {
+  kUntouched = 0,  // left for the caller to write
+  kUniform = 1,    // the initial row, in tables whose initial rows are all uniform
+  kInitial = 2,    // the initial row of any distribution
 };
 
 // How ids that are missing are placed.
 struct Placement {
-  bool initialize;    // write the initial row; otherwise the row is left for the caller to write
-  bool refuse_lower;  // an id whose score is lower than all it could replace is refused
-  Leavers leavers;    // groups of one table only
+  NewRows rows;
+  bool refuse_lower;       // an id whose score is lower than all it could replace is refused
+  const char* given_rows;  // [positions][dim] what ids came with, where leavers are wanted
+  Leavers leavers;         // groups of one table only
 };
 
 // How the ids of a bag are reduced.

@@ -147,8 +147,7 @@ class HashTable:
             ``(rows, found)``: ``[n, dim]``, where an id that is not there has its initial row, and
             bool ``[n]``.
         """
-        slots = self.find_slots(ids)
-        return self._gather(ids, slots), slots >= 0
+        return self._gather(ids, self.find_slots(ids))
 
     def find_slots(self, ids: Tensor) -> Tensor:
         """Slots of ids, int64 ``[n]``, -1 where an id is not there; changes nothing.
@@ -178,13 +177,13 @@ class HashTable:
             whether an id was there before the call.
         """
         slots, found = self.find_or_insert_slots(ids, scores)
-        return self._gather(ids, slots), found
+        return self._gather(ids, slots)[0], found
 
     def find_or_insert_slots(
         self, ids: Tensor, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`find_or_insert`, with slots instead of rows; -1 for refused ids."""
-        slots, found, *_ = self._insert(ids, scores, None, initialize=True, evicted=False)
+        slots, found, *_ = self._insert(ids, scores, None, initialize=True)
         return slots, found
 
     # -- insertions -------------------------------------------------------------------------------
@@ -203,8 +202,7 @@ class HashTable:
             bool ``[n]``: False for refused ids.
         """
         self._check_rows(rows, ids)
-        slots, _, *_ = self._insert(ids, scores, rows, initialize=False, evicted=False)
-        self._write(slots, rows, add=False)
+        slots, *_ = self._insert(ids, scores, rows, assign=True)
         return slots >= 0
 
     def insert_and_evict(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Evicted:
@@ -214,10 +212,9 @@ class HashTable:
         (waits for the device, to know how many).
         """
         self._check_rows(rows, ids)
-        slots, _, out_ids, out_rows, out_scores, number = self._insert(
-            ids, scores, rows, initialize=False, evicted=True
+        _, _, out_ids, out_rows, out_scores, number = self._insert(
+            ids, scores, rows, assign=True, evicted=True
         )
-        self._write(slots, rows, add=False)
         n = int(number)
         return Evicted(out_ids[:n], out_rows[:n], out_scores[:n])
 
@@ -240,9 +237,7 @@ class HashTable:
         chosen = (there == accumulate).nonzero().flatten()
         add = accumulate[chosen]
         part = None if scores is None else scores[chosen]
-        slots, _, *_ = self._insert(
-            ids[chosen], part, rows[chosen], initialize=False, evicted=False
-        )
+        slots, *_ = self._insert(ids[chosen], part, None)
         nowhere = torch.full_like(slots, -1)
         self._write(torch.where(add, nowhere, slots), rows[chosen], add=False)
         self._write(torch.where(add, slots, nowhere), rows[chosen], add=True)
@@ -423,8 +418,9 @@ class HashTable:
         scores: Tensor | None,
         rows: Tensor | None,
         *,
-        initialize: bool,
-        evicted: bool,
+        initialize: bool = False,
+        assign: bool = False,
+        evicted: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         self._check_ids(ids)
         self._check_scores(scores, ids)
@@ -438,10 +434,11 @@ class HashTable:
             None if scores is None else scores.contiguous(),
             None if rows is None else rows.contiguous(),
             initialize,
+            assign,
             evicted,
         )
 
-    def _gather(self, ids: Tensor, slots: Tensor) -> Tensor:
+    def _gather(self, ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         return _ops.gather_rows(self._group.handle, ids.contiguous(), slots)
 
     def _write(self, slots: Tensor, rows: Tensor, *, add: bool) -> None:

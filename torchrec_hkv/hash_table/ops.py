@@ -96,6 +96,7 @@ def _(
     scores: Tensor | None,
     rows: Tensor | None,
     initialize: bool,
+    assign: bool,
     leavers: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     room = ids.shape[0] if leavers else 0
@@ -111,9 +112,10 @@ def _(
 
 
 @torch.library.register_fake("torchrec_hkv::gather_rows")
-def _(group: int, ids: Tensor, slots: Tensor) -> Tensor:
+def _(group: int, ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     shape = (slots.shape[0], _C.group_total_dim(group))
-    return slots.new_empty(shape, dtype=_C.group_row_dtype(group))
+    rows = slots.new_empty(shape, dtype=_C.group_row_dtype(group))
+    return rows, torch.empty_like(slots, dtype=torch.bool)
 
 
 @torch.library.register_fake("torchrec_hkv::write_rows")
