@@ -70,14 +70,15 @@ __device__ __forceinline__ const uint16_t* digest_line(const TableView& table, u
 __device__ __forceinline__ void touch(const TableView& table, int64_t slot, const Visit& visit,
                                       uint64_t given) {
   // Testing first keeps hot ids from writing one address thousands of times.
-  if (load_l2(&table.last_steps[slot]) != visit.now) {
-    store_l2(&table.last_steps[slot], visit.now);
+  if (load_l2(&table.last_steps[slot]) != visit.now()) {
+    store_l2(&table.last_steps[slot], visit.now());
   }
   if (table.scores == nullptr) return;
   auto* score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   unsigned long long old = load_l2(score);
   for (;;) {
-    const unsigned long long next = next_score(table.eviction, old, visit.now, visit.epoch, given);
+    const unsigned long long next =
+        next_score(table.eviction, old, visit.now(), visit.epoch(), given);
     if (next == old) return;
     const unsigned long long seen = atomicCAS(score, old, next);
     if (seen == old) return;

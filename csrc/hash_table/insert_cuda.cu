@@ -11,6 +11,7 @@
 //   4. the other positions take the slots of those they remember.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/clock_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
 #include "hash_table/kernels.h"
 #include "hash_table/row_vector.cuh"
@@ -31,7 +32,7 @@ struct Scratch {
   uint32_t* list;    // [num_ids]
   uint32_t* length;  // of the list
   size_t bytes;      // of all
-  size_t zeroed;     // of these, from the beginning on, to be zeroed
+  size_t zeroed;     // of these, from the beginning on, to be zeroed: a multiple of 16
 };
 
 Scratch layout(int64_t n, char* base) {
@@ -103,6 +104,15 @@ __device__ __forceinline__ void count_misses(const TableView* table, bool missin
   count_warp(table, kMisses, missing && table != common);
   __syncthreads();
   if (threadIdx.x == 0 && common_misses > 0) count(*common, kMisses, common_misses);
+}
+
+// Counts, and zeroes the scratch: a vector a thread.
+__global__ void __launch_bounds__(kThreads)
+    begin_kernel(Clock* clock, const __grid_constant__ Tick tick, uint4* __restrict__ scratch,
+                 int64_t vectors) {
+  if (blockIdx.x == 0 && threadIdx.x < kWarp) tick_warp(clock, tick);
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (at < vectors) scratch[at] = make_uint4(0, 0, 0, 0);
 }
 
 // kByScore: of several positions of an id, the one with the highest score is inserted, so that an
@@ -319,7 +329,8 @@ __device__ Fate place(const TableView& table, const Batch& batch, const Visit& v
                       const Placement& placement, int64_t position, int64_t* slots, unsigned tile,
                       int lane) {
   const int64_t id = batch.ids[position];
-  const uint64_t score = first_score(table.eviction, visit.now, visit.epoch, visit.given(position));
+  const uint64_t score =
+      first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
   const BucketChoice choice = choose_buckets(id, table.num_buckets);
   const LaneSlots first = lane_slots(table, choice.first, lane);
   const LaneSlots second = lane_slots(table, choice.second, lane);
@@ -341,7 +352,7 @@ __device__ Fate place(const TableView& table, const Batch& batch, const Visit& v
                         choice.digest, tile);
       continue;
     }
-    const Victim victim = lowest_rank(table, first, second, visit.pinned_from, tile);
+    const Victim victim = lowest_rank(table, first, second, visit.pinned_from(), tile);
     if (victim.slot == kNoSlot || (placement.refuse_lower && score < victim.rank.score)) {
       const int64_t bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
       note_leaver(table, placement.leavers, id, score,
@@ -350,7 +361,7 @@ __device__ Fate place(const TableView& table, const Batch& batch, const Visit& v
     }
     uint32_t claimed = 0;
     if (lane == 0) {
-      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now) ==
+      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==
                 victim.rank.last_step;
     }
     if (__shfl_sync(tile, claimed, threadIdx.x % kWarp - lane)) {
@@ -367,7 +378,7 @@ __device__ Fate place(const TableView& table, const Batch& batch, const Visit& v
   }
   if (lane == 0) {
     table.ids[slot] = id;
-    store_l2(&table.last_steps[slot], visit.now);
+    store_l2(&table.last_steps[slot], visit.now());
     if (table.scores != nullptr) table.scores[slot] = score;
     slots[position] = table.first_slot + slot;
   }
@@ -437,7 +448,8 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
   const int64_t bytes = static_cast<int64_t>(table->dim()) * element_size(table->rows.type);
   leavers.ids[at] = batch.ids[position];
-  leavers.scores[at] = first_score(table->eviction, visit.now, visit.epoch, visit.given(position));
+  leavers.scores[at] =
+      first_score(table->eviction, visit.now(), visit.epoch(), visit.given(position));
   for (int64_t b = 0; b < bytes; b += 2) {
     *reinterpret_cast<uint16_t*>(leavers.rows + at * bytes + b) =
         *reinterpret_cast<const uint16_t*>(leavers.given_rows + position * bytes + b);
@@ -459,11 +471,19 @@ unsigned resident_blocks() {
 size_t find_or_insert_scratch(int64_t num_ids) { return layout(num_ids, nullptr).bytes; }
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
-                    const Visit& visit, const Placement& placement, int64_t* slots, bool* found,
-                    void* memory, cudaStream_t stream) {
-  if (batch.num_ids == 0) return;
+                    Clock* clock, const Tick& tick, const uint64_t* scores,
+                    const Placement& placement, int64_t* slots, bool* found, void* memory,
+                    cudaStream_t stream) {
+  if (batch.num_ids == 0) {
+    cuda::tick(clock, tick, stream);
+    return;
+  }
+  const Visit visit{clock, scores};
   const Scratch scratch = layout(batch.num_ids, static_cast<char*>(memory));
-  HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zeroed, stream));
+  const auto vectors = static_cast<int64_t>(scratch.zeroed / sizeof(uint4));
+  begin_kernel<<<grid_for(vectors), kThreads, 0, stream>>>(clock, tick, static_cast<uint4*>(memory),
+                                                           vectors);
+  HKV_CUDA_CHECK_LAUNCH();
   find_and_touch(tables, only, batch, visit, slots, found, stream);
   const unsigned grid = grid_for(batch.num_ids);
   if (visit.scores == nullptr) {
