@@ -1,5 +1,5 @@
-// The autograd formula of pooled_lookup: its backward updates the rows. Step 0 stands for a lookup
-// in evaluation, whose rows are neither pinned nor updated.
+// The autograd formula of pooled_lookup: its backward updates the rows. No pin stands for a
+// lookup in evaluation, whose rows stay as they are.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -12,20 +12,13 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// Keeps the rows of a step where they are, and their tables alive. Lives in the graph: the pin ends
-// with the backward, or when the graph is dropped without one.
-struct StepPin : torch::CustomClassHolder {
-  StepPin(int64_t handle, int64_t step) : group(TableGroup::from_handle(handle)), step(step) {
-    group->pin(step);
-  }
-  ~StepPin() override { release(); }
-  void release() {
-    if (!released) group->release(step);
-    released = true;
-  }
+// Keeps the rows of a lookup where they are, and their tables alive. Lives in the graph: the pin
+// ends with the backward, or when the graph is dropped without one.
+struct LookupPin : torch::CustomClassHolder {
+  LookupPin(int64_t handle, int64_t number)
+      : group(TableGroup::from_handle(handle)), pin(group->clock().find(number)) {}
   const std::shared_ptr<TableGroup> group;
-  const int64_t step;
-  bool released = false;
+  const std::shared_ptr<Pin> pin;
 };
 
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
@@ -33,25 +26,27 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
                           const std::optional<Variable>& weights, int64_t handle,
                           const Variable& ids, const Variable& offsets, const Variable& slots,
-                          int64_t batch_size, bool mean, int64_t step, double learning_rate) {
+                          int64_t batch_size, bool mean, std::optional<int64_t> pin,
+                          double learning_rate) {
     static const auto lookup =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
             .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
                               const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
-                              int64_t, double)>();
+                              std::optional<int64_t>, double)>();
     ctx->save_for_backward({ids, offsets, slots, weights.value_or(Variable())});
     ctx->saved_data["handle"] = handle;
     ctx->saved_data["batch_size"] = batch_size;
     ctx->saved_data["mean"] = mean;
     ctx->saved_data["learning_rate"] = learning_rate;
     ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
-    ctx->saved_data["training"] = step > 0;
-    if (step > 0) {
-      ctx->saved_data["pin"] = at::IValue::make_capsule(c10::make_intrusive<StepPin>(handle, step));
+    ctx->saved_data["training"] = pin.has_value();
+    if (pin) {
+      ctx->saved_data["pin"] =
+          at::IValue::make_capsule(c10::make_intrusive<LookupPin>(handle, *pin));
     }
     const at::AutoDispatchBelowADInplaceOrView below;
-    return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, step,
+    return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, pin,
                        learning_rate);
   }
 
@@ -81,13 +76,13 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
       weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean);
     }
     if (ctx->saved_data["training"].toBool()) {
-      const auto pin =
-          c10::static_intrusive_pointer_cast<StepPin>(ctx->saved_data["pin"].toCapsule());
-      if (pin->group->optimizer().kind != Optimizer::kNone) {
-        update.call(pin->group->counters(), handle, grad, ids, offsets, weights, slots, batch_size,
+      const auto held =
+          c10::static_intrusive_pointer_cast<LookupPin>(ctx->saved_data["pin"].toCapsule());
+      if (held->group->optimizer().kind != Optimizer::kNone) {
+        update.call(held->group->counters(), handle, grad, ids, offsets, weights, slots, batch_size,
                     mean, ctx->saved_data["learning_rate"].toDouble());
       }
-      pin->release();
+      held->pin->release();
     }
     return {Variable(), weights_grad, Variable(), Variable(), Variable(),
             Variable(), Variable(),   Variable(), Variable(), Variable()};
@@ -97,9 +92,9 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
 at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, const at::Tensor& ids,
                                   const at::Tensor& offsets,
                                   const std::optional<at::Tensor>& weights, const at::Tensor& slots,
-                                  int64_t batch_size, bool mean, int64_t step,
+                                  int64_t batch_size, bool mean, std::optional<int64_t> pin,
                                   double learning_rate) {
-  return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, step,
+  return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, pin,
                              learning_rate);
 }
 

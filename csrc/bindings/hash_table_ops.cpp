@@ -57,25 +57,27 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
 }
 
 at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
-                          const at::Tensor& offsets, int64_t batch_size, int64_t step) {
+                          const at::Tensor& offsets, int64_t batch_size,
+                          std::optional<int64_t> pin) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   TORCH_CHECK_VALUE(!group.needs_scores(),
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
-  const hash_table::Visit visit = group.visit(step);
+  const std::shared_ptr<Pin> held = pin ? group.clock().find(*pin) : nullptr;
   const hash_table::Placement placement{
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
   const at::Tensor scratch = insert_scratch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
-  HKV_ON_DEVICE(
-      group.device(),
-      hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out, nullptr,
-                                      threads),
-      hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, visit, placement,
-                                       out, nullptr, nullptr, scratch.data_ptr(), stream));
+  const CountedCall call(group.clock(), pin);
+  HKV_ON_DEVICE(group.device(),
+                hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr),
+                                                placement, out, nullptr, threads),
+                hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
+                                                 call.clock(), call.tick(), nullptr, placement, out,
+                                                 nullptr, nullptr, scratch.data_ptr(), stream));
   return slots;
 }
 
@@ -149,11 +151,11 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
   return rows;
 }
 
-// Below autograd, `anchor`, `step` and `learning_rate` have nothing to say.
+// Below autograd, `anchor`, `pin` and `learning_rate` have nothing to say.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
-                         const at::Tensor& slots, int64_t batch_size, bool mean, int64_t /*step*/,
-                         double /*learning_rate*/) {
+                         const at::Tensor& slots, int64_t batch_size, bool mean,
+                         std::optional<int64_t> /*pin*/, double /*learning_rate*/) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   const Batch batch = make_batch(group, ids, offsets, batch_size);
@@ -174,10 +176,10 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("find(int group, Tensor ids, Tensor? offsets, int batch_size) -> Tensor");
   m.def(
       "find_or_insert(Tensor(a!) counters, int group, Tensor ids, Tensor offsets, int batch_size, "
-      "int step) -> Tensor");
+      "int? pin) -> Tensor");
   m.def(
       "pooled_lookup(Tensor anchor, int group, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor slots, int batch_size, bool mean, int step, float learning_rate) -> Tensor");
+      "Tensor slots, int batch_size, bool mean, int? pin, float learning_rate) -> Tensor");
   m.def(
       "weights_gradient(int group, Tensor grad, Tensor ids, Tensor offsets, Tensor slots, "
       "int batch_size, bool mean) -> Tensor");

@@ -94,6 +94,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("last_steps", &TableState::last_steps)
       .def_readwrite("scores", &TableState::scores);
 
+  py::class_<Pin, std::shared_ptr<Pin>>(m, "Pin").def_property_readonly("number", &Pin::number);
+
+  m.attr("MAX_PINS") = hash_table::kMaxPins;
   py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
                        Optimizer optimizer, double eps, std::optional<int64_t> state_dim,
@@ -109,17 +112,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("num_features", &TableGroup::num_features)
       .def_property_readonly("num_slots", &TableGroup::num_slots)
       .def_property_readonly("counters", &TableGroup::counters)
-      .def("begin_step", &TableGroup::begin_step)
-      .def("pin", &TableGroup::pin, py::arg("step"))
-      .def("release", &TableGroup::release, py::arg("step"))
+      .def("pin", [](const TableGroup& group) { return group.clock().pin(); })
       .def("export_table", &TableGroup::export_table, py::arg("table"))
       .def("load_table", &TableGroup::load_table, py::arg("table"), py::arg("state"))
       .def("clear_table", &TableGroup::clear_table, py::arg("table"))
       .def("occupied", &TableGroup::occupied, py::arg("table"))
       .def("scores", &TableGroup::scores, py::arg("table"))
       .def("last_steps", &TableGroup::last_steps, py::arg("table"))
-      .def_property_readonly("clock", &TableGroup::clock)
-      .def("set_clock", &TableGroup::set_clock, py::arg("clock"))
+      .def_property_readonly("clock", [](const TableGroup& group) { return group.clock().now(); })
+      .def(
+          "set_clock", [](const TableGroup& group, int64_t clock) { group.clock().set(clock); },
+          py::arg("clock"))
+      .def(
+          "set_epoch",
+          [](const TableGroup& group, int64_t epoch) { group.clock().set_epoch(epoch); },
+          py::arg("epoch"))
       .def("sizes", &TableGroup::sizes)
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));

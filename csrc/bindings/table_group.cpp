@@ -112,6 +112,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     four_wide_ = four_wide_ && config.dim % 4 == 0;
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
+  clock_ = std::make_shared<GroupClock>(device);
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);
@@ -230,32 +231,6 @@ const TableView* TableGroup::views() const {
   return reinterpret_cast<const TableView*>(views_.const_data_ptr<uint8_t>());
 }
 
-int64_t TableGroup::begin_step() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(clock_ < std::numeric_limits<uint32_t>::max(),
-              "a table counts at most 2^32 - 1 training steps.");
-  return ++clock_;
-}
-
-void TableGroup::pin(int64_t step) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  pinned_.insert(step);
-}
-
-void TableGroup::release(int64_t step) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = pinned_.find(step);
-  if (found != pinned_.end()) pinned_.erase(found);
-}
-
-hash_table::Visit TableGroup::visit(int64_t now) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK_VALUE(now >= 1 && now <= clock_, "step is ", now, ", but must be from 1 to ", clock_,
-                    ", the last one begun.");
-  const int64_t oldest = pinned_.empty() ? now : std::min(now, *pinned_.begin());
-  return hash_table::Visit{static_cast<uint32_t>(now), static_cast<uint32_t>(oldest), 0, nullptr};
-}
-
 void TableGroup::check_index(int64_t table) const {
   TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "table is ", table, ", but the group has ",
                     num_tables(), ".");
@@ -276,20 +251,6 @@ at::Tensor TableGroup::last_steps(int64_t table) const {
 at::Tensor TableGroup::scores(int64_t table) const {
   check_index(table);
   return keeps_scores(configs_[table].eviction) ? memory_[table].scores : last_steps(table);
-}
-
-int64_t TableGroup::clock() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return clock_;
-}
-
-void TableGroup::set_clock(int64_t clock) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK_VALUE(clock >= 0 && clock <= std::numeric_limits<uint32_t>::max(), "the clock is ",
-                    clock, ", but must be from 0 to 2^32 - 1.");
-  TORCH_CHECK_VALUE(pinned_.empty(), "a table can't be loaded while the backward of ",
-                    pinned_.size(), " lookups is still to come.");
-  clock_ = clock;
 }
 
 TableState TableGroup::export_table(int64_t table) const {
@@ -354,8 +315,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
-  std::lock_guard<std::mutex> lock(mutex_);
-  clock_ = std::max(clock_, newest);
+  clock_->set_at_least(newest);
 }
 
 void TableGroup::clear_table(int64_t table) {

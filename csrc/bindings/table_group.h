@@ -4,12 +4,11 @@
 #include <ATen/ATen.h>
 
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
+#include "bindings/group_clock.h"
 #include "bindings/initial_rows.h"
 #include "common/optimizers.h"
 #include "hash_table/geometry.h"
@@ -81,13 +80,8 @@ class TableGroup {
   const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
   const int32_t* feature_columns() const { return feature_columns_.const_data_ptr<int32_t>(); }
 
-  // The number of the next training step. Steps start at 1.
-  int64_t begin_step();
-  // A pinned step's rows are not evicted until it is released.
-  void pin(int64_t step);
-  void release(int64_t step);
-  // A call at a step that was begun; scores null.
-  hash_table::Visit visit(int64_t now) const;
+  // Counts the calls that touch rows, and holds their pins.
+  GroupClock& clock() const { return *clock_; }
 
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
@@ -96,10 +90,6 @@ class TableGroup {
   at::Tensor scores(int64_t table) const;      // int64 [num_slots]
   at::Tensor last_steps(int64_t table) const;  // int64 [num_slots]
   at::Tensor ids(int64_t table) const { return memory_.at(table).ids; }
-  int64_t clock() const;
-  // The last step begun, where another table's contents are loaded. Throws where a backward is
-  // still to come: it would write to slots that others have then.
-  void set_clock(int64_t clock);
   // Occupied slots of each table, int64 [tables], on the device.
   at::Tensor sizes() const;
   int64_t hbm_bytes(int64_t table) const;
@@ -144,10 +134,7 @@ class TableGroup {
   at::Tensor feature_tables_;   // int32, on the device
   at::Tensor feature_columns_;  // int32, on the device
   int64_t handle_ = 0;
-
-  mutable std::mutex mutex_;
-  int64_t clock_ = 0;
-  std::multiset<int64_t> pinned_;
+  std::shared_ptr<GroupClock> clock_;
 };
 
 }  // namespace torchrec_hkv::bindings

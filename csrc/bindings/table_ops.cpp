@@ -59,16 +59,6 @@ const char* row_pointer(const TableGroup& group, const at::Tensor& rows, int64_t
   return static_cast<const char*>(rows.const_data_ptr());
 }
 
-hash_table::Visit make_visit(const TableGroup& group, int64_t step, int64_t epoch,
-                             const uint64_t* scores) {
-  TORCH_CHECK_VALUE(epoch >= 0 && epoch <= 0xffffffffll, "epoch is ", epoch,
-                    ", but must be from 0 to 2^32 - 1.");
-  hash_table::Visit visit = group.visit(step);
-  visit.epoch = static_cast<uint32_t>(epoch);
-  visit.scores = scores;
-  return visit;
-}
-
 // Writes rows to slots. `writer` (CUDA, bool, by position): whose row is written of several for one
 // slot; without it the first to come.
 void write(const TableGroup& group, const at::Tensor& slots, const char* rows, bool add,
@@ -92,7 +82,7 @@ void write(const TableGroup& group, const at::Tensor& slots, const char* rows, b
 // (slots, found, ids, rows and scores of what left or was refused, their number). With rows and
 // `assign`, each id's row becomes one that came with it.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> insert(
-    at::Tensor counters, int64_t handle, const at::Tensor& ids, int64_t step, int64_t epoch,
+    at::Tensor counters, int64_t handle, const at::Tensor& ids,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows, bool initialize,
     bool assign, bool leavers) {
   const std::shared_ptr<TableGroup> owner = one_table(handle);
@@ -100,7 +90,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   check_device(counters, "counters", group.device());
   const hash_table::Batch batch = make_batch(group, ids, std::nullopt, 1);
   const int64_t n = ids.numel();
-  const hash_table::Visit visit = make_visit(group, step, epoch, score_pointer(group, scores, n));
+  const uint64_t* given_scores = score_pointer(group, scores, n);
   const char* given_rows = rows ? row_pointer(group, *rows, n) : nullptr;
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
   TORCH_CHECK_VALUE(assign || !leavers, "what leaves is given back only where rows are assigned.");
@@ -131,11 +121,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   bool* writes = writer.defined() ? writer.data_ptr<bool>() : nullptr;
 #endif
   const at::Tensor scratch = insert_scratch(group, ids);
-  HKV_ON_DEVICE(
-      group.device(),
-      hash_table::cpu::find_or_insert(group.views(), batch, visit, placement, out, there, threads),
-      hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, visit, placement,
-                                       out, there, writes, scratch.data_ptr(), stream));
+  const CountedCall call(group.clock(), std::nullopt);
+  HKV_ON_DEVICE(group.device(),
+                hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
+                                                placement, out, there, threads),
+                hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
+                                                 call.clock(), call.tick(), given_scores, placement,
+                                                 out, there, writes, scratch.data_ptr(), stream));
   if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   return {slots, found, left_ids, left_rows, left_scores, number};
 }
@@ -174,17 +166,20 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   write(group, slots, row_pointer(group, rows, slots.numel()), add, at::Tensor());
 }
 
-void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots, int64_t step,
-                 int64_t epoch, const std::optional<at::Tensor>& scores) {
+void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots,
+                 const std::optional<at::Tensor>& scores) {
   const std::shared_ptr<TableGroup> owner = one_table(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   check_slots(group, slots);
   const int64_t n = slots.numel();
-  const hash_table::Visit visit = make_visit(group, step, epoch, score_pointer(group, scores, n));
+  const uint64_t* given = score_pointer(group, scores, n);
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  HKV_ON_DEVICE(group.device(), hash_table::cpu::touch_slots(group.view(0), at, n, visit, threads),
-                hash_table::cuda::touch_slots(group.view(0), at, n, visit, stream));
+  const CountedCall call(group.clock(), std::nullopt);
+  HKV_ON_DEVICE(group.device(),
+                hash_table::cpu::touch_slots(group.view(0), at, n, call.visit(given), threads),
+                hash_table::cuda::tick(call.clock(), call.tick(), stream);
+                hash_table::cuda::touch_slots(group.view(0), at, n, call.visit(given), stream));
 }
 
 void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
@@ -214,14 +209,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
-      "insert(Tensor(a!) counters, int group, Tensor ids, int step, int epoch, Tensor? scores, "
-      "Tensor? rows, bool initialize, bool assign, bool leavers) "
+      "insert(Tensor(a!) counters, int group, Tensor ids, Tensor? scores, Tensor? rows, "
+      "bool initialize, bool assign, bool leavers) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(int group, Tensor ids, Tensor slots) -> (Tensor, Tensor)");
   m.def("write_rows(Tensor(a!) counters, int group, Tensor slots, Tensor rows, bool add) -> ()");
-  m.def(
-      "touch_slots(Tensor(a!) counters, int group, Tensor slots, int step, int epoch, "
-      "Tensor? scores) -> ()");
+  m.def("touch_slots(Tensor(a!) counters, int group, Tensor slots, Tensor? scores) -> ()");
   m.def("erase_slots(Tensor(a!) counters, int group, Tensor slots) -> ()");
   m.def("export_slots(int group, Tensor slots) -> (Tensor, Tensor, Tensor, Tensor)");
 }

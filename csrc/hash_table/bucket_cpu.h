@@ -62,15 +62,15 @@ inline int64_t find_slot(const TableView& table, int64_t id, const BucketChoice&
 // Threads may touch one slot at once.
 inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given) {
   std::atomic_ref<uint32_t> last(table.last_steps[slot]);
-  if (last.load(std::memory_order_relaxed) != visit.now) {
-    last.store(visit.now, std::memory_order_relaxed);
+  if (last.load(std::memory_order_relaxed) != visit.now()) {
+    last.store(visit.now(), std::memory_order_relaxed);
   }
   if (table.scores == nullptr) return;
   std::atomic_ref<uint64_t> score(table.scores[slot]);
   uint64_t old = score.load(std::memory_order_relaxed);
   uint64_t next;
   do {
-    next = next_score(table.eviction, old, visit.now, visit.epoch, given);
+    next = next_score(table.eviction, old, visit.now(), visit.epoch(), given);
   } while (next != old && !score.compare_exchange_weak(old, next, std::memory_order_relaxed));
 }
 

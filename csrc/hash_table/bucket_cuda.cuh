@@ -80,7 +80,8 @@ __device__ __forceinline__ void touch_score(const TableView& table, int64_t slot
   auto* score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   unsigned long long old = load_l2(score);
   for (;;) {
-    const unsigned long long next = next_score(table.eviction, old, visit.now, visit.epoch, given);
+    const unsigned long long next =
+        next_score(table.eviction, old, visit.now(), visit.epoch(), given);
     if (next == old) return;
     const unsigned long long seen = atomicCAS(score, old, next);
     if (seen == old) return;
@@ -94,11 +95,11 @@ __device__ __forceinline__ bool touch(const TableView& table, int64_t slot, cons
                                       uint64_t given, bool exclusive = false) {
   bool first = false;
   // Testing first keeps hot ids from writing one address thousands of times.
-  if (load_l2(&table.last_steps[slot]) != visit.now) {
+  if (load_l2(&table.last_steps[slot]) != visit.now()) {
     if (exclusive) {
-      first = atomicExch(&table.last_steps[slot], visit.now) != visit.now;
+      first = atomicExch(&table.last_steps[slot], visit.now()) != visit.now();
     } else {
-      store_l2(&table.last_steps[slot], visit.now);
+      store_l2(&table.last_steps[slot], visit.now());
     }
   }
   if (table.scores != nullptr) touch_score(table, slot, visit, given);

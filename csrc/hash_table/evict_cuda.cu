@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     BucketChoice choice{};
     if (busy) {
       id = batch.ids[position];
-      score = first_score(table.eviction, visit.now, visit.epoch, visit.given(position));
+      score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       choice = choose_buckets(id, table.num_buckets);
       prefetch_ranks(table, choice);
     }

@@ -20,7 +20,7 @@ Place choose_place(const TableView& table, const BucketChoice& choice, const Vis
                    bool refuse_lower, uint64_t own_score) {
   const int64_t free = free_slot(table, choice);
   if (free != kNoSlot) return Place{free, false};
-  const Victim victim = lowest_rank(table, choice, visit.pinned_from);
+  const Victim victim = lowest_rank(table, choice, visit.pinned_from());
   const bool refused = refuse_lower && own_score < victim.rank.score;
   return Place{refused ? kNoSlot : victim.slot, true};
 }
@@ -71,7 +71,7 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
       if (slot != kNoSlot) {  // placed earlier in this batch
         touch(table, slot, visit, given);
       } else {
-        const uint64_t score = first_score(table.eviction, visit.now, visit.epoch, given);
+        const uint64_t score = first_score(table.eviction, visit.now(), visit.epoch(), given);
         const Place place = choose_place(table, choice, visit, placement.refuse_lower, score);
         if (place.slot == kNoSlot) {
           ++refused;
@@ -83,7 +83,7 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
           note_leaver(table, placement.leavers, table.ids[slot], rank_of(table, slot).score,
                       table.rows.row(slot));
         }
-        place_new(table, id, choice, slot, visit.now, score, initialize);
+        place_new(table, id, choice, slot, visit.now(), score, initialize);
         ++inserted;
         evicted += place.evicts;
       }

@@ -7,6 +7,7 @@
 //   4. the other positions take the slots of those they remember.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/clock_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
 #include "hash_table/insert_cuda.cuh"
 #include "hash_table/kernels.h"
@@ -20,6 +21,16 @@ namespace {
 // Blocks of a multiprocessor, which bound the registers: an insertion waits for memory most of the
 // time, so many must be on their way.
 constexpr int kInsertBlocks = 5;
+
+// One block: the clock goes on, and the flags are cleared.
+__global__ void __launch_bounds__(2 * kWarp)
+    begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing) {
+  if (threadIdx.x < kWarp) {
+    tick_warp(clock, tick);
+  } else if (threadIdx.x == kWarp) {
+    *missing.any = *missing.full = *missing.waiting = 0;
+  }
+}
 
 // Where scores are given: of several positions of an id the one with the highest score is to be
 // inserted, so that an id is refused only if all its scores are too low. Positions remember the
@@ -105,10 +116,10 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       slots[position] = table.first_slot + slot;
       if (writer != nullptr) writer[position] = true;
       table.ids[slot] = id;
-      store_l2(&table.last_steps[slot], visit.now);
+      store_l2(&table.last_steps[slot], visit.now());
       if (table.scores != nullptr) {
         table.scores[slot] =
-            first_score(table.eviction, visit.now, visit.epoch, visit.given(position));
+            first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
     } else if (busy) {
       slots[position] = kMissingFromFull;
@@ -144,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t bytes = row_bytes(*table);
     leavers.ids[at] = batch.ids[position];
     leavers.scores[at] =
-        first_score(table->eviction, visit.now, visit.epoch, visit.given(position));
+        first_score(table->eviction, visit.now(), visit.epoch(), visit.given(position));
     for (int64_t b = 0; b < bytes; b += 2) {
       *reinterpret_cast<uint16_t*>(leavers.rows + at * bytes + b) =
           *reinterpret_cast<const uint16_t*>(placement.given_rows + position * bytes + b);
@@ -176,11 +187,17 @@ InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
 size_t find_or_insert_scratch(int64_t num_ids) { return missing_layout(num_ids, nullptr).bytes; }
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
-                    const Visit& visit, const Placement& placement, int64_t* slots, bool* there,
-                    bool* writer, void* scratch, cudaStream_t stream) {
-  if (batch.num_ids == 0) return;
+                    Clock* clock, const Tick& tick, const uint64_t* scores,
+                    const Placement& placement, int64_t* slots, bool* there, bool* writer,
+                    void* scratch, cudaStream_t stream) {
+  if (batch.num_ids == 0) {
+    cuda::tick(clock, tick, stream);
+    return;
+  }
+  const Visit visit{clock, scores};
   const Missing missing = missing_layout(batch.num_ids, static_cast<char*>(scratch));
-  HKV_CUDA_CHECK(cudaMemsetAsync(scratch, 0, missing.flag_bytes, stream));
+  begin_kernel<<<1, 2 * kWarp, 0, stream>>>(clock, tick, missing);
+  HKV_CUDA_CHECK_LAUNCH();
   const unsigned grid = grid_for(batch.num_ids);
   find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing, stream);
   const bool by_score = visit.scores != nullptr;

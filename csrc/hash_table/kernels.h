@@ -102,11 +102,18 @@ void find(const TableView* tables, const TableView* only, const Batch& batch, in
 // Bytes of scratch that find_or_insert needs for a batch, aligned to 128.
 size_t find_or_insert_scratch(int64_t num_ids);
 
-// there[i], writer[i], where wanted: whether the id was there before; whether this position is the
-// one of all its positions whose row write_rows is to write.
+// Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
+// before; whether this position is the one of all its positions whose row write_rows is to write.
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
-                    const Visit& visit, const Placement& placement, int64_t* slots, bool* there,
-                    bool* writer, void* scratch, cudaStream_t stream);
+                    Clock* clock, const Tick& tick, const uint64_t* scores,
+                    const Placement& placement, int64_t* slots, bool* there, bool* writer,
+                    void* scratch, cudaStream_t stream);
+
+// One step on, with what `tick` says of the pins.
+void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
+
+// The pin ends.
+void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stream);
 
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
             int64_t n, char* rows, bool* found, cudaStream_t stream);

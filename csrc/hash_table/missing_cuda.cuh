@@ -21,28 +21,27 @@ __device__ __forceinline__ bool is_missing(int64_t slot) {
   return slot == kNoSlot || slot == kMissingFromFull;
 }
 
-// Scratch of one call, memory of which nothing is known but that the flags are zeros.
+// Scratch of one call, memory of which nothing is known before.
 struct Missing {
   uint32_t* any;      // flag: whether any id is missing
   uint32_t* full;     // flag: whether any missing id finds its buckets full
   uint32_t* waiting;  // flag: whether any position remembers another
   uint32_t* table;    // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
-  size_t flag_bytes;  // from the beginning on, to be zeroed before
-  size_t bytes;       // of all
+  size_t bytes;  // of all
 };
 
 inline Missing missing_layout(int64_t n, char* base) {
+  constexpr size_t kFlagBytes = 128;  // a line of their own
   uint32_t size = 1024;
   while (size < 2 * n && size < (1u << 31)) size *= 2;
   Missing missing;
   missing.any = reinterpret_cast<uint32_t*>(base);
   missing.full = missing.any + 1;
   missing.waiting = missing.any + 2;
-  missing.flag_bytes = 128;
-  missing.table = reinterpret_cast<uint32_t*>(base + missing.flag_bytes);
+  missing.table = reinterpret_cast<uint32_t*>(base + kFlagBytes);
   missing.mask = size - 1;
-  missing.bytes = missing.flag_bytes + static_cast<size_t>(size) * sizeof(uint32_t);
+  missing.bytes = kFlagBytes + static_cast<size_t>(size) * sizeof(uint32_t);
   return missing;
 }
 

@@ -164,13 +164,13 @@ __device__ __forceinline__ Place claim_victim(const TableView& table, const Buck
                                               uint64_t score, const Visit& visit, bool refuse_lower,
                                               unsigned tile, int lane) {
   for (;;) {
-    const Victim victim = lowest_rank(table, choice, visit.pinned_from, tile, lane);
+    const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
     if (victim.slot == kNoSlot || (refuse_lower && score < victim.rank.score)) {
       return Place{kTurnedAway, kNoSlot, 0};
     }
     bool claimed = false;
     if (lane == 0) {
-      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now) ==
+      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==
                 victim.rank.last_step;
       if (claimed) {
         const int64_t bucket = victim.slot / table.bucket_slots;

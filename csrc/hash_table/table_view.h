@@ -17,14 +17,11 @@
 #include "common/initial_rows.h"
 #include "common/macros.h"
 #include "common/scores.h"
+#include "hash_table/clock.h"
 
 namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoSlot = -1;
-
-// The last step of free slots. It is later than any other, so that nobody takes a slot that is just
-// being filled for the oldest of its bucket.
-constexpr uint32_t kFreeStep = 0xFFFFFFFFu;
 
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
@@ -112,19 +109,6 @@ struct Batch {
       }
     }
     return low;
-  }
-};
-
-// What a call that touches ids knows besides them. Rows touched at or after `pinned_from` belong to
-// batches whose backward is still to come: they are never evicted.
-struct Visit {
-  uint32_t now;  // the step of this call
-  uint32_t pinned_from;
-  uint32_t epoch;          // for the epoch policies
-  const uint64_t* scores;  // by position, see takes_scores; null: none given
-
-  HKV_HOST_DEVICE uint64_t given(int64_t position) const {
-    return scores != nullptr ? scores[position] : 1;
   }
 };
 

@@ -36,10 +36,10 @@ IDS, OFFSETS = torch.arange(4), torch.tensor([0, 1, 2, 3, 4])
     ],
 )
 def test_batches(group, ids, offsets, batch_size, error, match):
-    step = group.begin_step()
+    pin = group.pin()
     for call in (
         lambda: group.find(ids, offsets, batch_size),
-        lambda: group.find_or_insert(ids, offsets, batch_size, step),
+        lambda: group.find_or_insert(ids, offsets, batch_size, pin),
     ):
         with pytest.raises(error, match=match):
             call()
@@ -49,9 +49,17 @@ def test_batches(group, ids, offsets, batch_size, error, match):
     }
 
 
-def test_a_step_that_was_not_begun(group):
-    with pytest.raises(ValueError, match=r"step is 3, but must be from 1 to 0"):
-        group.find_or_insert(IDS, OFFSETS, 2, 3)
+@pytest.mark.parametrize("number", [-1, 0, 3, 2**40])
+def test_a_pin_that_is_not_held(group, number):
+    ops, counters = torch.ops.torchrec_hkv, group.counter_tensor
+    anchor = torch.empty(0, requires_grad=True)
+    slots = insert(group, Bags(IDS, OFFSETS, 2))
+    match = rf"pin is {number}, but this group holds no such pin"
+    with pytest.raises(ValueError, match=match):
+        ops.find_or_insert(counters, group.handle, IDS, OFFSETS, 2, number)
+    with pytest.raises(ValueError, match=match):
+        ops.pooled_lookup(anchor, group.handle, IDS, OFFSETS, None, slots, 2, False, number, 0.1)
+    assert group.clock == 1
 
 
 @pytest.mark.parametrize(

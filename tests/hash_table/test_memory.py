@@ -84,8 +84,7 @@ def test_more_than_2_to_the_31_elements():
     )
     n = int(capacity * 0.95)
     for part in torch.arange(n, device="cuda").split(1 << 18):
-        step = group.begin_step()
-        group.find_or_insert(part, torch.tensor([0, len(part)], device="cuda"), 1, step)
+        group.find_or_insert(part, torch.tensor([0, len(part)], device="cuda"), 1)
     assert group.counters()[0]["size"] == n
     slots = find(group, Bags.flat(torch.arange(n, device="cuda")))
     past = (slots * dim > 2**31).nonzero().flatten()

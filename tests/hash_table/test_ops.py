@@ -31,7 +31,8 @@ def test_find(case):
 
 def test_find_or_insert(case):
     group, bags, _ = case
-    args = (group._group.counters, group.handle, bags.ids, bags.offsets, 8, group.begin_step())
+    pin = group.pin()
+    args = (group._group.counters, group.handle, bags.ids, bags.offsets, 8, pin.number)
     torch.library.opcheck(ops.find_or_insert, args)
 
 
@@ -43,7 +44,7 @@ def test_pooled_lookup(case, weighted):
     if weighted:
         weights = torch.rand(len(slots), device=anchor.device, requires_grad=True)
     # A learning rate of 0, as the checks run the op several times and compare.
-    args = (anchor, group.handle, bags.ids, bags.offsets, weights, slots, 8, True, 0, 0.0)
+    args = (anchor, group.handle, bags.ids, bags.offsets, weights, slots, 8, True, None, 0.0)
     torch.library.opcheck(ops.pooled_lookup, args)
 
 
@@ -75,6 +76,6 @@ def test_gradcheck_of_weights(case):
     weights = torch.rand(len(slots), device=bags.ids.device, requires_grad=True)
 
     def pooled(w):
-        return group.pooled_lookup(anchor, bags.ids, bags.offsets, w, slots, 8, True, 0, 0.0)
+        return group.pooled_lookup(anchor, bags.ids, bags.offsets, w, slots, 8, True, None, 0.0)
 
     assert torch.autograd.gradcheck(pooled, (weights,), eps=1e-2, atol=1e-3, rtol=1e-3)

@@ -62,7 +62,7 @@ def test_evaluation_gives_missing_ids_their_initial_rows_and_changes_nothing(dev
     assert (slots[:50] >= 0).all()
     assert (slots[50:] == -1).all()
     anchor = torch.empty(0, device=device_type)
-    out = group.pooled_lookup(anchor, bags.ids, bags.offsets, None, slots, 100, False, 0, 0.1)
+    out = group.pooled_lookup(anchor, bags.ids, bags.offsets, None, slots, 100, False, None, 0.1)
     rows = initial_rows(bags.ids, 8, table="t", initializer=Uniform(-1, 1))
     assert torch.equal(out, rows)
     assert not out.requires_grad

@@ -57,8 +57,7 @@ class Bags:
 
 def insert(group: TableGroup, bags: Bags) -> Tensor:
     """Slots after a training lookup; rows are not pinned afterwards."""
-    step = group.begin_step()
-    return group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, step)
+    return group.find_or_insert(bags.ids, bags.offsets, bags.batch_size)
 
 
 def find(group: TableGroup, bags: Bags) -> Tensor:
@@ -75,10 +74,10 @@ def lookup(
 ) -> Tensor:
     """A training lookup, as the backend does it."""
     anchor = torch.empty(0, device=bags.ids.device, requires_grad=True)
-    step = group.begin_step()
-    slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, step)
+    pin = group.pin()
+    slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, pin)
     return group.pooled_lookup(
-        anchor, bags.ids, bags.offsets, weights, slots, bags.batch_size, mean, step, learning_rate
+        anchor, bags.ids, bags.offsets, weights, slots, bags.batch_size, mean, pin, learning_rate
     )
 
 

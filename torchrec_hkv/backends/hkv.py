@@ -150,15 +150,15 @@ class HKVLookup(GroupLookup):
     ) -> Tensor:
         group = self._group
         if self.training:
-            step = group.begin_step()
-            slots = group.find_or_insert(ids, offsets, batch_size, step)
+            pin = group.pin()
+            slots = group.find_or_insert(ids, offsets, batch_size, pin)
             anchor = self._anchor
         else:
-            step = 0
+            pin = None
             slots = group.find(ids, offsets, batch_size)
             anchor = self._no_anchor
         return group.pooled_lookup(
-            anchor, ids, offsets, weights, slots, batch_size, self._mean, step, learning_rate
+            anchor, ids, offsets, weights, slots, batch_size, self._mean, pin, learning_rate
         )
 
     def export_table(self, name: str) -> dict[str, Tensor]:

@@ -128,12 +128,24 @@ class HashTable:
         self.dtype = spec.dtype
         self.eviction = spec.eviction
         self.state_dim = state_dim
-        self.epoch = 0
+        self._epoch = 0
 
     @property
     def device(self) -> torch.device:
         """Where the table is."""
         return self._group.device
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the calls to come, 0 to 2^32 - 1, for the epoch policies. To be set."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        self._group.set_epoch(epoch)
+        self._epoch = epoch
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -424,13 +436,10 @@ class HashTable:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         self._check_ids(ids)
         self._check_scores(scores, ids)
-        self._check_epoch()
         return _ops.insert(
             self._group.counter_tensor,
             self._group.handle,
             ids.contiguous(),
-            self._group.begin_step(),
-            self.epoch,
             None if scores is None else scores.contiguous(),
             None if rows is None else rows.contiguous(),
             initialize,
@@ -446,12 +455,10 @@ class HashTable:
         _ops.write_rows(group.counter_tensor, group.handle, slots, rows.contiguous(), add)
 
     def _touch(self, slots: Tensor, scores: Tensor | None) -> None:
-        self._check_epoch()
         group = self._group
-        step = group.begin_step()
         if scores is not None:
             scores = scores.contiguous()
-        _ops.touch_slots(group.counter_tensor, group.handle, slots, step, self.epoch, scores)
+        _ops.touch_slots(group.counter_tensor, group.handle, slots, scores)
 
     def _erase(self, slots: Tensor) -> None:
         _ops.erase_slots(self._group.counter_tensor, self._group.handle, slots)
@@ -482,10 +489,6 @@ class HashTable:
         if isinstance(ids, Tensor) and ids.dim() != 1:
             raise ValueError(f"ids must have one dimension, but has shape {list(ids.shape)}.")
         self._check(ids, "ids", torch.int64, tuple(getattr(ids, "shape", ())))
-
-    def _check_epoch(self) -> None:
-        if not 0 <= self.epoch < 1 << 32:
-            raise ValueError(f"epoch is {self.epoch}, but must be from 0 to 2^32 - 1.")
 
     def _check_rows(self, rows: Tensor, ids: Tensor) -> None:
         self._check(rows, "rows", self.dtype, (ids.numel(), self.dim))

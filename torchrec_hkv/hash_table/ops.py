@@ -21,7 +21,7 @@ def _(group: int, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tenso
 
 @torch.library.register_fake("torchrec_hkv::find_or_insert")
 def _(
-    counters: Tensor, group: int, ids: Tensor, offsets: Tensor, batch_size: int, step: int
+    counters: Tensor, group: int, ids: Tensor, offsets: Tensor, batch_size: int, pin: int | None
 ) -> Tensor:
     return torch.empty_like(ids)
 
@@ -36,7 +36,7 @@ def _(
     slots: Tensor,
     batch_size: int,
     mean: bool,
-    step: int,
+    pin: int | None,
     learning_rate: float,
 ) -> Tensor:
     return ids.new_empty((batch_size, _C.group_total_dim(group)), dtype=torch.float32)
@@ -91,8 +91,6 @@ def _(
     counters: Tensor,
     group: int,
     ids: Tensor,
-    step: int,
-    epoch: int,
     scores: Tensor | None,
     rows: Tensor | None,
     initialize: bool,
@@ -124,9 +122,7 @@ def _(counters: Tensor, group: int, slots: Tensor, rows: Tensor, add: bool) -> N
 
 
 @torch.library.register_fake("torchrec_hkv::touch_slots")
-def _(
-    counters: Tensor, group: int, slots: Tensor, step: int, epoch: int, scores: Tensor | None
-) -> None:
+def _(counters: Tensor, group: int, slots: Tensor, scores: Tensor | None) -> None:
     return None
 
 

@@ -32,6 +32,9 @@ _ROW_TYPES = {
     torch.float16: _C.RowType.FLOAT16,
     torch.bfloat16: _C.RowType.BFLOAT16,
 }
+#: Keeps the rows of one training lookup in place until its backward; see :meth:`TableGroup.pin`.
+Pin = _C.Pin
+
 _SIGN_BIT = -(1 << 63)
 _COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused")
 
@@ -184,20 +187,37 @@ class TableGroup:
 
     @property
     def clock(self) -> int:
-        """The last step begun."""
+        """The number of the last call that counted (waits for the device)."""
         return self._group.clock
 
     def set_clock(self, clock: int) -> None:
-        """Sets the last step begun, before contents of that time are loaded.
+        """Sets the number of the last call, before contents of that time are loaded.
 
         Raises:
             ValueError: it is out of range, or the backward of a lookup is still to come.
         """
         self._group.set_clock(clock)
 
-    def begin_step(self) -> int:
-        """The number of a new training step, to pass to :meth:`find_or_insert`."""
-        return self._group.begin_step()
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the epoch policies for the calls to come; does not wait.
+
+        Raises:
+            ValueError: it is not from 0 to 2^32 - 1.
+        """
+        if not 0 <= epoch < 1 << 32:
+            raise ValueError(f"epoch is {epoch}, but must be from 0 to 2^32 - 1.")
+        self._group.set_epoch(epoch)
+
+    def pin(self) -> Pin:
+        """A pin for the rows of one training lookup.
+
+        Given to :meth:`find_or_insert` and :meth:`pooled_lookup`, it keeps the rows where they are
+        until the backward, or until nothing refers to it any more.
+
+        Raises:
+            RuntimeError: 64 lookups wait for their backward or belong to CUDA graphs.
+        """
+        return self._group.pin()
 
     def find(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
         """Slots of ids, -1 where a table has no such id. Changes nothing.
@@ -218,14 +238,23 @@ class TableGroup:
         """
         return _ops.find(self.handle, ids, offsets, batch_size)
 
-    def find_or_insert(self, ids: Tensor, offsets: Tensor, batch_size: int, step: int) -> Tensor:
+    def find_or_insert(
+        self, ids: Tensor, offsets: Tensor, batch_size: int, pin: Pin | None = None
+    ) -> Tensor:
         """As :meth:`find`, and inserts missing ids with their initial rows.
 
         An id finds no place, and gets -1, where both of its buckets are full of ids that were
-        looked up in this step or in one whose backward is still to come.
+        looked up in this call or in one whose backward is still to come.
+
+        Args:
+            ids: as in :meth:`find`.
+            offsets: as in :meth:`find`.
+            batch_size: as in :meth:`find`.
+            pin: a new :meth:`pin`, where a backward is to come; without one, slots are valid until
+                the next call that inserts.
         """
-        counters = self._group.counters
-        return _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, step)
+        counters, number = self._group.counters, None if pin is None else pin.number
+        return _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, number)
 
     def pooled_lookup(
         self,
@@ -236,7 +265,7 @@ class TableGroup:
         slots: Tensor,
         batch_size: int,
         mean: bool,
-        step: int,
+        pin: Pin | None,
         learning_rate: float,
     ) -> Tensor:
         """Reduced rows of each bag; the backward updates the rows.
@@ -250,7 +279,7 @@ class TableGroup:
                 initial row and is not trained.
             batch_size: as in :meth:`find`.
             mean: divide by the number of ids in the bag.
-            step: the step of :meth:`find_or_insert`; 0 in evaluation, where nothing is trained.
+            pin: that of :meth:`find_or_insert`; None in evaluation, where nothing is trained.
             learning_rate: of the backward.
 
         Returns:
@@ -265,7 +294,7 @@ class TableGroup:
             slots,
             batch_size,
             mean,
-            step,
+            None if pin is None else pin.number,
             learning_rate,
         )
 
@@ -308,7 +337,7 @@ class TableGroup:
             table: index of the table.
             score_below: unsigned score less than this.
             score_at_least: unsigned score not less than this.
-            older_than: last touched more than this many steps before the last step begun.
+            older_than: last touched more than this many steps before the last one.
 
         Returns:
             int64, ascending, counted from the table's first slot.

@@ -54,9 +54,9 @@ def test_a_backward_to_come_refuses_a_load(device_type, tmp_path):
     offsets = torch.arange(6, device=device_type)
     anchor = torch.empty(0, device=device_type, requires_grad=True)
     files.save(group, 0, tmp_path)
-    step = group.begin_step()
-    slots = group.find_or_insert(ids, offsets, 5, step)
-    out = group.pooled_lookup(anchor, ids, offsets, None, slots, 5, False, step, 0.1)
+    pin = group.pin()
+    slots = group.find_or_insert(ids, offsets, 5, pin)
+    out = group.pooled_lookup(anchor, ids, offsets, None, slots, 5, False, pin, 0.1)
     with pytest.raises(ValueError, match="the backward of 1 lookups is still to come"):
         files.load(group, 0, tmp_path)
     assert group.sizes() == [5]

@@ -15,8 +15,7 @@ def table(device_type):
 
 def test_insert(table, device_type):
     group, ids = table._group, distinct_ids(5, device_type)
-    step = group.begin_step()
-    args = (group.counter_tensor, group.handle, ids, step, 0, None, None, True, False, False)
+    args = (group.counter_tensor, group.handle, ids, None, None, True, False, False)
     torch.library.opcheck(ops.insert, args)
 
 
@@ -25,19 +24,18 @@ def test_insert_and_give_back(table, device_type):
     group, ids = table._group, distinct_ids(65, device_type)
     table.find_or_insert(ids[:64], scores_tensor([5] * 64, device_type))
     one, row, score = ids[64:], random_rows(table, 1), scores_tensor([0], device_type)
-    step = group.begin_step()
-    args = (group.counter_tensor, group.handle, one, step, 0, score, row, False, True, True)
+    args = (group.counter_tensor, group.handle, one, score, row, False, True, True)
     torch.library.opcheck(ops.insert, args)
 
 
 def test_ops_on_slots(table, device_type):
     group, ids = table._group, distinct_ids(5, device_type)
     slots, _ = table.find_or_insert_slots(ids)
-    rows, step = random_rows(table, 5), group.begin_step()
+    rows = random_rows(table, 5)
     scores = scores_tensor([0] * 5, device_type)  # the checks run an op several times
     counters, handle = group.counter_tensor, group.handle
     torch.library.opcheck(ops.gather_rows, (handle, ids, slots))
     torch.library.opcheck(ops.write_rows, (counters, handle, slots, rows, False))
-    torch.library.opcheck(ops.touch_slots, (counters, handle, slots, step, 0, scores))
+    torch.library.opcheck(ops.touch_slots, (counters, handle, slots, scores))
     torch.library.opcheck(ops.export_slots, (handle, slots))
     torch.library.opcheck(ops.erase_slots, (counters, handle, slots))

@@ -1,0 +1,109 @@
+// The host's side of a group's clock: which pins are taken, and what the next call that counts has
+// to tell the device. The step itself is on the device (csrc/hash_table/clock.h).
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "hash_table/clock.h"
+
+namespace torchrec_hkv::bindings {
+
+class GroupClock;
+
+// Keeps the rows of one lookup where they are, from its find_or_insert to its backward. Ends with
+// release(), or with the last reference.
+class Pin {
+ public:
+  Pin(std::shared_ptr<GroupClock> clock, int32_t place, uint32_t generation, bool captured)
+      : clock_(std::move(clock)), place_(place), generation_(generation), captured_(captured) {}
+  ~Pin();
+  Pin(const Pin&) = delete;
+  Pin& operator=(const Pin&) = delete;
+
+  // How ops name the pin. Never used twice in a group.
+  int64_t number() const {
+    return static_cast<int64_t>(generation_) * hash_table::kMaxPins + place_;
+  }
+  // The work that needs the pin has been enqueued.
+  void release();
+
+ private:
+  friend class GroupClock;
+  const std::shared_ptr<GroupClock> clock_;
+  const int32_t place_;
+  const uint32_t generation_;
+  const bool captured_;  // taken while a CUDA graph was captured
+};
+
+class GroupClock : public std::enable_shared_from_this<GroupClock> {
+ public:
+  explicit GroupClock(at::Device device);
+
+  // A new pin. It holds nothing until a call that counts is given it. Throws where all are taken.
+  std::shared_ptr<Pin> pin();
+  // The pin of a number that is still held; throws ValueError for any other.
+  std::shared_ptr<Pin> find(int64_t number);
+
+  // Reads the device's clock, and waits for it.
+  int64_t now() const;
+  // Throws where a backward is still to come: it would write to slots that others have then.
+  void set(int64_t now);
+  // At least this.
+  void set_at_least(int64_t now);
+  // From 0 to 2^32 - 1. Does not wait for the device.
+  void set_epoch(int64_t epoch);
+
+ private:
+  friend class Pin;
+  friend class CountedCall;
+
+  struct Place {
+    uint32_t generation = 0;
+    std::weak_ptr<Pin> pin;  // expired or released: free
+    bool held = false;
+    bool captured = false;  // a CUDA graph takes this pin whenever it is replayed: never free again
+  };
+
+  hash_table::Clock* data() const;
+  void write(int64_t word, int64_t value);
+  void write_now(int64_t now);
+  // The next step's tick. What it releases is forgotten.
+  hash_table::Tick next(const std::optional<int64_t>& pin);
+  // `noted`: the next call that counts tells the device.
+  void end(const Pin& pin, bool noted);
+
+  const at::Device device_;
+  const at::Tensor clock_;  // the bytes of a Clock
+  mutable std::mutex mutex_;
+  std::array<Place, hash_table::kMaxPins> places_;
+  uint64_t released_ = 0;  // places whose pins ended since the last call that counted
+  std::array<uint32_t, hash_table::kMaxPins> released_generations_{};
+  int64_t counted_ = 0;  // the device's step, but for graphs that were replayed
+};
+
+// One call that counts. Make it when nothing can fail any more but the call itself. On a CPU the
+// clock has been advanced then, and the visit sees it as it was then, whatever other threads do; on
+// a GPU the call's first kernel advances it.
+class CountedCall {
+ public:
+  CountedCall(GroupClock& clock, const std::optional<int64_t>& pin);
+
+  hash_table::Visit visit(const uint64_t* scores) const {
+    return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
+  }
+  hash_table::Clock* clock() const { return clock_; }
+  const hash_table::Tick& tick() const { return tick_; }
+
+ private:
+  hash_table::Clock* clock_;
+  hash_table::Tick tick_;
+  hash_table::Clock snapshot_;
+  bool on_cpu_;
+};
+
+}  // namespace torchrec_hkv::bindings
