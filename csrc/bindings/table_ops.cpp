@@ -59,11 +59,12 @@ const char* row_pointer(const TableGroup& group, const at::Tensor& rows, int64_t
   return static_cast<const char*>(rows.const_data_ptr());
 }
 
+// believed: see Placement; ids that are passed over have slot -1.
 // (slots, found, ids, rows and scores of what left or was refused, their number)
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> insert(
     at::Tensor counters, int64_t handle, const at::Tensor& ids,
-    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows, bool initialize,
-    bool leavers) {
+    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
+    const std::optional<at::Tensor>& believed, bool initialize, bool leavers) {
   const std::shared_ptr<TableGroup> owner = one_table(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
@@ -72,6 +73,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const uint64_t* given_scores = score_pointer(group, scores, n);
   const char* given_rows = rows ? row_pointer(group, *rows, n) : nullptr;
   TORCH_CHECK_VALUE(!leavers || rows, "rows must be given where what leaves is wanted.");
+  if (believed) {
+    check_dtype(*believed, "believed", at::kBool);
+    check_device(*believed, "believed", group.device());
+    check_length(*believed, "believed", n);
+    TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
+  }
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   const int64_t room = leavers ? n : 0;
@@ -81,6 +88,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   at::Tensor left_scores = at::empty({room}, ids.options());
   at::Tensor number = at::zeros({leavers ? 1 : 0}, ids.options());
   hash_table::Placement placement{initialize, /*refuse_lower=*/true, {}};
+  if (believed) placement.believed = believed->const_data_ptr<bool>();
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
@@ -90,12 +98,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   bool* there = found.data_ptr<bool>();
   const at::Tensor scratch = insert_scratch(group, ids);
   const CountedCall call(group.clock(), std::nullopt);
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
-                                                placement, out, there, threads),
-                hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
-                                                 call.clock(), call.tick(), given_scores, placement,
-                                                 out, there, scratch.data_ptr(), stream));
+  HKV_ON_GROUP(group, call.use(/*inserts=*/true),
+               hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
+                                               placement, out, there, threads),
+               hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
+                                                call.clock(), call.tick(), given_scores, placement,
+                                                out, there, scratch.data_ptr(), stream));
+  if (believed) slots.masked_fill_(slots.eq(hash_table::kPassedOver), hash_table::kNoSlot);
   return {slots, found, left_ids, left_rows, left_scores, number};
 }
 
@@ -115,8 +124,10 @@ at::Tensor gather_rows(int64_t handle, const at::Tensor& ids, const at::Tensor& 
   check_slots(*group, slots);
   make_batch(*group, ids, std::nullopt, 1);
   check_length(ids, "ids", slots.numel());
-  return gather(*group, group->view(0).rows, group->row_dtype(0), ids.const_data_ptr<int64_t>(),
-                slots);
+  return group->order().run(kReadRows, [&] {
+    return gather(*group, group->view(0).rows, group->row_dtype(0), ids.const_data_ptr<int64_t>(),
+                  slots);
+  });
 }
 
 void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
@@ -135,9 +146,9 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
 #ifdef TORCHREC_HKV_CUDA
   auto* bits = claims.defined() ? reinterpret_cast<uint32_t*>(claims.data_ptr<int32_t>()) : nullptr;
 #endif
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::write_rows(group.view(0), at, from, n, add, threads),
-                hash_table::cuda::write_rows(group.view(0), at, from, n, add, bits, stream));
+  HKV_ON_GROUP(group, kWriteRows,
+               hash_table::cpu::write_rows(group.view(0), at, from, n, add, threads),
+               hash_table::cuda::write_rows(group.view(0), at, from, n, add, bits, stream));
 }
 
 void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots,
@@ -150,10 +161,10 @@ void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   const uint64_t* given = score_pointer(group, scores, n);
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::touch_slots(group.view(0), at, n, call.visit(given), threads),
-                hash_table::cuda::tick(call.clock(), call.tick(), stream);
-                hash_table::cuda::touch_slots(group.view(0), at, n, call.visit(given), stream));
+  HKV_ON_GROUP(group, call.use(/*inserts=*/false),
+               hash_table::cpu::touch_slots(group.view(0), at, n, call.visit(given), threads),
+               hash_table::cuda::tick(call.clock(), call.tick(), stream);
+               hash_table::cuda::touch_slots(group.view(0), at, n, call.visit(given), stream));
 }
 
 void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
@@ -162,9 +173,9 @@ void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
   check_device(counters, "counters", group.device());
   check_slots(group, slots);
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::erase_slots(group.view(0), at, slots.numel(), threads),
-                hash_table::cuda::erase_slots(group.view(0), at, slots.numel(), stream));
+  HKV_ON_GROUP(group, kWriteIndex,
+               hash_table::cpu::erase_slots(group.view(0), at, slots.numel(), threads),
+               hash_table::cuda::erase_slots(group.view(0), at, slots.numel(), stream));
 }
 
 // (ids, rows, scores, states) of slots, none of them -1.
@@ -173,10 +184,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
   const std::shared_ptr<TableGroup> group = one_table(handle);
   check_slots(*group, slots);
   const TableView& view = group->view(0);
-  return {group->ids(0).index_select(0, slots),
-          gather(*group, view.rows, group->row_dtype(0), nullptr, slots),
-          group->scores(0).index_select(0, slots),
-          gather(*group, view.states, at::kFloat, nullptr, slots)};
+  return group->order().run(kReadAll, [&] {
+    return std::make_tuple(group->ids(0).index_select(0, slots),
+                           gather(*group, view.rows, group->row_dtype(0), nullptr, slots),
+                           group->scores(0).index_select(0, slots),
+                           gather(*group, view.states, at::kFloat, nullptr, slots));
+  });
 }
 
 }  // namespace
@@ -184,7 +197,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "insert(Tensor(a!) counters, int group, Tensor ids, Tensor? scores, Tensor? rows, "
-      "bool initialize, bool leavers) "
+      "Tensor? believed, bool initialize, bool leavers) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(int group, Tensor ids, Tensor slots) -> Tensor");
   m.def("write_rows(Tensor(a!) counters, int group, Tensor slots, Tensor rows, bool add) -> ()");

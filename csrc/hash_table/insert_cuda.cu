@@ -53,15 +53,17 @@ __device__ __forceinline__ const TableView& table_at(const TableView* tables, co
   return tables[batch.feature_tables[batch.feature_of(position)]];
 }
 
-// Adds one to a counter of each lane's table where `wanted`: one atomic a warp and table.
-__device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted) {
+// Adds `each` to a counter of each lane's table where `wanted`: one atomic a warp and table.
+__device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted,
+                                           int64_t each = 1) {
   unsigned left = __ballot_sync(kAllLanes, wanted);
   while (left) {
     const int first = __ffs(static_cast<int>(left)) - 1;
     const auto address = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(table), first);
     const unsigned peers =
         __ballot_sync(kAllLanes, wanted && reinterpret_cast<uint64_t>(table) == address);
-    if (threadIdx.x % kWarp == static_cast<unsigned>(first)) count(*table, counter, __popc(peers));
+    if (threadIdx.x % kWarp == static_cast<unsigned>(first))
+      count(*table, counter, each * __popc(peers));
     left &= ~peers;
   }
 }
@@ -113,6 +115,29 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0 && threadIdx.x < kWarp) tick_warp(clock, tick);
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (at < vectors) scratch[at] = make_uint4(0, 0, 0, 0);
+}
+
+// After a find that touched nothing, where Placement::believed is given.
+__global__ void __launch_bounds__(kThreads)
+    choose_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                  const bool* __restrict__ believed, int64_t* __restrict__ slots,
+                  bool* __restrict__ found) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const TableView* table = nullptr;
+  bool wrong = false;
+  if (position < batch.num_ids) {
+    table = &table_at(tables, batch, position);
+    const int64_t slot = slots[position];
+    const bool there = slot != kNoSlot;
+    wrong = there != believed[position];
+    if (wrong) {
+      slots[position] = kPassedOver;
+    } else if (there) {
+      touch(*table, slot - table->first_slot, visit, visit.given(position));
+    }
+    if (found != nullptr) found[position] = there;
+  }
+  count_warp(table, kLookups, wrong, -1);  // deduplicate_kernel counts all positions
 }
 
 // kByScore: of several positions of an id, the one with the highest score is inserted, so that an
@@ -484,8 +509,15 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   begin_kernel<<<grid_for(vectors), kThreads, 0, stream>>>(clock, tick, static_cast<uint4*>(memory),
                                                            vectors);
   HKV_CUDA_CHECK_LAUNCH();
-  find_and_touch(tables, only, batch, visit, slots, found, stream);
   const unsigned grid = grid_for(batch.num_ids);
+  if (placement.believed == nullptr) {
+    find_and_touch(tables, only, batch, visit, slots, found, stream);
+  } else {
+    find(tables, only, batch, slots, stream);
+    choose_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
+                                                 found);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
   if (visit.scores == nullptr) {
     deduplicate_kernel<false><<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, scratch);
   } else {
