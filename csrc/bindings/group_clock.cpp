@@ -33,7 +33,7 @@ Pin::~Pin() { clock_->end(*this, true); }
 
 void Pin::release() {
   // A captured backward ends its pin in its graph, since the host sees nothing of replays.
-  const bool in_graph = captured_ && is_capturing(clock_->device_);
+  const bool in_graph = is_capturing(clock_->device_) && clock_->captured(*this);
 #ifdef TORCHREC_HKV_CUDA
   if (in_graph) {
     HKV_ON_DEVICE(clock_->device_, (void)0,
@@ -48,7 +48,6 @@ GroupClock::GroupClock(at::Device device) : device_(device), clock_(new_clock(de
 Clock* GroupClock::data() const { return static_cast<Clock*>(clock_.data_ptr()); }
 
 std::shared_ptr<Pin> GroupClock::pin() {
-  const bool captured = is_capturing(device_);
   std::lock_guard<std::mutex> lock(mutex_);
   int waiting = 0, captured_before = 0;
   for (int32_t at = 0; at < kMaxPins; ++at) {
@@ -57,9 +56,8 @@ std::shared_ptr<Pin> GroupClock::pin() {
     waiting += place.held && !place.captured;
     if (place.held || place.captured) continue;
     place.held = true;
-    place.captured = captured;
     ++place.generation;
-    auto pin = std::make_shared<Pin>(shared_from_this(), at, place.generation, captured);
+    auto pin = std::make_shared<Pin>(shared_from_this(), at, place.generation);
     place.pin = pin;
     return pin;
   }
@@ -76,6 +74,11 @@ std::shared_ptr<Pin> GroupClock::find(int64_t number) {
   TORCH_CHECK_VALUE(pin != nullptr && pin->number() == number, "pin is ", number,
                     ", but this group holds no such pin; it may have ended with its backward.");
   return pin;
+}
+
+bool GroupClock::captured(const Pin& pin) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return places_[pin.place_].captured;
 }
 
 void GroupClock::end(const Pin& pin, bool noted) {
@@ -100,13 +103,17 @@ Tick GroupClock::next(const std::optional<int64_t>& pin) {
   TORCH_CHECK(counted_ < kLastStep, "a table counts at most 2^32 - 1 calls.");
   tick.released = released_;
   std::copy(released_generations_.begin(), released_generations_.end(), tick.generations);
-  if (capturing) return tick;  // the graph may be replayed late or never
+  if (capturing) {
+    // What is released stays noted: the graph may be replayed late or never.
+    if (pin) places_[tick.pin].captured = true;
+    return tick;
+  }
   released_ = 0;
   ++counted_;
   return tick;
 }
 
-int64_t GroupClock::now() const {
+int64_t GroupClock::now() {
   return clock_.select(0, offsetof(Clock, now) / sizeof(int32_t)).item<int64_t>() & kLastStep;
 }
 

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 
+#include "bindings/stream_order.h"
 #include "hash_table/clock.h"
 
 namespace torchrec_hkv::bindings {
@@ -19,8 +20,8 @@ class GroupClock;
 // release(), or with the last reference.
 class Pin {
  public:
-  Pin(std::shared_ptr<GroupClock> clock, int32_t place, uint32_t generation, bool captured)
-      : clock_(std::move(clock)), place_(place), generation_(generation), captured_(captured) {}
+  Pin(std::shared_ptr<GroupClock> clock, int32_t place, uint32_t generation)
+      : clock_(std::move(clock)), place_(place), generation_(generation) {}
   ~Pin();
   Pin(const Pin&) = delete;
   Pin& operator=(const Pin&) = delete;
@@ -37,7 +38,6 @@ class Pin {
   const std::shared_ptr<GroupClock> clock_;
   const int32_t place_;
   const uint32_t generation_;
-  const bool captured_;  // taken while a CUDA graph was captured
 };
 
 class GroupClock : public std::enable_shared_from_this<GroupClock> {
@@ -50,7 +50,7 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   std::shared_ptr<Pin> find(int64_t number);
 
   // Reads the device's clock, and waits for it.
-  int64_t now() const;
+  int64_t now();
   // Throws where a backward is still to come: it would write to slots that others have then.
   void set(int64_t now);
   // At least this.
@@ -66,7 +66,7 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
     uint32_t generation = 0;
     std::weak_ptr<Pin> pin;  // expired or released: free
     bool held = false;
-    bool captured = false;  // a CUDA graph takes this pin whenever it is replayed: never free again
+    bool captured = false;  // a CUDA graph takes the pin at each replay: never free again
   };
 
   hash_table::Clock* data() const;
@@ -74,6 +74,7 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   void write_now(int64_t now);
   // The next step's tick. What it releases is forgotten.
   hash_table::Tick next(const std::optional<int64_t>& pin);
+  bool captured(const Pin& pin);
   // `noted`: the next call that counts tells the device.
   void end(const Pin& pin, bool noted);
 
@@ -95,6 +96,11 @@ class CountedCall {
 
   hash_table::Visit visit(const uint64_t* scores) const {
     return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
+  }
+  // Where pins end, their rows are free to be replaced: the work that needed them comes first.
+  Use use(bool inserts) const {
+    return Use{Access::kWrite, inserts ? Access::kWrite : Access::kNone,
+               tick_.released != 0 ? Access::kWrite : Access::kNone};
   }
   hash_table::Clock* clock() const { return clock_; }
   const hash_table::Tick& tick() const { return tick_; }

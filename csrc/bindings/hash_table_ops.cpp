@@ -51,8 +51,8 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
-  HKV_ON_DEVICE(group.device(), hash_table::cpu::find(group.views(), batch, out, threads),
-                hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream));
+  HKV_ON_GROUP(group, kReadIndex, hash_table::cpu::find(group.views(), batch, out, threads),
+               hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream));
   return slots;
 }
 
@@ -72,12 +72,12 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin);
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr),
-                                                placement, out, nullptr, threads),
-                hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
-                                                 call.clock(), call.tick(), nullptr, placement, out,
-                                                 nullptr, nullptr, scratch.data_ptr(), stream));
+  HKV_ON_GROUP(group, call.use(/*inserts=*/true),
+               hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), placement,
+                                               out, nullptr, threads),
+               hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
+                                                call.clock(), call.tick(), nullptr, placement, out,
+                                                nullptr, nullptr, scratch.data_ptr(), stream));
   return slots;
 }
 
@@ -92,8 +92,8 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
   at::Tensor result = at::empty({ids.numel()}, grad.options());
   const int64_t* at = slots.const_data_ptr<int64_t>();
   float* out = result.data_ptr<float>();
-  HKV_ON_DEVICE(
-      group.device(),
+  HKV_ON_GROUP(
+      group, kReadRows,
       hash_table::cpu::pool_weights_grad(group.views(), batch, at, mean, from, out, threads),
       hash_table::cuda::pool_weights_grad(group.views(), batch, at, mean, from, out, stream));
   return result;
@@ -121,12 +121,12 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::update_rows(group.views(), batch, at, pooling, from,
-                                             group.optimizer(), rate, threads),
-                hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
-                                              group.optimizer(), rate, group.num_slots(),
-                                              group.four_wide(), scratch.data_ptr(), stream));
+  HKV_ON_GROUP(group, kWritePinned,
+               hash_table::cpu::update_rows(group.views(), batch, at, pooling, from,
+                                            group.optimizer(), rate, threads),
+               hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
+                                             group.optimizer(), rate, group.num_slots(),
+                                             group.four_wide(), scratch.data_ptr(), stream));
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,
@@ -151,11 +151,11 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
   return rows;
 }
 
-// Below autograd, `anchor`, `pin` and `learning_rate` have nothing to say.
+// Below autograd, `anchor` and `learning_rate` have nothing to say.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                          const at::Tensor& slots, int64_t batch_size, bool mean,
-                         std::optional<int64_t> /*pin*/, double /*learning_rate*/) {
+                         std::optional<int64_t> pin, double /*learning_rate*/) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   const Batch batch = make_batch(group, ids, offsets, batch_size);
@@ -164,9 +164,9 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
   at::Tensor pooled = at::empty({batch_size, group.total_dim()}, ids.options().dtype(at::kFloat));
   const Output<float> out{pooled.data_ptr<float>(), group.total_dim()};
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
-                hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, stream));
+  HKV_ON_GROUP(group, pin ? kReadPinned : kReadRows,
+               hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
+               hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, stream));
   return pooled;
 }
 

@@ -23,6 +23,30 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t
                      hbm_slots};
 }
 
+// A method of a group as Python calls it: in order with its other calls.
+template <typename Result, typename... Arguments>
+auto in_order(const Use& use, Result (TableGroup::*method)(Arguments...) const) {
+  return [use, method](const TableGroup& group, Arguments... arguments) -> Result {
+    const py::gil_scoped_release released;
+    return group.order().run(use, [&] { return (group.*method)(arguments...); });
+  };
+}
+template <typename Result, typename... Arguments>
+auto in_order(const Use& use, Result (TableGroup::*method)(Arguments...)) {
+  return [use, method](TableGroup& group, Arguments... arguments) -> Result {
+    const py::gil_scoped_release released;
+    return group.order().run(use, [&] { return (group.*method)(arguments...); });
+  };
+}
+// The same for the group's clock.
+template <typename Result, typename... Arguments>
+auto clock_in_order(const Use& use, Result (GroupClock::*method)(Arguments...)) {
+  return [use, method](const TableGroup& group, Arguments... arguments) -> Result {
+    const py::gil_scoped_release released;
+    return group.order().run(use, [&] { return (group.clock().*method)(arguments...); });
+  };
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -113,21 +137,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("num_slots", &TableGroup::num_slots)
       .def_property_readonly("counters", &TableGroup::counters)
       .def("pin", [](const TableGroup& group) { return group.clock().pin(); })
-      .def("export_table", &TableGroup::export_table, py::arg("table"))
-      .def("load_table", &TableGroup::load_table, py::arg("table"), py::arg("state"))
-      .def("clear_table", &TableGroup::clear_table, py::arg("table"))
-      .def("occupied", &TableGroup::occupied, py::arg("table"))
-      .def("scores", &TableGroup::scores, py::arg("table"))
-      .def("last_steps", &TableGroup::last_steps, py::arg("table"))
-      .def_property_readonly("clock", [](const TableGroup& group) { return group.clock().now(); })
+      .def("export_table", in_order(kReadAll, &TableGroup::export_table), py::arg("table"))
+      .def("load_table", in_order(kWriteAll, &TableGroup::load_table), py::arg("table"),
+           py::arg("state"))
+      .def("clear_table", in_order(kWriteAll, &TableGroup::clear_table), py::arg("table"))
+      .def("occupied", in_order(kReadIndex, &TableGroup::occupied), py::arg("table"))
       .def(
-          "set_clock", [](const TableGroup& group, int64_t clock) { group.clock().set(clock); },
-          py::arg("clock"))
-      .def(
-          "set_epoch",
-          [](const TableGroup& group, int64_t epoch) { group.clock().set_epoch(epoch); },
-          py::arg("epoch"))
-      .def("sizes", &TableGroup::sizes)
+          "scores",
+          [](const TableGroup& group, int64_t table) {
+            return group.order().run(kReadIndex, [&] { return group.scores(table).clone(); });
+          },
+          py::arg("table"))
+      .def("last_steps", in_order(kReadIndex, &TableGroup::last_steps), py::arg("table"))
+      .def_property_readonly("clock", clock_in_order(kReadIndex, &GroupClock::now))
+      .def("set_clock", clock_in_order(kWriteIndex, &GroupClock::set), py::arg("clock"))
+      .def("set_epoch", clock_in_order(kWriteIndex, &GroupClock::set_epoch), py::arg("epoch"))
+      .def("sizes", in_order(kReadIndex, &TableGroup::sizes))
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
   m.def(

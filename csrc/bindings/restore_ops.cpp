@@ -54,8 +54,8 @@ at::Tensor slot_owners(const at::Tensor& counters, int64_t handle, int64_t table
                     " to ", first + n, " were asked for, but the table has ", view.num_slots, ".");
   at::Tensor owners = at::empty({n}, at::dtype(at::kInt).device(group->device()));
   int32_t* out = owners.data_ptr<int32_t>();
-  HKV_ON_DEVICE(group->device(), hash_table::cpu::slot_owners(view, first, n, out, threads),
-                hash_table::cuda::slot_owners(view, first, n, out, stream));
+  HKV_ON_GROUP(*group, kReadIndex, hash_table::cpu::slot_owners(view, first, n, out, threads),
+               hash_table::cuda::slot_owners(view, first, n, out, stream));
   return owners;
 }
 
@@ -80,13 +80,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slot
   const auto options = slots.options();
   const at::Tensor last_steps =
       at::from_blob(view.last_steps, {view.num_slots}, options.dtype(at::kInt));
-  at::Tensor scores = at::empty({0}, options);
-  if (view.scores != nullptr) {
-    scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
-  }
-  return {group->ids(table).index_select(0, slots),
-          gather(view, view.rows, group->row_dtype(table), slots),
-          last_steps.index_select(0, slots), scores, gather(view, view.states, at::kFloat, slots)};
+  return group->order().run(kReadAll, [&] {
+    at::Tensor scores = at::empty({0}, options);
+    if (view.scores != nullptr) {
+      scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
+    }
+    return std::make_tuple(group->ids(table).index_select(0, slots),
+                           gather(view, view.rows, group->row_dtype(table), slots),
+                           last_steps.index_select(0, slots), scores,
+                           gather(view, view.states, at::kFloat, slots));
+  });
 }
 
 at::Tensor restore_slots(at::Tensor counters, int64_t handle, int64_t table,
@@ -102,8 +105,8 @@ at::Tensor restore_slots(at::Tensor counters, int64_t handle, int64_t table,
   const TableView& view = group->view(table);
   const int64_t* at = slots.const_data_ptr<int64_t>();
   bool* out = placed.data_ptr<bool>();
-  HKV_ON_DEVICE(group->device(), hash_table::cpu::restore_slots(view, entries, at, out, threads),
-                hash_table::cuda::restore_slots(view, entries, at, out, stream));
+  HKV_ON_GROUP(*group, kWriteAll, hash_table::cpu::restore_slots(view, entries, at, out, threads),
+               hash_table::cuda::restore_slots(view, entries, at, out, stream));
   return placed;
 }
 
@@ -133,8 +136,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   at::Tensor waiting =
       at::empty({group->device().is_cuda() ? entries.n : 0}, ids.options().dtype(at::kBool));
   [[maybe_unused]] bool* scratch = waiting.data_ptr<bool>();
-  HKV_ON_DEVICE(group->device(), hash_table::cpu::restore_entries(view, entries, displaced),
-                hash_table::cuda::restore_entries(view, entries, displaced, scratch, stream));
+  HKV_ON_GROUP(*group, kWriteAll, hash_table::cpu::restore_entries(view, entries, displaced),
+               hash_table::cuda::restore_entries(view, entries, displaced, scratch, stream));
   return {out_ids, out_rows, out_steps, out_scores, out_states, counts};
 }
 

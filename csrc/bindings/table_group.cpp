@@ -113,6 +113,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
   clock_ = std::make_shared<GroupClock>(device);
+  order_ = std::make_unique<StreamOrder>(device);
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);

@@ -10,6 +10,7 @@
 
 #include "bindings/group_clock.h"
 #include "bindings/initial_rows.h"
+#include "bindings/stream_order.h"
 #include "common/optimizers.h"
 #include "hash_table/geometry.h"
 #include "hash_table/table_view.h"
@@ -82,6 +83,8 @@ class TableGroup {
 
   // Counts the calls that touch rows, and holds their pins.
   GroupClock& clock() const { return *clock_; }
+  // Orders calls on several streams. Callers of what touches the tables' memory take their turn.
+  StreamOrder& order() const { return *order_; }
 
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
@@ -135,6 +138,7 @@ class TableGroup {
   at::Tensor feature_columns_;  // int32, on the device
   int64_t handle_ = 0;
   std::shared_ptr<GroupClock> clock_;
+  std::unique_ptr<StreamOrder> order_;  // last: its end comes before the memory's
 };
 
 }  // namespace torchrec_hkv::bindings

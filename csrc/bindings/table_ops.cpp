@@ -60,7 +60,7 @@ const char* row_pointer(const TableGroup& group, const at::Tensor& rows, int64_t
 }
 
 // Writes rows to slots. `writer` (CUDA, bool, by position): whose row is written of several for one
-// slot; without it the first to come.
+// slot; without it the first to come. In the turn of a call that writes rows.
 void write(const TableGroup& group, const at::Tensor& slots, const char* rows, bool add,
            [[maybe_unused]] const at::Tensor& writer) {
   const int64_t n = slots.numel();
@@ -80,11 +80,12 @@ void write(const TableGroup& group, const at::Tensor& slots, const char* rows, b
 }
 
 // (slots, found, ids, rows and scores of what left or was refused, their number). With rows and
-// `assign`, each id's row becomes one that came with it.
+// `assign`, each id's row becomes one that came with it. believed: see Placement; ids that are
+// passed over have slot -1.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> insert(
     at::Tensor counters, int64_t handle, const at::Tensor& ids,
-    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows, bool initialize,
-    bool assign, bool leavers) {
+    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
+    const std::optional<at::Tensor>& believed, bool initialize, bool assign, bool leavers) {
   const std::shared_ptr<TableGroup> owner = one_table(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
@@ -95,6 +96,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
   TORCH_CHECK_VALUE(assign || !leavers, "what leaves is given back only where rows are assigned.");
   TORCH_CHECK_VALUE(!assign || !initialize, "a new row is either initialised or assigned.");
+  if (believed) {
+    check_dtype(*believed, "believed", at::kBool);
+    check_device(*believed, "believed", group.device());
+    check_length(*believed, "believed", n);
+    TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
+  }
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   at::Tensor writer;
@@ -110,6 +117,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       /*refuse_lower=*/true,
       given_rows,
       {}};
+  if (believed) placement.believed = believed->const_data_ptr<bool>();
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
@@ -122,13 +130,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 #endif
   const at::Tensor scratch = insert_scratch(group, ids);
   const CountedCall call(group.clock(), std::nullopt);
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
-                                                placement, out, there, threads),
-                hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
-                                                 call.clock(), call.tick(), given_scores, placement,
-                                                 out, there, writes, scratch.data_ptr(), stream));
-  if (assign) write(group, slots, given_rows, /*add=*/false, writer);
+  group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
+    HKV_ON_DEVICE(group.device(),
+                  hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
+                                                  placement, out, there, threads),
+                  hash_table::cuda::find_or_insert(
+                      group.views(), group.only_view(), batch, call.clock(), call.tick(),
+                      given_scores, placement, out, there, writes, scratch.data_ptr(), stream));
+    if (assign) write(group, slots, given_rows, /*add=*/false, writer);
+  });
+  if (believed) slots.masked_fill_(slots.eq(hash_table::kPassedOver), hash_table::kNoSlot);
   return {slots, found, left_ids, left_rows, left_scores, number};
 }
 
@@ -152,8 +163,10 @@ std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor&
   make_batch(*group, ids, std::nullopt, 1);
   check_length(ids, "ids", slots.numel());
   at::Tensor found = at::empty({slots.numel()}, slots.options().dtype(at::kBool));
-  at::Tensor rows = gather(*group, group->view(0).rows, group->row_dtype(0),
-                           ids.const_data_ptr<int64_t>(), slots, found.data_ptr<bool>());
+  at::Tensor rows = group->order().run(kReadRows, [&] {
+    return gather(*group, group->view(0).rows, group->row_dtype(0), ids.const_data_ptr<int64_t>(),
+                  slots, found.data_ptr<bool>());
+  });
   return {rows, found};
 }
 
@@ -163,7 +176,8 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   check_slots(group, slots);
-  write(group, slots, row_pointer(group, rows, slots.numel()), add, at::Tensor());
+  const char* from = row_pointer(group, rows, slots.numel());
+  group.order().run(kWriteRows, [&] { write(group, slots, from, add, at::Tensor()); });
 }
 
 void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots,
@@ -176,10 +190,10 @@ void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   const uint64_t* given = score_pointer(group, scores, n);
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::touch_slots(group.view(0), at, n, call.visit(given), threads),
-                hash_table::cuda::tick(call.clock(), call.tick(), stream);
-                hash_table::cuda::touch_slots(group.view(0), at, n, call.visit(given), stream));
+  HKV_ON_GROUP(group, call.use(/*inserts=*/false),
+               hash_table::cpu::touch_slots(group.view(0), at, n, call.visit(given), threads),
+               hash_table::cuda::tick(call.clock(), call.tick(), stream);
+               hash_table::cuda::touch_slots(group.view(0), at, n, call.visit(given), stream));
 }
 
 void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
@@ -188,9 +202,9 @@ void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
   check_device(counters, "counters", group.device());
   check_slots(group, slots);
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  HKV_ON_DEVICE(group.device(),
-                hash_table::cpu::erase_slots(group.view(0), at, slots.numel(), threads),
-                hash_table::cuda::erase_slots(group.view(0), at, slots.numel(), stream));
+  HKV_ON_GROUP(group, kWriteIndex,
+               hash_table::cpu::erase_slots(group.view(0), at, slots.numel(), threads),
+               hash_table::cuda::erase_slots(group.view(0), at, slots.numel(), stream));
 }
 
 // (ids, rows, scores, states) of slots, none of them -1.
@@ -199,10 +213,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
   const std::shared_ptr<TableGroup> group = one_table(handle);
   check_slots(*group, slots);
   const TableView& view = group->view(0);
-  return {group->ids(0).index_select(0, slots),
-          gather(*group, view.rows, group->row_dtype(0), nullptr, slots, nullptr),
-          group->scores(0).index_select(0, slots),
-          gather(*group, view.states, at::kFloat, nullptr, slots, nullptr)};
+  return group->order().run(kReadAll, [&] {
+    return std::make_tuple(group->ids(0).index_select(0, slots),
+                           gather(*group, view.rows, group->row_dtype(0), nullptr, slots, nullptr),
+                           group->scores(0).index_select(0, slots),
+                           gather(*group, view.states, at::kFloat, nullptr, slots, nullptr));
+  });
 }
 
 }  // namespace
@@ -210,7 +226,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "insert(Tensor(a!) counters, int group, Tensor ids, Tensor? scores, Tensor? rows, "
-      "bool initialize, bool assign, bool leavers) "
+      "Tensor? believed, bool initialize, bool assign, bool leavers) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(int group, Tensor ids, Tensor slots) -> (Tensor, Tensor)");
   m.def("write_rows(Tensor(a!) counters, int group, Tensor slots, Tensor rows, bool add) -> ()");

@@ -95,11 +95,34 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
   count(table, kRefused, refused);
 }
 
+// Where Placement::believed is given: touches what is there and should be, and passes over ids that
+// are not as believed.
+void find_and_choose(const TableView* tables, const Batch& batch, const Visit& visit,
+                     const bool* believed, int64_t* slots, bool* found, int threads) {
+  find(tables, batch, slots, threads);
+  for (int64_t at = 0; at < batch.num_ids; ++at) {
+    const TableView& table = tables[batch.feature_tables[batch.feature_of(at)]];
+    const bool there = slots[at] != kNoSlot;
+    if (found != nullptr) found[at] = there;
+    if (there != believed[at]) {
+      slots[at] = kPassedOver;
+      continue;
+    }
+    count(table, kLookups, 1);
+    count(table, kMisses, !there);
+    if (there) touch(table, slots[at] - table.first_slot, visit, visit.given(at));
+  }
+}
+
 }  // namespace
 
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
                     const Placement& placement, int64_t* slots, bool* found, int threads) {
-  find_and_touch(tables, batch, visit, slots, found, threads);
+  if (placement.believed == nullptr) {
+    find_and_touch(tables, batch, visit, slots, found, threads);
+  } else {
+    find_and_choose(tables, batch, visit, placement.believed, slots, found, threads);
+  }
   std::vector<int32_t> used(batch.feature_tables, batch.feature_tables + batch.num_features);
   std::sort(used.begin(), used.end());
   used.erase(std::unique(used.begin(), used.end()), used.end());

@@ -68,6 +68,35 @@ __global__ void __launch_bounds__(kThreads)
   if (chosen != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
 }
 
+// In place of find_and_touch, after a find that touched nothing, where Placement::believed is
+// given.
+__global__ void __launch_bounds__(kThreads)
+    believe_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const bool* __restrict__ believed, int64_t* __restrict__ slots,
+                   bool* __restrict__ found, const Missing missing) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  for (int64_t i = position; i <= missing.mask; i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    missing.table[i] = 0;
+  }
+  const TableView* table = nullptr;
+  bool wrong = false;
+  if (position < batch.num_ids) {
+    table = &table_at(tables, batch, position);
+    const int64_t slot = slots[position];
+    const bool there = slot != kNoSlot;
+    wrong = there != believed[position];
+    if (wrong) {
+      slots[position] = kPassedOver;
+    } else if (there) {
+      touch(*table, slot - table->first_slot, visit, visit.given(position));
+    } else if (load_l2(missing.any) == 0) {
+      *missing.any = 1;
+    }
+    if (found != nullptr) found[position] = there;
+  }
+  count_warp(table, kLookups, wrong, -1);  // insert_kernel counts all positions
+}
+
 // `deduplicated`: every missing id is missing at one position only.
 template <NewRows kRows, bool kOneTable>
 __global__ void __launch_bounds__(kThreads, kInsertBlocks)
@@ -199,7 +228,14 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   begin_kernel<<<1, 2 * kWarp, 0, stream>>>(clock, tick, missing);
   HKV_CUDA_CHECK_LAUNCH();
   const unsigned grid = grid_for(batch.num_ids);
-  find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing, stream);
+  if (placement.believed == nullptr) {
+    find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing, stream);
+  } else {
+    find(tables, only, batch, slots, stream);
+    believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
+                                                  there, missing);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
   const bool by_score = visit.scores != nullptr;
   if (by_score) {
     deduplicate_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, missing);

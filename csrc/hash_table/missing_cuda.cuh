@@ -81,15 +81,18 @@ __device__ __forceinline__ int64_t representative(const Missing& missing, const 
   }
 }
 
-// Adds one to a counter of each lane's table where `wanted`: one atomic a warp and table.
-__device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted) {
+// Adds `each` to a counter of each lane's table where `wanted`: one atomic a warp and table.
+__device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted,
+                                           int64_t each = 1) {
   unsigned left = __ballot_sync(kAllLanes, wanted);
   while (left) {
     const int first = __ffs(static_cast<int>(left)) - 1;
     const auto address = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(table), first);
     const unsigned peers =
         __ballot_sync(kAllLanes, wanted && reinterpret_cast<uint64_t>(table) == address);
-    if (threadIdx.x % kWarp == static_cast<unsigned>(first)) count(*table, counter, __popc(peers));
+    if (threadIdx.x % kWarp == static_cast<unsigned>(first)) {
+      count(*table, counter, each * __popc(peers));
+    }
     left &= ~peers;
   }
 }

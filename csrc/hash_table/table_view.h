@@ -22,6 +22,7 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoSlot = -1;
+constexpr int64_t kPassedOver = INT64_MAX;  // see Placement
 
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
@@ -133,6 +134,10 @@ struct Placement {
   bool refuse_lower;       // an id whose score is lower than all it could replace is refused
   const char* given_rows;  // [positions][dim] what ids came with, where leavers are wanted
   Leavers leavers;         // groups of one table only
+  // [positions], what the caller believes of each id: that it is in the table before the call, or
+  // that it is not. Ids of which that is wrong are passed over: their slot is kPassedOver. Null:
+  // all ids are taken.
+  const bool* believed = nullptr;
 };
 
 // How the ids of a bag are reduced.

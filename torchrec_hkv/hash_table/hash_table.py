@@ -24,17 +24,19 @@ _OWN_SCORES = ("lru", "epoch_lru")
 
 @dataclasses.dataclass(frozen=True)
 class Evicted:
-    """What an insertion threw out, and what it refused.
+    """What an insertion threw out, and what it refused: the first ``count`` entries.
 
     Attributes:
         ids: int64 ``[n]``.
         rows: ``[n, dim]``.
         scores: int64 ``[n]``; bits of an unsigned number.
+        count: int64 ``[1]``, at most ``n``. Entries from there on are undefined.
     """
 
     ids: Tensor
     rows: Tensor
     scores: Tensor
+    count: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,18 +219,29 @@ class HashTable:
         slots, *_ = self._insert(ids, scores, rows, assign=True)
         return slots >= 0
 
-    def insert_and_evict(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Evicted:
+    def insert_and_evict(
+        self, ids: Tensor, rows: Tensor, scores: Tensor | None = None, *, trim: bool = True
+    ) -> Evicted:
         """As :meth:`insert_or_assign`; gives back what it threw out or refused.
 
-        The table and what it gave back together are what was in the table and what was given
-        (waits for the device, to know how many).
+        The table and what it gave back together are what was in the table and what was given.
+
+        Args:
+            ids: as in :meth:`insert_or_assign`.
+            rows: as in :meth:`insert_or_assign`.
+            scores: as in :meth:`insert_or_assign`.
+            trim: cut what is given back to its number of entries, which waits for the device.
+                Otherwise there is room for as many entries as ids, and only the device knows how
+                many there are.
         """
         self._check_rows(rows, ids)
         _, _, out_ids, out_rows, out_scores, number = self._insert(
             ids, scores, rows, assign=True, evicted=True
         )
-        n = int(number)
-        return Evicted(out_ids[:n], out_rows[:n], out_scores[:n])
+        if trim:
+            n = int(number)
+            out_ids, out_rows, out_scores = out_ids[:n], out_rows[:n], out_scores[:n]
+        return Evicted(out_ids, out_rows, out_scores, number)
 
     def accum_or_assign(
         self, ids: Tensor, rows: Tensor, accumulate: Tensor, scores: Tensor | None = None
@@ -245,14 +258,10 @@ class HashTable:
         self._check_rows(rows, ids)
         self._check(accumulate, "accumulate", torch.bool, (ids.numel(),))
         self._check_scores(scores, ids)
-        there = self.contains(ids)
-        chosen = (there == accumulate).nonzero().flatten()
-        add = accumulate[chosen]
-        part = None if scores is None else scores[chosen]
-        slots, *_ = self._insert(ids[chosen], part, None)
+        slots, *_ = self._insert(ids, scores, None, believed=accumulate)
         nowhere = torch.full_like(slots, -1)
-        self._write(torch.where(add, nowhere, slots), rows[chosen], add=False)
-        self._write(torch.where(add, slots, nowhere), rows[chosen], add=True)
+        self._write(torch.where(accumulate, nowhere, slots), rows, add=False)
+        self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
 
     # -- changes of what is there -----------------------------------------------------------------
 
@@ -433,6 +442,7 @@ class HashTable:
         initialize: bool = False,
         assign: bool = False,
         evicted: bool = False,
+        believed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         self._check_ids(ids)
         self._check_scores(scores, ids)
@@ -442,6 +452,7 @@ class HashTable:
             ids.contiguous(),
             None if scores is None else scores.contiguous(),
             None if rows is None else rows.contiguous(),
+            None if believed is None else believed.contiguous(),
             initialize,
             assign,
             evicted,

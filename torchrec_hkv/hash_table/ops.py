@@ -93,6 +93,7 @@ def _(
     ids: Tensor,
     scores: Tensor | None,
     rows: Tensor | None,
+    believed: Tensor | None,
     initialize: bool,
     assign: bool,
     leavers: bool,

@@ -367,8 +367,8 @@ class TableGroup:
 
         Waits for the device.
         """
+        sizes = self._group.sizes().tolist()  # first: waits for calls on other streams too
         counts = self._group.counters.tolist()
-        sizes = self._group.sizes().tolist()
         result = []
         for spec, count, size in zip(self.tables, counts, sizes, strict=True):
             counted = dict(zip(_COUNTERS, count, strict=True))

@@ -15,7 +15,7 @@ def table(device_type):
 
 def test_insert(table, device_type):
     group, ids = table._group, distinct_ids(5, device_type)
-    args = (group.counter_tensor, group.handle, ids, None, None, True, False, False)
+    args = (group.counter_tensor, group.handle, ids, None, None, None, True, False, False)
     torch.library.opcheck(ops.insert, args)
 
 
@@ -24,7 +24,7 @@ def test_insert_and_give_back(table, device_type):
     group, ids = table._group, distinct_ids(65, device_type)
     table.find_or_insert(ids[:64], scores_tensor([5] * 64, device_type))
     one, row, score = ids[64:], random_rows(table, 1), scores_tensor([0], device_type)
-    args = (group.counter_tensor, group.handle, one, score, row, False, True, True)
+    args = (group.counter_tensor, group.handle, one, score, row, None, False, True, True)
     torch.library.opcheck(ops.insert, args)
 
 

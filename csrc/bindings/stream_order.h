@@ -1,0 +1,104 @@
+// The order of a group's calls on several CUDA streams: what must not run together is ordered by
+// events, and the host waits for nothing. Readers run together, writers alone. While a group has
+// seen one stream only, nothing is recorded.
+//
+// Calls that are captured in a CUDA graph are not ordered with those outside: whoever replays the
+// graph orders the replay (docs/hash_table.md).
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#ifdef TORCHREC_HKV_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace torchrec_hkv::bindings {
+
+enum class Access : int { kNone, kRead, kWrite };
+
+// What a call does to the parts of a group.
+struct Use {
+  Access index;   // digests, ids, steps, scores, clock, counters
+  Access rows;    // rows and states that no pin holds
+  Access pinned;  // rows and states that a pin holds: no insertion touches them
+};
+
+constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
+constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
+constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};
+constexpr Use kWriteRows{Access::kNone, Access::kWrite, Access::kWrite};
+constexpr Use kReadPinned{Access::kNone, Access::kNone, Access::kRead};
+constexpr Use kWritePinned{Access::kNone, Access::kNone, Access::kWrite};
+constexpr Use kReadAll{Access::kRead, Access::kRead, Access::kRead};
+constexpr Use kWriteAll{Access::kWrite, Access::kWrite, Access::kWrite};
+
+class StreamOrder {
+ public:
+  // The group's memory belongs to the stream that is current now, as PyTorch's allocator has it.
+  explicit StreamOrder(c10::Device device);
+  // Whatever the stream of construction does from now on comes after all calls.
+  ~StreamOrder();
+  StreamOrder(const StreamOrder&) = delete;
+  StreamOrder& operator=(const StreamOrder&) = delete;
+
+  // Makes the current stream wait for what conflicts with `use`, and calls enqueue(), which
+  // launches on that stream. Threads take turns, so that the launches of one call stay together. On
+  // a CPU it is enqueue() and nothing else. Not to be nested.
+  template <typename Enqueue>
+  auto run(const Use& use, Enqueue&& enqueue) {
+    if (!device_.is_cuda()) return enqueue();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const c10::OptionalDeviceGuard guard(device_);
+    const Turn turn(*this, use);
+    return enqueue();
+  }
+
+ private:
+  // Between its construction and its end a call enqueues its work.
+  class Turn {
+   public:
+    Turn(StreamOrder& order, const Use& use);
+    ~Turn() noexcept(false);
+
+   private:
+    [[maybe_unused]] StreamOrder& order_;
+    [[maybe_unused]] const Use use_;
+    [[maybe_unused]] const int exceptions_;
+  };
+
+  const c10::Device device_;
+  std::mutex mutex_;
+#ifdef TORCHREC_HKV_CUDA
+  struct Event;
+  struct Mark {  // the work of a stream up to an event
+    cudaStream_t stream;
+    std::shared_ptr<Event> event;
+  };
+  struct Part {
+    std::vector<Mark> writes;  // the last one, if any
+    std::vector<Mark> reads;   // since then, at most one a stream
+  };
+
+  std::shared_ptr<Event> record(cudaStream_t stream);
+  void begin(const Use& use);
+  void end(const Use& use);
+
+  cudaStream_t first_ = nullptr;
+  bool several_ = false;  // streams have been seen
+  std::array<Part, 3> parts_;
+  std::vector<std::shared_ptr<Event>> events_;  // used again once no mark refers to them
+#endif
+};
+
+}  // namespace torchrec_hkv::bindings
+
+// Runs one of two calls on a group, in order with its other calls. See HKV_ON_DEVICE.
+#define HKV_ON_GROUP(group, use, cpu_call, cuda_call) \
+  (group).order().run(use, [&] { HKV_ON_DEVICE((group).device(), cpu_call, cuda_call) })
