@@ -39,7 +39,8 @@ def test_by_value_and_norm(device_type, dim, bounds, kind):
 
     names = {SGD: [], Adagrad: ["sum"]}[kind]
     make = getattr(torch.optim, kind.__name__)
-    arguments = {} if kind is SGD else {"eps": 1e-6}
+    # With a small eps, Adagrad's first step would magnify what rounding makes of g + 0.1 row.
+    arguments = {} if kind is SGD else {"eps": 1e-2}
     reference = DenseReference(lambda p: make(p, weight_decay=0.1, **arguments), names)
     optimizer = kind(weight_decay=0.1, clip_value=by_value, clip_norm=by_norm, **arguments)
     assert_equal_to(
