@@ -104,7 +104,14 @@ def extension():
     # torch's headers do not pass -Wextra; as system headers they are not asked to.
     system = [f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")]
     # No contraction: a row must come out the same whether or not the compiler finds an FMA.
-    cxx = ["-O3", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
+    cxx = [
+        "-O3",
+        "-std=c++20",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fvisibility=hidden",
+        "-pthread",
+    ]
     cxx += ["-Wall", "-Wextra", *system]
     if arch := cpu_arch():
         cxx.append(f"-march={arch}")

@@ -6,7 +6,7 @@ from torchrec_hkv.backends import register as register_backend
 from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
 from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec_hkv.sharding import get_default_sharders
+from torchrec_hkv.sharding import accumulate_gradients, get_default_sharders
 
 register_backend(HKVBackend())
 
@@ -16,6 +16,7 @@ __all__ = [
     "HashTable",
     "ParameterConstraints",
     "__version__",
+    "accumulate_gradients",
     "checkpoint",
     "get_default_sharders",
     "register_backend",

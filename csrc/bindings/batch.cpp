@@ -11,11 +11,11 @@ namespace {
 constexpr int64_t kMaxBatch = int64_t{1} << 31;
 
 void check_offsets(const TableGroup& group, const at::Tensor& offsets, int64_t batch_size,
-                   int64_t num_ids) {
+                   int64_t num_features, int64_t num_ids) {
   check_dtype(offsets, "offsets", at::kLong);
   check_device(offsets, "offsets", group.device());
   TORCH_CHECK_VALUE(batch_size >= 0, "batch_size is ", batch_size, ", but must not be negative.");
-  check_length(offsets, "offsets", group.num_features() * batch_size + 1);
+  check_length(offsets, "offsets", num_features * batch_size + 1);
   TORCH_CHECK_VALUE(offsets.is_contiguous(), "offsets must be contiguous.");
   TORCH_CHECK_VALUE(offsets.numel() < kMaxBatch, "a batch has ", offsets.numel() - 1,
                     " bags, but must have fewer than 2^31.");
@@ -34,7 +34,9 @@ void check_offsets(const TableGroup& group, const at::Tensor& offsets, int64_t b
 }  // namespace
 
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
-                             const std::optional<at::Tensor>& offsets, int64_t batch_size) {
+                             const std::optional<at::Tensor>& offsets, int64_t batch_size,
+                             int64_t rounds) {
+  const int64_t num_features = rounds * group.num_features();
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
   check_device(ids, "ids", group.device());
@@ -42,16 +44,16 @@ hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
   TORCH_CHECK_VALUE(ids.numel() < kMaxBatch, "a batch has ", ids.numel(),
                     " ids, but must have fewer than 2^31.");
   if (offsets) {
-    check_offsets(group, *offsets, batch_size, ids.numel());
+    check_offsets(group, *offsets, batch_size, num_features, ids.numel());
   } else {
-    TORCH_CHECK_VALUE(group.num_features() == 1, "offsets must be given for a group of ",
-                      group.num_features(), " features.");
+    TORCH_CHECK_VALUE(num_features == 1, "offsets must be given for a group of ", num_features,
+                      " features.");
   }
   return hash_table::Batch{ids.const_data_ptr<int64_t>(),
                            offsets ? offsets->const_data_ptr<int64_t>() : nullptr,
                            group.feature_tables(),
                            group.feature_columns(),
-                           static_cast<int32_t>(group.num_features()),
+                           static_cast<int32_t>(num_features),
                            offsets ? batch_size : 1,
                            ids.numel()};
 }

@@ -9,10 +9,12 @@
 
 namespace torchrec_hkv::bindings {
 
-// offsets: none for one bag of all ids, where the group has one feature. Throws TypeError or
-// ValueError before anything is read.
+// offsets: none for one bag of all ids, where the group has one feature. rounds: how often the
+// group's features come; where more than once, the caller sets their tables and columns. Throws
+// TypeError or ValueError before anything is read.
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
-                             const std::optional<at::Tensor>& offsets, int64_t batch_size);
+                             const std::optional<at::Tensor>& offsets, int64_t batch_size,
+                             int64_t rounds = 1);
 
 // Memory that find_or_insert works in on a GPU; empty on a CPU.
 at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids);

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "bindings/table_group.h"
 
 namespace torchrec_hkv::bindings {
@@ -27,18 +29,19 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
                           const std::optional<Variable>& weights, int64_t handle,
                           const Variable& ids, const Variable& offsets, const Variable& slots,
                           int64_t batch_size, bool mean, std::optional<int64_t> pin,
-                          double learning_rate) {
+                          const Variable& learning_rate) {
     static const auto lookup =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
             .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
                               const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
-                              std::optional<int64_t>, double)>();
+                              std::optional<int64_t>, const at::Tensor&)>();
     ctx->save_for_backward({ids, offsets, slots, weights.value_or(Variable())});
     ctx->saved_data["handle"] = handle;
     ctx->saved_data["batch_size"] = batch_size;
     ctx->saved_data["mean"] = mean;
-    ctx->saved_data["learning_rate"] = learning_rate;
+    // Not among the saved variables: it may change until the backward, which takes what it is then.
+    ctx->saved_data["learning_rate"] = learning_rate.detach();
     ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
     ctx->saved_data["training"] = pin.has_value();
     if (pin) {
@@ -56,7 +59,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
             .findSchemaOrThrow("torchrec_hkv::update_rows", "")
             .typed<void(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&,
                         const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
-                        int64_t, bool, double)>();
+                        int64_t, bool, const at::Tensor&, int64_t)>();
     static const auto gradient =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::weights_gradient", "")
@@ -69,18 +72,25 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     const int64_t handle = ctx->saved_data["handle"].toInt();
     const int64_t batch_size = ctx->saved_data["batch_size"].toInt();
     const bool mean = ctx->saved_data["mean"].toBool();
-    const at::Tensor grad = grads[0].detach().contiguous();
+    const bool training = ctx->saved_data["training"].toBool();
+    c10::intrusive_ptr<LookupPin> held;
+    if (training) {
+      held = c10::static_intrusive_pointer_cast<LookupPin>(ctx->saved_data["pin"].toCapsule());
+    }
+    at::Tensor grad = grads[0].detach().contiguous();
+    if (training) {
+      const float bound = held->group->optimizer().clip_output;
+      if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
+    }
     // The weights' gradient reads the rows of the forward: before they change.
     Variable weights_grad;
     if (ctx->saved_data["weights_grad"].toBool()) {
       weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean);
     }
-    if (ctx->saved_data["training"].toBool()) {
-      const auto held =
-          c10::static_intrusive_pointer_cast<LookupPin>(ctx->saved_data["pin"].toCapsule());
+    if (training) {
       if (held->group->optimizer().kind != Optimizer::kNone) {
         update.call(held->group->counters(), handle, grad, ids, offsets, weights, slots, batch_size,
-                    mean, ctx->saved_data["learning_rate"].toDouble());
+                    mean, ctx->saved_data["learning_rate"].toTensor(), /*rounds=*/1);
       }
       held->pin->release();
     }
@@ -93,7 +103,7 @@ at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, cons
                                   const at::Tensor& offsets,
                                   const std::optional<at::Tensor>& weights, const at::Tensor& slots,
                                   int64_t batch_size, bool mean, std::optional<int64_t> pin,
-                                  double learning_rate) {
+                                  const at::Tensor& learning_rate) {
   return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, pin,
                              learning_rate);
 }

@@ -2,6 +2,8 @@
 // by writing `counters`, the group's counters tensor. Fakes are in torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
+#include <limits>
+
 #include "bindings/batch.h"
 #include "bindings/checks.h"
 #include "bindings/initial_rows.h"
@@ -33,15 +35,58 @@ Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& w
   return Pooling{mean, weights->const_data_ptr<float>()};
 }
 
-Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad, int64_t batch_size) {
+Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad, int64_t batch_size,
+                              int64_t rounds = 1) {
+  const int64_t columns = rounds * group.total_dim();
   check_dtype(grad, "grad", at::kFloat);
   check_device(grad, "grad", group.device());
-  TORCH_CHECK_VALUE(
-      grad.dim() == 2 && grad.size(0) == batch_size && grad.size(1) == group.total_dim(),
-      "grad must have shape [", batch_size, ", ", group.total_dim(), "], but has ", grad.sizes(),
-      ".");
+  TORCH_CHECK_VALUE(grad.dim() == 2 && grad.size(0) == batch_size && grad.size(1) == columns,
+                    "grad must have shape [", batch_size, ", ", columns, "], but has ",
+                    grad.sizes(), ".");
   TORCH_CHECK_VALUE(grad.is_contiguous(), "grad must be contiguous.");
-  return Output<const float>{grad.const_data_ptr<float>(), group.total_dim()};
+  return Output<const float>{grad.const_data_ptr<float>(), columns};
+}
+
+// Batches one after the other are one batch in which the group's features come `rounds` times,
+// those of each round with the next columns of the output.
+struct Rounds {
+  Rounds(const TableGroup& group, int64_t rounds) {
+    TORCH_CHECK_VALUE(rounds >= 1, "rounds is ", rounds, ", but must be at least 1.");
+    TORCH_CHECK_VALUE(
+        group.total_dim() == 0 || rounds <= std::numeric_limits<int32_t>::max() / group.total_dim(),
+        "the columns of ", rounds, " rounds of ", group.total_dim(),
+        " must not exceed 2^31 - 1 together.");
+    if (rounds == 1) return;
+    const auto options = at::dtype(at::kInt).device(group.device());
+    const auto given = [&](const int32_t* from) {
+      return at::from_blob(const_cast<int32_t*>(from), {group.num_features()}, options);
+    };
+    const at::Tensor first = at::arange(rounds, options).mul(group.total_dim()).unsqueeze(1);
+    tables = given(group.feature_tables()).repeat({rounds});
+    columns = first.add(given(group.feature_columns())).flatten();
+  }
+
+  Batch apply(Batch batch) const {
+    if (tables.defined()) {
+      batch.feature_tables = tables.const_data_ptr<int32_t>();
+      batch.feature_columns = columns.const_data_ptr<int32_t>();
+    }
+    return batch;
+  }
+
+  at::Tensor tables;   // int32 [rounds * features], undefined for one round
+  at::Tensor columns;  // the same
+};
+
+// One value on the group's device: read when the rows are updated, so that it can change in
+// between, and between replays of a CUDA graph.
+const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate) {
+  check_dtype(learning_rate, "learning_rate", at::kFloat);
+  check_device(learning_rate, "learning_rate", group.device());
+  TORCH_CHECK_VALUE(learning_rate.dim() == 0,
+                    "learning_rate must have no dimensions, but has shape ", learning_rate.sizes(),
+                    ".");
+  return learning_rate.const_data_ptr<float>();
 }
 
 at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
@@ -101,31 +146,34 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
 
 void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
                  const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
-                 const at::Tensor& slots, int64_t batch_size, bool mean, double learning_rate) {
+                 const at::Tensor& slots, int64_t batch_size, bool mean,
+                 const at::Tensor& learning_rate, int64_t rounds) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   TORCH_CHECK_VALUE(group.optimizer().kind != Optimizer::kNone,
                     "the tables of this group were built without an optimizer.");
-  const Batch batch = make_batch(group, ids, offsets, batch_size);
+  const c10::OptionalDeviceGuard on_device(group.device());
+  const Rounds all(group, rounds);
+  const Batch batch = all.apply(make_batch(group, ids, offsets, batch_size, rounds));
   check_slots(group, slots, ids);
   const Pooling pooling = make_pooling(group, weights, mean, ids);
-  const Output<const float> from = make_grad(group, grad, batch_size);
+  const Output<const float> from = make_grad(group, grad, batch_size, rounds);
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  const float rate = static_cast<float>(learning_rate);
+  const float* rate = learning_rate_of(group, learning_rate);
+  const auto num_tables = static_cast<int32_t>(group.num_tables());
 #ifdef TORCHREC_HKV_CUDA
   at::Tensor scratch;
   if (group.device().is_cuda()) {
-    const c10::OptionalDeviceGuard guard(group.device());
     const size_t bytes = hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots());
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif
   HKV_ON_GROUP(group, kWritePinned,
                hash_table::cpu::update_rows(group.views(), batch, at, pooling, from,
-                                            group.optimizer(), rate, threads),
+                                            group.optimizer(), rate, num_tables, threads),
                hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
-                                             group.optimizer(), rate, group.num_slots(),
+                                             group.optimizer(), rate, num_tables, group.num_slots(),
                                              group.four_wide(), scratch.data_ptr(), stream));
 }
 
@@ -151,13 +199,14 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
   return rows;
 }
 
-// Below autograd, `anchor` and `learning_rate` have nothing to say.
+// Below autograd, `anchor` and `pin` have nothing to say; `learning_rate` is for the backward.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                          const at::Tensor& slots, int64_t batch_size, bool mean,
-                         std::optional<int64_t> pin, double /*learning_rate*/) {
+                         std::optional<int64_t> pin, const at::Tensor& learning_rate) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
+  learning_rate_of(group, learning_rate);
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   check_slots(group, slots, ids);
   const Pooling pooling = make_pooling(group, weights, mean, ids);
@@ -179,13 +228,14 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "int? pin) -> Tensor");
   m.def(
       "pooled_lookup(Tensor anchor, int group, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor slots, int batch_size, bool mean, int? pin, float learning_rate) -> Tensor");
+      "Tensor slots, int batch_size, bool mean, int? pin, Tensor learning_rate) -> Tensor");
   m.def(
       "weights_gradient(int group, Tensor grad, Tensor ids, Tensor offsets, Tensor slots, "
       "int batch_size, bool mean) -> Tensor");
   m.def(
       "update_rows(Tensor(a!) counters, int group, Tensor grad, Tensor ids, Tensor offsets, "
-      "Tensor? weights, Tensor slots, int batch_size, bool mean, float learning_rate) -> ()");
+      "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, int "
+      "rounds=1) -> ()");
   m.def(
       "initial_rows(Tensor ids, int dim, int column_offset, int seed, str distribution, float low, "
       "float high, float mean, float std) -> Tensor");

@@ -2,6 +2,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/extension.h>
 
+#include "bindings/optimizer_config.h"
 #include "bindings/table_group.h"
 
 namespace py = pybind11;
@@ -47,6 +48,35 @@ auto clock_in_order(const Use& use, Result (GroupClock::*method)(Arguments...)) 
   };
 }
 
+void define_optimizer_config(py::module_& m) {
+  py::class_<OptimizerConfig>(m, "OptimizerConfig")
+      .def(py::init([](Optimizer kind, double eps, double coupled_decay, double decoupled_decay,
+                       double lamb_decay, double momentum, bool nesterov, double beta1,
+                       double beta2, bool own_steps, double initial_accumulator, double ftrl_beta,
+                       double l1, double l2, std::optional<double> clip_value,
+                       std::optional<double> clip_norm, std::optional<double> clip_output,
+                       bool stochastic_rounding, int64_t rounding_seed) {
+             return make_optimizer_config(OptimizerArguments{
+                 kind, eps, coupled_decay, decoupled_decay, lamb_decay, momentum, nesterov, beta1,
+                 beta2, own_steps, initial_accumulator, ftrl_beta, l1, l2, clip_value, clip_norm,
+                 clip_output, stochastic_rounding, rounding_seed});
+           }),
+           py::kw_only(), py::arg("kind"), py::arg("eps") = 0.0, py::arg("coupled_decay") = 0.0,
+           py::arg("decoupled_decay") = 0.0, py::arg("lamb_decay") = 0.0, py::arg("momentum") = 0.0,
+           py::arg("nesterov") = false, py::arg("beta1") = 0.0, py::arg("beta2") = 0.0,
+           py::arg("own_steps") = false, py::arg("initial_accumulator") = 0.0,
+           py::arg("ftrl_beta") = 0.0, py::arg("l1") = 0.0, py::arg("l2") = 0.0,
+           py::arg("clip_value") = py::none(), py::arg("clip_norm") = py::none(),
+           py::arg("clip_output") = py::none(), py::arg("stochastic_rounding") = false,
+           py::arg("rounding_seed") = 0)
+      .def(
+          "state_width",
+          [](const OptimizerConfig& config, int32_t dim) { return state_width(config, dim); },
+          py::arg("dim"), "fp32 values of optimizer state that a row of this dim keeps.")
+      .def_property_readonly("layout", &state_layout,
+                             "What the columns of the state are, as a number.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -90,9 +120,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::enum_<Optimizer>(m, "Optimizer")
       .value("NONE", Optimizer::kNone)
       .value("SGD", Optimizer::kSgd)
-      .value("ROWWISE_ADAGRAD", Optimizer::kRowWiseAdagrad);
-  m.def("state_width", &state_width, py::arg("optimizer"),
-        "fp32 values of optimizer state a row keeps.");
+      .value("MOMENTUM", Optimizer::kMomentum)
+      .value("ADAGRAD", Optimizer::kAdagrad)
+      .value("ROWWISE_ADAGRAD", Optimizer::kRowWiseAdagrad)
+      .value("ADAM", Optimizer::kAdam)
+      .value("ROWWISE_ADAM", Optimizer::kRowWiseAdam)
+      .value("LAMB", Optimizer::kLamb)
+      .value("FTRL", Optimizer::kFtrl);
+  define_optimizer_config(m);
 
   m.attr("LEAST_NORMAL_MASS") = kLeastMass;
   m.def(
@@ -116,26 +151,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("rows", &TableState::rows)
       .def_readwrite("states", &TableState::states)
       .def_readwrite("last_steps", &TableState::last_steps)
-      .def_readwrite("scores", &TableState::scores);
+      .def_readwrite("scores", &TableState::scores)
+      .def_readwrite("optimizer_step", &TableState::optimizer_step);
 
   py::class_<Pin, std::shared_ptr<Pin>>(m, "Pin").def_property_readonly("number", &Pin::number);
 
   m.attr("MAX_PINS") = hash_table::kMaxPins;
   py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
-                       Optimizer optimizer, double eps, std::optional<int64_t> state_dim,
+                       const OptimizerConfig& optimizer, std::optional<int64_t> state_dim,
                        at::Device device) {
-             return TableGroup::make(std::move(configs), std::move(feature_tables),
-                                     OptimizerConfig{optimizer, static_cast<float>(eps)}, state_dim,
-                                     device);
+             return TableGroup::make(std::move(configs), std::move(feature_tables), optimizer,
+                                     state_dim, device);
            }),
-           py::arg("configs"), py::arg("feature_tables"), py::arg("optimizer"), py::arg("eps"),
+           py::arg("configs"), py::arg("feature_tables"), py::arg("optimizer"),
            py::arg("state_dim"), py::arg("device"))
       .def_property_readonly("handle", &TableGroup::handle)
       .def_property_readonly("total_dim", &TableGroup::total_dim)
       .def_property_readonly("num_features", &TableGroup::num_features)
       .def_property_readonly("num_slots", &TableGroup::num_slots)
       .def_property_readonly("counters", &TableGroup::counters)
+      .def_property_readonly("optimizer_steps", &TableGroup::optimizer_steps)
       .def("pin", [](const TableGroup& group) { return group.clock().pin(); })
       .def("export_table", in_order(kReadAll, &TableGroup::export_table), py::arg("table"))
       .def("load_table", in_order(kWriteAll, &TableGroup::load_table), py::arg("table"),

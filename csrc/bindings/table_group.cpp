@@ -90,10 +90,13 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
 #endif
   TORCH_CHECK_VALUE(!configs_.empty(), "a group needs at least one table.");
   for (const TableConfig& config : configs_) check_config(config, device.is_cuda());
-  state_width_ = state_dim.value_or(state_width(optimizer.kind));
-  TORCH_CHECK_VALUE(state_width_ >= state_width(optimizer.kind) && state_width_ <= 8192,
-                    "state_dim is ", state_width_, ", but must be from ",
-                    state_width(optimizer.kind), " to 8192.");
+  state_dim_ = state_dim;
+  for (const TableConfig& config : configs_) {
+    const int32_t least = state_width(optimizer, static_cast<int32_t>(config.dim));
+    const int64_t width = state_width_of(config);
+    TORCH_CHECK_VALUE(width >= least && width <= 8192, "state_dim is ", width,
+                      ", but must be from ", least, " to 8192.");
+  }
   std::vector<int64_t> columns;
   for (const int64_t table : feature_table_list_) {
     TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "a feature names table ", table,
@@ -109,12 +112,14 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     memory_.push_back(allocate(config));
     first_slots_.push_back(num_slots_);
     num_slots_ += memory_.back().geometry.num_slots();
-    four_wide_ = four_wide_ && config.dim % 4 == 0;
+    const int64_t width = state_width_of(config);
+    four_wide_ = four_wide_ && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
+  optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);
   const int64_t view_bytes = num_tables() * static_cast<int64_t>(sizeof(TableView));
@@ -161,6 +166,10 @@ std::shared_ptr<TableGroup> TableGroup::from_handle(int64_t handle) {
   return group;
 }
 
+int64_t TableGroup::state_width_of(const TableConfig& config) const {
+  return state_dim_.value_or(state_width(optimizer_, static_cast<int32_t>(config.dim)));
+}
+
 TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
   const auto options = at::device(device_);
   Memory memory;
@@ -176,9 +185,10 @@ TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
   free_all(memory);
   memory.scores = at::zeros({keeps_scores(config.eviction) ? slots : 0}, options.dtype(at::kLong));
   memory.rows = at::empty({config.hbm_slots, config.dim}, options.dtype(row_type));
-  memory.states = at::empty({config.hbm_slots, state_width_}, options.dtype(at::kFloat));
+  const int64_t state_width = state_width_of(config);
+  memory.states = at::empty({config.hbm_slots, state_width}, options.dtype(at::kFloat));
   memory.rows_host = pinned_matrix(on_host, config.dim, row_type, device_);
-  memory.states_host = pinned_matrix(on_host, state_width_, at::kFloat, device_);
+  memory.states_host = pinned_matrix(on_host, state_width, at::kFloat, device_);
   return memory;
 }
 
@@ -206,8 +216,9 @@ TableView TableGroup::make_view(int64_t table) const {
   view.rows = {bytes(memory.rows), bytes(memory.rows_host), config.hbm_slots,
                static_cast<int32_t>(config.dim), config.row_type};
   view.states = {bytes(memory.states), bytes(memory.states_host), config.hbm_slots,
-                 static_cast<int32_t>(state_width_), RowType::kFloat32};
+                 static_cast<int32_t>(state_width_of(config)), RowType::kFloat32};
   view.counters = reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
+  view.optimizer_step = optimizer_steps_.data_ptr<int64_t>() + table;
   view.first_slot = first_slots_[table];
   view.num_slots = memory.geometry.num_slots();
   view.num_buckets = static_cast<uint32_t>(memory.geometry.num_buckets);
@@ -268,6 +279,7 @@ TableState TableGroup::export_table(int64_t table) const {
   state.states = joined(memory.states, memory.states_host);
   state.last_steps = memory.last_steps.clone();
   state.scores = memory.scores.clone();
+  state.optimizer_step = optimizer_steps_.slice(0, table, table + 1).clone();
   // Empty slots hold whatever was there: give zeros instead.
   const at::Tensor free = state.occupied.logical_not();
   state.ids.masked_fill_(free, 0);
@@ -287,9 +299,10 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   check_tensor(state.occupied, "occupied", config.name, at::kBool, {slots});
   check_tensor(state.ids, "ids", config.name, at::kLong, {slots});
   check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, config.dim});
-  check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_});
+  check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_of(config)});
   check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
   check_tensor(state.scores, "scores", config.name, at::kLong, {memory.scores.numel()});
+  check_tensor(state.optimizer_step, "optimizer_step", config.name, at::kLong, {1});
   const at::Tensor ids = state.ids.cpu().contiguous();
   const at::Tensor occupied = state.occupied.cpu().contiguous();
   at::Tensor digests = at::empty(memory.digests.sizes(), at::kShort);
@@ -313,6 +326,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.scores.copy_(state.scores);
   split(memory.rows, memory.rows_host, state.rows);
   split(memory.states, memory.states_host, state.states);
+  optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
@@ -323,6 +337,7 @@ void TableGroup::clear_table(int64_t table) {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
   free_all(memory_[table]);
+  optimizer_steps_.slice(0, table, table + 1).zero_();
 }
 
 at::Tensor TableGroup::sizes() const {

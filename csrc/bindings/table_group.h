@@ -29,14 +29,15 @@ struct TableConfig {
   int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
 };
 
-// One table's arrays, for export and load; first dimension num_slots.
+// One table's arrays, for export and load; first dimension num_slots but for the last.
 struct TableState {
-  at::Tensor occupied;    // bool
-  at::Tensor ids;         // int64
-  at::Tensor rows;        // [., dim]
-  at::Tensor states;      // float32 [., state width]
-  at::Tensor last_steps;  // int32
-  at::Tensor scores;      // int64, empty under LRU
+  at::Tensor occupied;        // bool
+  at::Tensor ids;             // int64
+  at::Tensor rows;            // [., dim]
+  at::Tensor states;          // float32 [., state width]
+  at::Tensor last_steps;      // int32
+  at::Tensor scores;          // int64, empty under LRU
+  at::Tensor optimizer_step;  // int64 [1], updates so far
 };
 
 class TableGroup {
@@ -68,6 +69,8 @@ class TableGroup {
   const at::Tensor& counters() const { return counters_; }
   // What a new id's row is initialised to, in all tables.
   hash_table::NewRows initial_rows() const { return initial_rows_; }
+  // Updates of each table so far, int64 [tables], on the device.
+  const at::Tensor& optimizer_steps() const { return optimizer_steps_; }
 
   // On the group's device.
   const hash_table::TableView* views() const;
@@ -115,6 +118,7 @@ class TableGroup {
   };
 
   void check_index(int64_t table) const;
+  int64_t state_width_of(const TableConfig& config) const;
   Memory allocate(const TableConfig& config) const;
   hash_table::TableView make_view(int64_t table) const;
   void free_all(const Memory& memory) const;
@@ -127,12 +131,13 @@ class TableGroup {
   std::vector<int64_t> first_slots_;
   int64_t num_slots_ = 0;
   int64_t total_dim_ = 0;
-  int64_t state_width_ = 0;
+  std::optional<int64_t> state_dim_;
   bool four_wide_ = true;
   bool needs_scores_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
+  at::Tensor optimizer_steps_;  // int64 [tables]
   at::Tensor views_;            // bytes of TableView[tables], on the device
   at::Tensor feature_tables_;   // int32, on the device
   at::Tensor feature_columns_;  // int32, on the device

@@ -1,39 +1,250 @@
-// Optimizer formulas, written once for both devices. A gradient is the sum over all occurrences of
-// an id in the batch; each row is updated once a step.
+// Optimizers of rows, written once for both devices. A gradient is the sum over all occurrences of
+// an id in the batch; each row that occurs is updated once a step, the others not at all.
+//
+// An update has row parts and column parts. The row parts are made once a row, from sums over its
+// columns: begin_row, then, for some optimizers, clip_row and adapt_row, or trust_ratio at the end.
+// The column parts are made for each column, in any order: gradient_of and update_column. A warp
+// and a vector loop differ only in how they sum and store.
+//
+// The state of a row is zero when its id comes. It is float32: the values of all columns, one
+// quantity after the other, then what the row has once, then padding.
+//
+// | optimizer    | of each column                    | of the row                            |
+// | ---          | ---                               | ---                                   |
+// | kSgd         |                                   |                                       |
+// | kMomentum    | velocity                          |                                       |
+// | kAdagrad     | sum of g^2                        |                                       |
+// | kRowWiseAdagrad |                                | sum of mean(g^2)                      |
+// | kAdam, kLamb | mean of g, mean of g^2            | steps, where they are counted by row  |
+// | kRowWiseAdam | mean of g                         | mean of mean(g^2), then steps likewise |
+// | kFtrl        | z, sum of g^2                     |                                       |
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "common/macros.h"
 
 namespace torchrec_hkv {
 
+// Saved states carry these numbers.
 enum class Optimizer : int32_t {
-  kNone = 0,            // not trained
-  kSgd = 1,             // row -= lr * g
-  kRowWiseAdagrad = 2,  // state += mean(g^2); row -= lr / (sqrt(state) + eps) * g
+  kNone = 0,  // not trained
+  kSgd = 1,
+  kMomentum = 2,  // SGD with momentum
+  kAdagrad = 3,
+  kRowWiseAdagrad = 4,  // FBGEMM's EXACT_ROWWISE_ADAGRAD
+  kAdam = 5,
+  kRowWiseAdam = 6,  // FBGEMM's PARTIAL_ROWWISE_ADAM
+  kLamb = 7,
+  kFtrl = 8,  // FTRL-Proximal (McMahan et al. 2013)
 };
 
 struct OptimizerConfig {
-  Optimizer kind;
-  float eps;
+  Optimizer kind = Optimizer::kNone;
+  float eps = 0.0f;
+  // Weight decay: added to the gradient (L2), or taken from the row beside the step. LAMB has its
+  // own, inside of the trust ratio.
+  float coupled_decay = 0.0f;
+  float decoupled_decay = 0.0f;
+  float lamb_decay = 0.0f;
+  float momentum = 0.0f;
+  bool nesterov = false;
+  float beta1 = 0.0f;
+  float beta2 = 0.0f;
+  // 1 - beta and log(beta), from the beta in double precision: a float's 1 - 0.999 is off by 1e-5.
+  float new_part1 = 1.0f;
+  float new_part2 = 1.0f;
+  float log_beta1 = 0.0f;
+  float log_beta2 = 0.0f;
+  bool own_steps = false;            // bias correction by the row's own number of updates
+  float initial_accumulator = 0.0f;  // added to sums of g^2 when they are used
+  float ftrl_beta = 0.0f;
+  float l1 = 0.0f;
+  float l2 = 0.0f;
+  // Bounds on the row's gradient, infinite where there are none.
+  float clip_value = std::numeric_limits<float>::infinity();
+  float clip_norm = std::numeric_limits<float>::infinity();
+  // Bound on the values of the pooled output's gradient, before they are summed by row.
+  float clip_output = std::numeric_limits<float>::infinity();
+  bool stochastic_rounding = false;  // of 16-bit rows, see rounding.h
+  uint64_t rounding_seed = 0;
 };
 
-// fp32 values of state a row keeps.
-HKV_HOST_DEVICE int32_t state_width(Optimizer kind) {
-  return kind == Optimizer::kRowWiseAdagrad ? 1 : 0;
+// Quantities of state that each column has.
+HKV_HOST_DEVICE constexpr int32_t column_states(Optimizer kind) {
+  switch (kind) {
+    case Optimizer::kMomentum:
+    case Optimizer::kAdagrad:
+    case Optimizer::kRowWiseAdam:
+      return 1;
+    case Optimizer::kAdam:
+    case Optimizer::kLamb:
+    case Optimizer::kFtrl:
+      return 2;
+    default:
+      return 0;
+  }
 }
 
-// What multiplies the gradient; updates the row's state. `squares` is the sum of g^2 over the row's
-// columns, `dim` their number (FBGEMM's EXACT_ROWWISE_ADAGRAD).
-HKV_HOST_DEVICE float row_step(const OptimizerConfig& config, float learning_rate, float squares,
-                               int32_t dim, float* state) {
-  if (config.kind == Optimizer::kRowWiseAdagrad) {
-    *state += squares / static_cast<float>(dim);
-    return learning_rate / (sqrtf(*state) + config.eps);
+// Whether the row has a mean of squares of its own.
+HKV_HOST_DEVICE bool adapts_by_row(Optimizer kind) {
+  return kind == Optimizer::kRowWiseAdagrad || kind == Optimizer::kRowWiseAdam;
+}
+
+// Whether beta1 and beta2 are used.
+HKV_HOST_DEVICE bool has_moments(Optimizer kind) {
+  return kind == Optimizer::kAdam || kind == Optimizer::kRowWiseAdam || kind == Optimizer::kLamb;
+}
+
+// Where a row's state has the mean of squares, and its number of updates.
+HKV_HOST_DEVICE int32_t row_square_column(Optimizer kind, int32_t dim) {
+  return column_states(kind) * dim;
+}
+HKV_HOST_DEVICE int32_t own_step_column(Optimizer kind, int32_t dim) {
+  return column_states(kind) * dim + (adapts_by_row(kind) ? 1 : 0);
+}
+
+// fp32 values of state that a row keeps. Rows of a multiple of four columns get states that are one
+// too, so that both can be read four values at a time.
+HKV_HOST_DEVICE int32_t state_width(const OptimizerConfig& config, int32_t dim) {
+  const int32_t used = own_step_column(config.kind, dim) + (config.own_steps ? 1 : 0);
+  return used > 1 && dim % 4 == 0 ? (used + 3) / 4 * 4 : used;
+}
+
+// What the columns of the state are, as a number that saved states carry.
+HKV_HOST_DEVICE int64_t state_layout(const OptimizerConfig& config) {
+  return static_cast<int64_t>(config.kind) + (config.own_steps ? 256 : 0);
+}
+
+// What all columns of a row have in common in one update.
+struct RowTerms {
+  float learning_rate;
+  float gradient_scale;     // what clipping by norm leaves of the gradient
+  float kept;               // what decoupled weight decay leaves of the row
+  float rate;               // what multiplies the direction
+  float first_correction;   // 1 / (1 - beta1^step)
+  float second_correction;  // 1 / sqrt(1 - beta2^step)
+};
+
+// `step` counts this update too: the table's, or the row's own.
+HKV_HOST_DEVICE RowTerms begin_row(const OptimizerConfig& config, float learning_rate, float step) {
+  RowTerms terms;
+  terms.learning_rate = learning_rate;
+  terms.gradient_scale = 1.0f;
+  terms.kept = 1.0f - learning_rate * config.decoupled_decay;
+  terms.rate = learning_rate;
+  terms.first_correction = 1.0f;
+  terms.second_correction = 1.0f;
+  if (has_moments(config.kind)) {
+    terms.first_correction = 1.0f / -expm1f(step * config.log_beta1);
+    terms.second_correction = 1.0f / sqrtf(-expm1f(step * config.log_beta2));
+    if (config.kind != Optimizer::kLamb) terms.rate *= terms.first_correction;
   }
-  return learning_rate;
+  return terms;
+}
+
+// The gradient clipped by value. NaN stays NaN.
+HKV_HOST_DEVICE float clipped(const OptimizerConfig& config, float gradient) {
+  return gradient > config.clip_value    ? config.clip_value
+         : gradient < -config.clip_value ? -config.clip_value
+                                         : gradient;
+}
+
+// Whether clip_row has to be called.
+HKV_HOST_DEVICE bool clips_by_norm(const OptimizerConfig& config) {
+  return config.clip_norm < std::numeric_limits<float>::infinity();
+}
+
+// squares: the sum over columns of clipped(gradient)^2.
+HKV_HOST_DEVICE void clip_row(const OptimizerConfig& config, float squares, RowTerms* terms) {
+  const float norm = sqrtf(squares);
+  terms->gradient_scale = norm > config.clip_norm ? config.clip_norm / norm : 1.0f;
+}
+
+// The gradient that the formulas use: clipped, then with coupled weight decay.
+HKV_HOST_DEVICE float gradient_of(const OptimizerConfig& config, const RowTerms& terms, float value,
+                                  float gradient) {
+  const float g = clipped(config, gradient) * terms.gradient_scale;
+  return config.coupled_decay != 0.0f ? g + config.coupled_decay * value : g;
+}
+
+// Where adapts_by_row. squares: the sum over columns of gradient_of^2; returns the row's new mean.
+HKV_HOST_DEVICE float adapt_row(const OptimizerConfig& config, float squares, int32_t dim,
+                                float row_square, RowTerms* terms) {
+  const float mean = squares / static_cast<float>(dim);
+  if (config.kind == Optimizer::kRowWiseAdagrad) {
+    row_square += mean;
+    terms->rate /= sqrtf(row_square + config.initial_accumulator) + config.eps;
+  } else {
+    row_square = config.beta2 * row_square + config.new_part2 * mean;
+    terms->rate /= sqrtf(row_square) * terms->second_correction + config.eps;
+  }
+  return row_square;
+}
+
+// The new value of a column, and its new state, in place. Not for LAMB.
+template <Optimizer kKind>
+HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerms& terms,
+                                    float value, float gradient, float& first, float& second) {
+  const float g = gradient_of(config, terms, value, gradient);
+  float direction = g;
+  if constexpr (kKind == Optimizer::kMomentum) {
+    first = config.momentum * first + g;
+    direction = config.nesterov ? g + config.momentum * first : first;
+  } else if constexpr (kKind == Optimizer::kAdagrad) {
+    first += g * g;
+    direction = g / (sqrtf(first + config.initial_accumulator) + config.eps);
+  } else if constexpr (kKind == Optimizer::kAdam) {
+    first = config.beta1 * first + config.new_part1 * g;
+    second = config.beta2 * second + config.new_part2 * (g * g);
+    direction = first / (sqrtf(second) * terms.second_correction + config.eps);
+  } else if constexpr (kKind == Optimizer::kRowWiseAdam) {
+    first = config.beta1 * first + config.new_part1 * g;
+    direction = first;
+  } else if constexpr (kKind == Optimizer::kFtrl) {
+    // A learning rate of 0 would stand in a denominator; nothing moves then.
+    if (!(terms.learning_rate > 0.0f)) return value;
+    const float before = sqrtf(second + config.initial_accumulator);
+    // What holds a new row back is centred at its initial value; the published form starts from 0.
+    if (first == 0.0f && second == 0.0f) {
+      first = -(config.ftrl_beta + before) / terms.learning_rate * value;
+    }
+    second += g * g;
+    const float after = sqrtf(second + config.initial_accumulator);
+    // (after - before), without cancellation.
+    const float grown = after > 0.0f ? g * g / (after + before) : 0.0f;
+    first += g - grown / terms.learning_rate * value;
+    const float quadratic = (config.ftrl_beta + after) / terms.learning_rate + config.l2;
+    if (!(quadratic > 0.0f) && first == 0.0f) return value;
+    if (fabsf(first) <= config.l1) return 0.0f;
+    return (copysignf(config.l1, first) - first) / quadratic;
+  }
+  return terms.kept * value - terms.rate * direction;
+}
+
+// LAMB's first part: a column's new state.
+HKV_HOST_DEVICE void update_moments(const OptimizerConfig& config, const RowTerms& terms,
+                                    float value, float gradient, float& first, float& second) {
+  const float g = gradient_of(config, terms, value, gradient);
+  first = config.beta1 * first + config.new_part1 * g;
+  second = config.beta2 * second + config.new_part2 * (g * g);
+}
+
+// ... what it would like to subtract, for a learning rate of 1, from the new state ...
+HKV_HOST_DEVICE float lamb_direction(const OptimizerConfig& config, const RowTerms& terms,
+                                     float value, float first, float second) {
+  return terms.first_correction * first / (sqrtf(second) * terms.second_correction + config.eps) +
+         config.lamb_decay * value;
+}
+
+// ... and how much longer or shorter the step is, from the sums of squares of the row and of the
+// direction. 1 where one is 0, or a row of zeros would never move.
+HKV_HOST_DEVICE float trust_ratio(float row_squares, float direction_squares) {
+  return row_squares > 0.0f && direction_squares > 0.0f
+             ? sqrtf(row_squares) / sqrtf(direction_squares)
+             : 1.0f;
 }
 
 }  // namespace torchrec_hkv

@@ -40,9 +40,11 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
                        Output<const float> grad, float* weights_grad, int threads);
 
 // Adds up the gradients of equal slots, then updates each row and its state once. Deterministic.
+// Every table's step goes on by one, before the rows are updated, whether or not it has ids in the
+// batch. learning_rate: one value, in the memory of the device.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
-                 int threads);
+                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 const float* learning_rate, int32_t num_tables, int threads);
 
 // out[i] = the initial row of ids[i], columns [column_offset, column_offset + dim).
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
@@ -138,11 +140,12 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
 // Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots.
 size_t update_rows_scratch(int64_t num_ids, int64_t num_slots);
 
-// group_four_wide: all dims of the group are multiples of four. `scratch` must be aligned to 256
-// bytes.
+// group_four_wide: all dims and state widths of the group are multiples of four (or rows have less
+// than two values of state). `scratch` must be aligned to 256 bytes.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
-                 int64_t num_slots, bool group_four_wide, void* scratch, cudaStream_t stream);
+                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 const float* learning_rate, int32_t num_tables, int64_t num_slots,
+                 bool group_four_wide, void* scratch, cudaStream_t stream);
 
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, cudaStream_t stream);

@@ -55,9 +55,10 @@ struct TableView {
   uint32_t* last_steps;  // [num_slots] step of the last training lookup
   uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
   RowStore rows;
-  RowStore states;     // optimizer state, float32
-  uint64_t* counters;  // [kNumCounters]
-  int64_t first_slot;  // of this table among the slots of its group
+  RowStore states;          // optimizer state, float32
+  uint64_t* counters;       // [kNumCounters]
+  int64_t* optimizer_step;  // updates of the table so far
+  int64_t first_slot;       // of this table among the slots of its group
   int64_t num_slots;
   uint32_t num_buckets;
   int32_t bucket_slots;

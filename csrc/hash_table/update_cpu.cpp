@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "hash_table/apply_row_cpu.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -79,38 +80,12 @@ Partitions partition_by_slot(const Batch& batch, const int64_t* slots, int threa
   return result;
 }
 
-// Applies the summed gradient of one row.
-void apply(const TableView& table, int64_t slot, const float* grad,
-           const OptimizerConfig& optimizer, float learning_rate) {
-  float squares = 0.0f;
-  if (optimizer.kind == Optimizer::kRowWiseAdagrad) {
-    constexpr int kLanes = 8;  // partial sums that the compiler can keep in one vector
-    float lanes[kLanes] = {};
-    int32_t c = 0;
-    for (; c + kLanes <= table.dim(); c += kLanes) {
-      for (int k = 0; k < kLanes; ++k) lanes[k] += grad[c + k] * grad[c + k];
-    }
-    for (; c < table.dim(); ++c) lanes[0] += grad[c] * grad[c];
-    for (const float lane : lanes) squares += lane;
-  }
-  const float step = row_step(optimizer, learning_rate, squares, table.dim(), table.state(slot));
-  char* row = table.rows.row(slot);
-  if (table.rows.type == RowType::kFloat32) {
-    float* values = reinterpret_cast<float*>(row);
-    for (int32_t c = 0; c < table.dim(); ++c) values[c] -= step * grad[c];
-  } else {
-    for (int32_t c = 0; c < table.dim(); ++c) {
-      store_element(table.rows.type, row, c,
-                    load_element(table.rows.type, row, c) - step * grad[c]);
-    }
-  }
-}
-
 }  // namespace
 
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
-                 int threads) {
+                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 const float* learning_rate, int32_t num_tables, int threads) {
+  for (int32_t t = 0; t < num_tables; ++t) ++*tables[t].optimizer_step;
   Partitions parts = partition_by_slot(batch, slots, threads);
   int32_t widest = 0;
   for (int32_t f = 0; f < batch.num_features; ++f) {
@@ -119,6 +94,7 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   parallel_for(
       static_cast<int64_t>(parts.starts.size()) - 1, 1, threads, [&](int64_t begin, int64_t end) {
         std::vector<float> sum(widest);
+        RowUpdater updater(optimizer, *learning_rate, widest);
         for (int64_t p = begin; p < end; ++p) {
           Occurrence* first = parts.entries.data() + parts.starts[p];
           Occurrence* const last = parts.entries.data() + parts.starts[p + 1];
@@ -139,7 +115,7 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
               }
               for (int32_t c = 0; c < table.dim(); ++c) sum[c] += scale * from[c];
             }
-            apply(table, slot - table.first_slot, sum.data(), optimizer, learning_rate);
+            updater.update(table, slot - table.first_slot, sum.data());
           }
         }
       });

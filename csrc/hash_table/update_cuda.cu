@@ -4,6 +4,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
+#include "hash_table/apply_row.cuh"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/kernels.h"
 #include "hash_table/row_vector.cuh"
@@ -52,11 +53,23 @@ size_t layout(int64_t n, int64_t num_slots, char* base, Scratch* scratch) {
   return at;
 }
 
+// The update counts before its rows are updated.
+__device__ void count_update(const TableView* tables, int32_t num_tables) {
+  if (blockIdx.x != 0) return;
+  for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const TableView* tables, int32_t num_tables) {
+  count_update(tables, num_tables);
+}
+
 // A warp a bag: writes each position's sort key and its bag.
 __global__ void __launch_bounds__(kThreads)
-    prepare_kernel(Batch batch, const int64_t* __restrict__ slots, uint64_t no_slot,
-                   uint64_t* __restrict__ keys, uint32_t* __restrict__ positions,
-                   uint32_t* __restrict__ bags) {
+    prepare_kernel(const TableView* tables, int32_t num_tables, Batch batch,
+                   const int64_t* __restrict__ slots, uint64_t no_slot, uint64_t* __restrict__ keys,
+                   uint32_t* __restrict__ positions, uint32_t* __restrict__ bags) {
+  count_update(tables, num_tables);
   const int64_t bag = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (bag >= batch.num_features * batch.batch_size) return;
   const int64_t end = batch.offsets[bag + 1];
@@ -76,8 +89,10 @@ struct Run {
 };
 
 template <int kWidth>
-__device__ Columns<kWidth> sum_run(const Run& run, const Batch& batch, const Pooling& pooling,
-                                   const Output<const float>& grad, int32_t column) {
+__device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& batch,
+                                                   const Pooling& pooling,
+                                                   const Output<const float>& grad,
+                                                   int32_t column) {
   Columns<kWidth> sum = Columns<kWidth>::zero();
 #pragma unroll 4
   for (int64_t k = 0; k < run.length; ++k) {
@@ -95,40 +110,25 @@ __device__ Columns<kWidth> sum_run(const Run& run, const Batch& batch, const Poo
   return sum;
 }
 
-// Rows wider than a warp's registers are summed twice: once for the squares, once for the update.
-template <int kWidth>
-__device__ void update_row(const TableView& table, int64_t slot, const Run& run, const Batch& batch,
-                           const Pooling& pooling, const Output<const float>& grad,
-                           const OptimizerConfig& optimizer, float learning_rate) {
-  const int lane = threadIdx.x % kWarp;
+// Rows wider than a warp's registers are summed again whenever their gradient is asked for.
+template <int kWidth, bool kColumnStates>
+__device__ __forceinline__ void update_row(const TableView& table, int64_t slot, const Run& run,
+                                           const Batch& batch, const Pooling& pooling,
+                                           const Output<const float>& grad,
+                                           const OptimizerConfig& optimizer, float learning_rate) {
+  const int32_t mine = threadIdx.x % kWarp * kWidth;
   const bool one_pass = table.dim() <= kWarp * kWidth;
   Columns<kWidth> sum = Columns<kWidth>::zero();
-  float step = learning_rate;
-  if (optimizer.kind == Optimizer::kRowWiseAdagrad) {
-    float squares = 0.0f;
-    for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
-      sum = sum_run<kWidth>(run, batch, pooling, grad, column);
-      squares += sum.dot(sum);
-    }
-    squares = warp_sum(squares);
-    float state = *table.state(slot);
-    step = row_step(optimizer, learning_rate, squares, table.dim(), &state);
-    __syncwarp();
-    if (lane == 0) *table.state(slot) = state;
-  } else if (one_pass && lane * kWidth < table.dim()) {
-    sum = sum_run<kWidth>(run, batch, pooling, grad, lane * kWidth);
-  }
-  char* row = table.rows.row(slot);
-  for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
-    if (!one_pass) sum = sum_run<kWidth>(run, batch, pooling, grad, column);
-    Columns<kWidth> value = Columns<kWidth>::load(table.rows.type, row, column);
-    value.add(-step, sum);
-    value.store(table.rows.type, row, column);
-  }
+  if (one_pass && mine < table.dim()) sum = sum_run<kWidth>(run, batch, pooling, grad, mine);
+  const auto gradient = [&](int32_t column) {
+    return one_pass ? sum : sum_run<kWidth>(run, batch, pooling, grad, column);
+  };
+  apply_row<kWidth, kColumnStates>(table, slot, optimizer, learning_rate, gradient);
 }
 
 __device__ bool all_four_wide(const Run& run, const TableView& table, const Batch& batch,
                               int64_t stride) {
+  if (table.states.width > 1 && table.states.width % 4 != 0) return false;
   // Features of one table may stand at columns of different alignment; dims that are multiples of
   // four in every table of the group make this true for all.
   for (int64_t k = 0; k < run.length; ++k) {
@@ -139,11 +139,13 @@ __device__ bool all_four_wide(const Run& run, const TableView& table, const Batc
   return true;
 }
 
-__global__ void __launch_bounds__(kThreads)
+template <bool kColumnStates>
+__global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     update_kernel(const TableView* __restrict__ tables, Batch batch, Pooling pooling,
-                  Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
-                  uint64_t no_slot, bool group_four_wide, const uint64_t* __restrict__ keys,
-                  const uint32_t* __restrict__ positions, const uint32_t* __restrict__ bags) {
+                  Output<const float> grad, OptimizerConfig optimizer,
+                  const float* __restrict__ learning_rate, uint64_t no_slot, bool group_four_wide,
+                  const uint64_t* __restrict__ keys, const uint32_t* __restrict__ positions,
+                  const uint32_t* __restrict__ bags) {
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (at >= batch.num_ids) return;
   const uint64_t slot = keys[at];
@@ -163,9 +165,11 @@ __global__ void __launch_bounds__(kThreads)
   const TableView& table = tables[batch.feature_tables[bags[positions[at]] / batch.batch_size]];
   const int64_t local = static_cast<int64_t>(slot) - table.first_slot;
   if (group_four_wide || all_four_wide(run, table, batch, grad.stride)) {
-    update_row<4>(table, local, run, batch, pooling, grad, optimizer, learning_rate);
+    update_row<4, kColumnStates>(table, local, run, batch, pooling, grad, optimizer,
+                                 *learning_rate);
   } else {
-    update_row<1>(table, local, run, batch, pooling, grad, optimizer, learning_rate);
+    update_row<1, kColumnStates>(table, local, run, batch, pooling, grad, optimizer,
+                                 *learning_rate);
   }
 }
 
@@ -177,22 +181,29 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_slots) {
 }
 
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, OptimizerConfig optimizer, float learning_rate,
-                 int64_t num_slots, bool group_four_wide, void* memory, cudaStream_t stream) {
-  if (batch.num_ids == 0) return;
+                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 const float* learning_rate, int32_t num_tables, int64_t num_slots,
+                 bool group_four_wide, void* memory, cudaStream_t stream) {
+  if (batch.num_ids == 0) {
+    count_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables);
+    HKV_CUDA_CHECK_LAUNCH();
+    return;
+  }
   Scratch scratch;
   layout(batch.num_ids, num_slots, static_cast<char*>(memory), &scratch);
   const int bits = sort_bits(num_slots);
   const uint64_t no_slot = (uint64_t{1} << bits) - 1;
   const int64_t num_bags = batch.num_features * batch.batch_size;
   prepare_kernel<<<grid_for(num_bags * kWarp), kThreads, 0, stream>>>(
-      batch, slots, no_slot, scratch.keys_in, scratch.positions_in, scratch.bags);
+      tables, num_tables, batch, slots, no_slot, scratch.keys_in, scratch.positions_in,
+      scratch.bags);
   HKV_CUDA_CHECK_LAUNCH();
   HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
       scratch.sort, scratch.sort_bytes, static_cast<const uint64_t*>(scratch.keys_in), scratch.keys,
       static_cast<const uint32_t*>(scratch.positions_in), scratch.positions, batch.num_ids, 0, bits,
       stream));
-  update_kernel<<<grid_for(batch.num_ids * kWarp), kThreads, 0, stream>>>(
+  const auto kernel = has_column_states(optimizer) ? update_kernel<true> : update_kernel<false>;
+  kernel<<<grid_for(batch.num_ids * kWarp), kThreads, 0, stream>>>(
       tables, batch, pooling, grad, optimizer, learning_rate, no_slot, group_four_wide,
       scratch.keys, scratch.positions, scratch.bags);
   HKV_CUDA_CHECK_LAUNCH();

@@ -116,6 +116,7 @@ def run(lookup, ids, learning_rate=0.5):
     device = lookup._group.device
     ids = torch.tensor(ids, device=device)
     offsets = torch.arange(len(ids) + 1, device=device)
+    learning_rate = torch.tensor(learning_rate, device=device)
     return lookup(ids, offsets, None, len(ids), learning_rate)
 
 

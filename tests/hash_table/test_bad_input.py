@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.support.batches import Bags, insert, lookup, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from tests.support.batches import Bags, insert, lookup, random_ids, rate
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 
 @pytest.fixture
 def group():
-    return TableGroup([TableSpec("t", 100, 4, initializer=Uniform(-1, 1))], [0, 0], "sgd")
+    return TableGroup([TableSpec("t", 100, 4, initializer=Uniform(-1, 1))], [0, 0], SGD())
 
 
 IDS, OFFSETS = torch.arange(4), torch.tensor([0, 1, 2, 3, 4])
@@ -54,11 +54,12 @@ def test_a_pin_that_is_not_held(group, number):
     ops, counters = torch.ops.torchrec_hkv, group.counter_tensor
     anchor = torch.empty(0, requires_grad=True)
     slots = insert(group, Bags(IDS, OFFSETS, 2))
+    lr = torch.tensor(0.1)
     match = rf"pin is {number}, but this group holds no such pin"
     with pytest.raises(ValueError, match=match):
         ops.find_or_insert(counters, group.handle, IDS, OFFSETS, 2, number)
     with pytest.raises(ValueError, match=match):
-        ops.pooled_lookup(anchor, group.handle, IDS, OFFSETS, None, slots, 2, False, number, 0.1)
+        ops.pooled_lookup(anchor, group.handle, IDS, OFFSETS, None, slots, 2, False, number, lr)
     assert group.clock == 1
 
 
@@ -78,9 +79,33 @@ def test_a_gradient_of_another_shape(group):
     slots = insert(group, Bags(IDS, OFFSETS, 2))
     counters = group._group.counters
     update = torch.ops.torchrec_hkv.update_rows
-    args = (IDS, OFFSETS, None, slots, 2, False, 0.1)
+    args = (IDS, OFFSETS, None, slots, 2, False, rate(0.1, group))
     with pytest.raises(ValueError, match=r"grad must have shape \[2, 8\], but has \[2, 7\]"):
         update(counters, group.handle, torch.rand(2, 7), *args)
+
+
+@pytest.mark.parametrize(
+    ("learning_rate", "error", "match"),
+    [
+        (torch.tensor([0.1]), ValueError, r"learning_rate must have no dimensions, but has shape"),
+        (torch.tensor(0.1).double(), TypeError, r"learning_rate must be of dtype Float, but is of"),
+    ],
+)
+def test_learning_rates(group, learning_rate, error, match):
+    slots = insert(group, Bags(IDS, OFFSETS, 2))
+    before = vars(group.export_table(0))
+    anchor = torch.empty(0, requires_grad=True)
+    args = (IDS, OFFSETS, None, slots, 2, False)
+    for call in (
+        lambda: group.pooled_lookup(anchor, *args, group.pin(), learning_rate),
+        lambda: torch.ops.torchrec_hkv.update_rows(
+            group.counter_tensor, group.handle, torch.rand(2, 8), *args, learning_rate
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    for name, value in vars(group.export_table(0)).items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_training_tables_without_an_optimizer():
@@ -97,7 +122,7 @@ def test_training_tables_without_an_optimizer():
             slots,
             1,
             False,
-            0.1,
+            rate(0.1, group),
         )
 
 
@@ -123,7 +148,7 @@ def test_impossible_groups():
         TableGroup([spec], [1])
     with pytest.raises(ValueError, match=r"at least one table"):
         TableGroup([], [])
-    with pytest.raises(ValueError, match=r"optimizer is 'adam', but must be one of"):
+    with pytest.raises(ValueError, match=r"optimizer is 'adam', but must be None or one of"):
         TableGroup([spec], [0], "adam")
 
 

@@ -5,11 +5,11 @@ import torch
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids
 from tests.support.tables import distinct_ids, make, random_rows, scores_of
-from torchrec_hkv.hash_table import TableGroup, TableSpec
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec
 
 
 def test_what_counts_in_a_group(device_type):
-    group = TableGroup([TableSpec("t", 64, 2)], [0], "sgd", device=device_type)
+    group = TableGroup([TableSpec("t", 64, 2)], [0], SGD(), device=device_type)
     bags = Bags.flat(random_ids(10).to(device_type))
     assert group.clock == 0
     insert(group, bags)
@@ -54,7 +54,7 @@ def test_what_counts_in_a_table(device_type):
 
 
 def test_the_last_step(device_type):
-    group = TableGroup([TableSpec("t", 64, 2)], [0], "sgd", device=device_type)
+    group = TableGroup([TableSpec("t", 64, 2)], [0], SGD(), device=device_type)
     bags = Bags.flat(random_ids(10).to(device_type))
     group.set_clock(2**32 - 2)
     insert(group, bags)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.batches import Bags, find, insert, lookup, random_ids, rows_by_id
+from tests.support.batches import Bags, find, insert, lookup, random_ids, rate, rows_by_id
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
 
 pytestmark = [
@@ -21,7 +21,7 @@ DIM = 8
 
 def make(capacity: int, eviction: str = "lru") -> TableGroup:
     spec = TableSpec("t", capacity, DIM, eviction, initializer=Uniform(-1, 1))
-    return TableGroup([spec], [0], "rowwise_adagrad", device="cuda")
+    return TableGroup([spec], [0], RowWiseAdagrad(), device="cuda")
 
 
 def one_a_bag(ids: Tensor) -> Bags:
@@ -162,12 +162,12 @@ def test_evaluation_in_a_graph():
     ids = random_ids(300).to("cuda")
     step(group, one_a_bag(ids[:200]), torch.ones(200, DIM, device="cuda"))
     bags = one_a_bag(ids[:100].clone())
-    anchor = torch.empty(0, device="cuda")
+    anchor, none = torch.empty(0, device="cuda"), rate(0.0, group)
 
     def evaluate() -> Tensor:
         slots = find(group, bags)
         return group.pooled_lookup(
-            anchor, bags.ids, bags.offsets, None, slots, 100, False, None, 0.0
+            anchor, bags.ids, bags.offsets, None, slots, 100, False, None, none
         )
 
     evaluate()

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 
 def trained(device: str, eviction: str = "lfu", ids: torch.Tensor | None = None) -> TableGroup:
     group = TableGroup(
         [TableSpec("t", 300, 6, eviction, initializer=Uniform(-1, 1))],
         [0],
-        "rowwise_adagrad",
+        RowWiseAdagrad(),
         device=device,
     )
     pool = random_ids(500) if ids is None else ids
@@ -45,7 +45,7 @@ def test_a_full_table_comes_back_whole(device_type, eviction):
 
 def test_free_slots_are_zeros(device_type):
     group = TableGroup(
-        [TableSpec("t", 300, 6, initializer=Uniform(1, 2))], [0], "sgd", device=device_type
+        [TableSpec("t", 300, 6, initializer=Uniform(1, 2))], [0], SGD(), device=device_type
     )
     insert(group, Bags.flat(random_ids(10).to(device_type)))
     state = group.export_table(0)

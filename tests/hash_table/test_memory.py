@@ -5,6 +5,8 @@ import torch
 
 from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
 from torchrec_hkv.hash_table import (
+    SGD,
+    RowWiseAdagrad,
     TableGroup,
     TableSpec,
     Uniform,
@@ -18,7 +20,7 @@ from torchrec_hkv.hash_table import (
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_announced_bytes_are_what_the_table_takes(device_type, capacity, eviction):
     group = TableGroup(
-        [TableSpec("t", capacity, 5, eviction)], [0], "rowwise_adagrad", device=device_type
+        [TableSpec("t", capacity, 5, eviction)], [0], RowWiseAdagrad(), device=device_type
     )
     memory = table_memory(capacity, 5, 1, eviction)
     assert capacity <= memory.num_slots < capacity + -(-capacity // 64)
@@ -45,10 +47,10 @@ def test_rows_beyond_hbm_bytes_lie_in_host_memory(share):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("optimizer", [SGD(), RowWiseAdagrad()])
 def test_training_over_two_memories(share, optimizer):
     """Rows in host memory are looked up, trained, saved and loaded as those in HBM are."""
-    memory = table_memory(1000, 8, 0 if optimizer == "sgd" else 1, "lru")
+    memory = table_memory(1000, 8, 0 if optimizer == SGD() else 1, "lru")
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
     split = TableSpec("t", 1000, 8, hbm_bytes=hbm_bytes, initializer=Uniform(-1, 1))
     groups = [
@@ -80,7 +82,7 @@ def test_more_than_2_to_the_31_elements():
     """Slots, elements and bytes past 2^31: every id past the boundary reads its own row."""
     dim, capacity = 1024, 2_200_000  # 2.25e9 elements, 9 GB
     group = TableGroup(
-        [TableSpec("t", capacity, dim, initializer=Uniform(-1, 1))], [0], "sgd", device="cuda"
+        [TableSpec("t", capacity, dim, initializer=Uniform(-1, 1))], [0], SGD(), device="cuda"
     )
     n = int(capacity * 0.95)
     for part in torch.arange(n, device="cuda").split(1 << 18):

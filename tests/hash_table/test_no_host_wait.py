@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from tests.support.batches import Bags, find, lookup, random_ids
+from tests.support.batches import Bags, find, lookup, random_ids, rate
 from tests.support.table_model import POLICIES
 from tests.support.tables import constant_scores, distinct_ids, make, random_rows
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
@@ -74,12 +74,13 @@ def test_operations(operation, policy):
 
 def test_training_and_evaluation():
     specs = [TableSpec(name, 500, 8, initializer=Uniform(-1, 1)) for name in "ab"]
-    group = TableGroup(specs, [0, 1, 0], "rowwise_adagrad", device="cuda")
+    group = TableGroup(specs, [0, 1, 0], RowWiseAdagrad(), device="cuda")
     batches = [Bags.random(3, 50, random_ids(300)).to("cuda") for _ in range(6)]
     anchor = torch.empty(0, device="cuda")
     weights = [torch.rand(len(b.ids), device="cuda", requires_grad=True) for b in batches]
     grad = torch.randn(50, 24, device="cuda")
     lookup(group, batches[0]).backward(grad)
+    none = rate(0.0, group)
     torch.cuda.synchronize()
     with no_waits():
         for bags, weight in zip(batches, weights, strict=True):
@@ -87,5 +88,5 @@ def test_training_and_evaluation():
             with torch.no_grad():
                 slots = find(group, bags)
                 group.pooled_lookup(
-                    anchor, bags.ids, bags.offsets, None, slots, 50, False, None, 0.0
+                    anchor, bags.ids, bags.offsets, None, slots, 50, False, None, none
                 )

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.support.batches import Bags, insert, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from tests.support.batches import Bags, insert, random_ids, rate
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 ops = torch.ops.torchrec_hkv
 
@@ -17,7 +17,7 @@ def case(device_type):
             TableSpec("b", 200, 3, initializer=Uniform(-1, 1)),
         ],
         [0, 1, 0],
-        "sgd",
+        SGD(),
         device=device_type,
     )
     bags = Bags.random(3, 8, random_ids(50)).to(device_type)
@@ -44,7 +44,8 @@ def test_pooled_lookup(case, weighted):
     if weighted:
         weights = torch.rand(len(slots), device=anchor.device, requires_grad=True)
     # A learning rate of 0, as the checks run the op several times and compare.
-    args = (anchor, group.handle, bags.ids, bags.offsets, weights, slots, 8, True, None, 0.0)
+    args = (anchor, group.handle, bags.ids, bags.offsets, weights, slots, 8, True, None)
+    args = (*args, rate(0.0, group))
     torch.library.opcheck(ops.pooled_lookup, args)
 
 
@@ -59,7 +60,8 @@ def test_update_rows(case):
     group, bags, slots = case
     grad = torch.randn(8, group.total_dim, device=bags.ids.device)
     counters = group._group.counters
-    args = (counters, group.handle, grad, bags.ids, bags.offsets, None, slots, 8, False, 0.0)
+    args = (counters, group.handle, grad, bags.ids, bags.offsets, None, slots, 8, False)
+    args = (*args, rate(0.0, group))
     torch.library.opcheck(ops.update_rows, args)
 
 
@@ -76,6 +78,7 @@ def test_gradcheck_of_weights(case):
     weights = torch.rand(len(slots), device=bags.ids.device, requires_grad=True)
 
     def pooled(w):
-        return group.pooled_lookup(anchor, bags.ids, bags.offsets, w, slots, 8, True, None, 0.0)
+        args = (anchor, bags.ids, bags.offsets, w, slots, 8, True, None, rate(0.0, group))
+        return group.pooled_lookup(*args)
 
     assert torch.autograd.gradcheck(pooled, (weights,), eps=1e-2, atol=1e-3, rtol=1e-3)

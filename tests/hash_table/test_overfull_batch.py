@@ -5,13 +5,20 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
+from torchrec_hkv.hash_table import (
+    SGD,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+    Uniform,
+    initial_rows,
+)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_refused_ids(device_type, eviction):
     spec = TableSpec("t", 100, 4, eviction, initializer=Uniform(-1, 1))
-    group = TableGroup([spec], [0], "sgd", device=device_type)
+    group = TableGroup([spec], [0], SGD(), device=device_type)
     insert(group, Bags.flat(random_ids(100).to(device_type)))  # all of these will leave
     ids = random_ids(500)
     bags = Bags(ids, torch.arange(501), 500).to(device_type)
@@ -37,7 +44,7 @@ def test_same_answer_whatever_the_number_of_threads():
     for number in (1, 2, 4):
         torch.set_num_threads(number)
         group = TableGroup(
-            [TableSpec("t", 1000, 4, initializer=Uniform(-1, 1))], [0], "rowwise_adagrad"
+            [TableSpec("t", 1000, 4, initializer=Uniform(-1, 1))], [0], RowWiseAdagrad()
         )
         for part in ids.split(2500):
             out = lookup(group, Bags(part, torch.arange(0, 2501, 2), 1250))

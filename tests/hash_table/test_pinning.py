@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 
 def make(eviction: str, device: str) -> TableGroup:
     return TableGroup(
-        [TableSpec("t", 64, 2, eviction, initializer=Uniform(-1, 1))], [0], "sgd", device=device
+        [TableSpec("t", 64, 2, eviction, initializer=Uniform(-1, 1))], [0], SGD(), device=device
     )
 
 

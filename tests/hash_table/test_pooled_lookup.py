@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.batches import Bags, find, insert, lookup, random_ids
+from tests.support.batches import Bags, find, insert, lookup, random_ids, rate
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
 
 DIMS = [(16, 16), (1, 3), (64, 130, 7), (300, 4), (129,), (2048, 1)]
@@ -62,7 +62,9 @@ def test_evaluation_gives_missing_ids_their_initial_rows_and_changes_nothing(dev
     assert (slots[:50] >= 0).all()
     assert (slots[50:] == -1).all()
     anchor = torch.empty(0, device=device_type)
-    out = group.pooled_lookup(anchor, bags.ids, bags.offsets, None, slots, 100, False, None, 0.1)
+    out = group.pooled_lookup(
+        anchor, bags.ids, bags.offsets, None, slots, 100, False, None, rate(0.1, group)
+    )
     rows = initial_rows(bags.ids, 8, table="t", initializer=Uniform(-1, 1))
     assert torch.equal(out, rows)
     assert not out.requires_grad

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 INITIALIZER = Uniform(-1, 1)
 
@@ -13,7 +13,7 @@ INITIALIZER = Uniform(-1, 1)
 def make(device: str, capacity: int = 64) -> TableGroup:
     """One full bucket takes 64 ids."""
     spec = TableSpec("t", capacity, 2, initializer=INITIALIZER)
-    return TableGroup([spec], [0], "sgd", device=device)
+    return TableGroup([spec], [0], SGD(), device=device)
 
 
 def backward(out: torch.Tensor) -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support.batches import Bags, find, random_ids
+from tests.support.batches import Bags, find, random_ids, rate
 from tests.support.tables import distinct_ids, make, random_rows
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform, initial_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,10 +82,11 @@ def test_backward_on_one_next_insertion_on_another(streams):
     side, main = streams
     n, dim, rounds = 5000, 32, 40
     spec = TableSpec("t", 6 * n, dim, initializer=INITIALIZER)
-    group = TableGroup([spec], [0], "sgd", device="cuda")
+    group = TableGroup([spec], [0], SGD(), device="cuda")
     offsets = torch.arange(n + 1, device="cuda")
     batches = [Bags(random_ids(n).to("cuda"), offsets, n) for _ in range(rounds)]
     expected = [initial_rows(b.ids, dim, table="t", initializer=INITIALIZER) for b in batches]
+    half = rate(0.5, group)
     anchor = torch.empty(0, device="cuda", requires_grad=True)
     torch.cuda.synchronize()
 
@@ -106,7 +107,7 @@ def test_backward_on_one_next_insertion_on_another(streams):
         with torch.cuda.stream(main):
             main.wait_event(event)
             out = group.pooled_lookup(
-                anchor, bags.ids, bags.offsets, None, slots, n, False, pin, 0.5
+                anchor, bags.ids, bags.offsets, None, slots, n, False, pin, half
             )
             outs.append(out.detach())
             out.backward(torch.ones_like(out))
@@ -115,7 +116,7 @@ def test_backward_on_one_next_insertion_on_another(streams):
                 slots = find(group, bags)
                 trained.append(
                     group.pooled_lookup(
-                        anchor.detach(), bags.ids, offsets, None, slots, n, False, None, 0.0
+                        anchor.detach(), bags.ids, offsets, None, slots, n, False, None, half
                     )
                 )
     torch.cuda.synchronize()

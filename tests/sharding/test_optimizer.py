@@ -1,15 +1,20 @@
-"""Fused optimizers: those that backends train with, and their arguments."""
+"""Fused optimizers: what TorchRec can say of them, and what backends are told."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torchrec.optim
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    UserEnabledConfigDefinition,
+    WeightDecayMode,
+)
 from torch import nn
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from torchrec_hkv.backends import OptimizerSpec
-from torchrec_hkv.sharding.optimizer import RowOptimizer, applied_optimizer
+from torchrec_hkv.sharding.optimizer import applied_optimizer, optimizer_spec
 
 
 def _applied(optimizer, kwargs, fused_params=None):
@@ -22,16 +27,99 @@ def _applied(optimizer, kwargs, fused_params=None):
 @pytest.mark.parametrize(
     ("optimizer", "kwargs", "spec"),
     [
+        (None, {}, None),
         (torch.optim.SGD, {"lr": 0.1}, OptimizerSpec("sgd")),
         (torchrec.optim.SGD, {"lr": 0.1, "momentum": 0}, OptimizerSpec("sgd")),
         (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.0}, OptimizerSpec("sgd")),
+        (torch.optim.SGD, {"lr": 0.1, "dampening": 0, "maximize": False}, OptimizerSpec("sgd")),
+        (
+            torch.optim.SGD,
+            {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+            OptimizerSpec("sgd", momentum=0.9, nesterov=True, weight_decay=0.1),
+        ),
+        (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}, OptimizerSpec("adagrad", 1e-3)),
+        (
+            torchrec.optim.Adagrad,
+            {"lr": 0.1, "initial_accumulator_value": 0.5, "weight_decay": 0.1, "lr_decay": 0},
+            OptimizerSpec("adagrad", initial_accumulator=0.5, weight_decay=0.1),
+        ),
         (torchrec.optim.RowWiseAdagrad, {"lr": 0.1}, OptimizerSpec("rowwise_adagrad", 1e-8)),
         (
             torchrec.optim.RowWiseAdagrad,
             {"lr": 0.1, "eps": 1e-3},
             OptimizerSpec("rowwise_adagrad", 1e-3),
         ),
-        (None, {}, None),
+        (
+            torchrec.optim.RowWiseAdagrad,
+            {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
+            OptimizerSpec("rowwise_adagrad", weight_decay=0.1),
+        ),
+        (
+            torchrec.optim.RowWiseAdagrad,
+            {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.DECOUPLE},
+            OptimizerSpec("rowwise_adagrad", weight_decay=0.1, weight_decay_mode="decoupled"),
+        ),
+        (torch.optim.Adam, {"lr": 0.1}, OptimizerSpec("adam")),
+        (
+            torch.optim.Adam,
+            {"betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1, "amsgrad": False},
+            OptimizerSpec(
+                "adam",
+                1e-4,
+                beta1=0.8,
+                beta2=0.9,
+                weight_decay=0.1,
+                weight_decay_mode="decoupled",  # as FBGEMM's
+            ),
+        ),
+        (
+            torchrec.optim.Adam,
+            {"beta1": 0.8, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
+            OptimizerSpec("adam", beta1=0.8, weight_decay=0.1),
+        ),
+        (
+            torch.optim.AdamW,
+            {"lr": 0.1},
+            OptimizerSpec("adam", weight_decay=0.01, weight_decay_mode="decoupled"),
+        ),
+        (
+            torch.optim.AdamW,
+            {"weight_decay": 0.2},
+            OptimizerSpec("adam", weight_decay=0.2, weight_decay_mode="decoupled"),
+        ),
+        (
+            torchrec.optim.Adam,
+            {"extra_optimizer_config": UserEnabledConfigDefinition(True)},
+            OptimizerSpec("adam", step_mode="row"),
+        ),
+        (
+            torchrec.optim.PartialRowWiseAdam,
+            {"beta2": 0.99, "step_mode": "row"},
+            OptimizerSpec("rowwise_adam", beta2=0.99, step_mode="row"),
+        ),
+        (torchrec.optim.LAMB, {"weight_decay": 0.1}, OptimizerSpec("lamb", weight_decay=0.1)),
+        (
+            torchrec.optim.SGD,
+            {"gradient_clipping": True},
+            OptimizerSpec("sgd", clip_output=1.0),
+        ),
+        (
+            torchrec.optim.SGD,
+            {"gradient_clipping": True, "max_gradient": 0.5},
+            OptimizerSpec("sgd", clip_output=0.5),
+        ),
+        (
+            torchrec.optim.Adam,
+            {"clip_value": 0.5, "clip_norm": 2.0, "stochastic_rounding": False, "rounding_seed": 3},
+            OptimizerSpec(
+                "adam", clip_value=0.5, clip_norm=2.0, stochastic_rounding=False, rounding_seed=3
+            ),
+        ),
+        (
+            torchrec.optim.SGD,
+            {"optimizer": "ftrl", "l1": 0.1, "l2": 0.2, "beta": 1.0},
+            OptimizerSpec("ftrl", l1=0.1, l2=0.2, beta=1.0, initial_accumulator=0.1),
+        ),
     ],
 )
 def test_served(optimizer, kwargs, spec):
@@ -41,31 +129,95 @@ def test_served(optimizer, kwargs, spec):
 @pytest.mark.parametrize(
     ("optimizer", "kwargs", "message"),
     [
-        (torch.optim.Adam, {"lr": 0.1}, "can't be trained with"),
-        (torchrec.optim.Adagrad, {"lr": 0.1}, "can't be trained with"),
-        (torch.optim.RMSprop, {"lr": 0.1}, "can't be trained with RMSprop"),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum=0.9"),
-        (torch.optim.SGD, {"lr": 0.1, "maximize": True}, "maximize=True"),
-        (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.1}, "weight_decay=0.1"),
-        (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "max_gradient": 1.0}, "max_gradient=1.0"),
+        (
+            torch.optim.RMSprop,
+            {"lr": 0.1},
+            "with RMSprop: allowed are SGD, Adagrad, Adam and AdamW",
+        ),
+        (torchrec.optim.LarsSGD, {"lr": 0.1}, "with lars_sgd: allowed are"),
+        (torchrec.optim.PartialRowWiseLAMB, {"lr": 0.1}, "with partial_row_wise_lamb: allowed are"),
+        (
+            torch.optim.SGD,
+            {"lr": 0.1, "maximize": True},
+            "maximize=True: with sgd allowed are lr, ",
+        ),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "dampening=0.1"),
+        (torchrec.optim.SGD, {"lr": 0.1, "eps": 0.1}, "eps=0.1: with sgd allowed are"),
+        (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}, "lr_decay=0.1: with adagrad"),
+        (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}, "amsgrad=True: with adam allowed are"),
         (
             torchrec.optim.RowWiseAdagrad,
-            {"lr": 0.1, "initial_accumulator_value": 0.1},
-            "initial_accumulator_value=0.1",
+            {"weight_decay": 0.1},
+            "weight_decay=0.1: FBGEMM would ignore it unless weight_decay_mode is",
+        ),
+        (
+            torchrec.optim.Adam,
+            {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.NONE},
+            "weight_decay=0.1: FBGEMM would ignore it unless weight_decay_mode is",
+        ),
+        (
+            torchrec.optim.RowWiseAdagrad,
+            {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.COUNTER},
+            "allowed are WeightDecayMode.L2 and WeightDecayMode.DECOUPLE",
+        ),
+        (
+            torchrec.optim.LAMB,
+            {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
+            "weight_decay_mode=1: with lamb allowed are",
+        ),
+        (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "max_norm": 1.0}, "max_norm=1.0"),
+        (
+            torchrec.optim.RowWiseAdagrad,
+            {"lr": 0.1, "max_gradient": 1.0},
+            "max_gradient=1.0: it counts only with gradient_clipping=True",
+        ),
+        (
+            torchrec.optim.SGD,
+            {"extra_optimizer_config": UserEnabledConfigDefinition(True)},
+            "extra_optimizer_config=",
+        ),
+        (
+            torchrec.optim.Adam,
+            {
+                "extra_optimizer_config": UserEnabledConfigDefinition(
+                    use_rowwise_bias_correction=True, use_writeback_bwd_prehook=True
+                )
+            },
+            "use_writeback_bwd_prehook: of that config allowed is use_rowwise_bias_correction",
         ),
     ],
 )
 def test_refused(optimizer, kwargs, message):
-    with pytest.raises(ValueError, match=message) as refusal:
+    with pytest.raises(ValueError, match=r"^Table 't' can't be trained with") as refusal:
         _applied(optimizer, kwargs)
-    assert str(refusal.value).startswith("Table 't' can't be trained with")
-    assert "RowWiseAdagrad, with lr and eps" in str(refusal.value)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", list(EmbOptimType))
+def test_every_type_of_fbgemm_is_served_or_refused(kind):
+    served = {
+        EmbOptimType.SGD,
+        EmbOptimType.EXACT_SGD,
+        EmbOptimType.EXACT_ADAGRAD,
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        EmbOptimType.ADAM,
+        EmbOptimType.PARTIAL_ROWWISE_ADAM,
+        EmbOptimType.LAMB,
+    }
+    if kind in served:
+        assert optimizer_spec("t", {"optimizer": kind, "learning_rate": 0.1}) is not None
+    else:
+        with pytest.raises(ValueError, match="can't be trained with"):
+            optimizer_spec("t", {"optimizer": kind})
 
 
 def test_a_sharders_parameters_about_stock_storage_are_passed_over():
-    assert _applied(
-        torch.optim.SGD, {"lr": 0.1}, {"prefetch_pipeline": True, "cache_load_factor": 0.1}
-    ) == OptimizerSpec("sgd")
+    stock = {
+        "prefetch_pipeline": True,
+        "cache_load_factor": 0.1,
+        "output_dtype": SparseType.FP32,
+    }
+    assert _applied(torch.optim.SGD, {"lr": 0.1}, stock) == OptimizerSpec("sgd")
 
 
 def test_two_optimizers_are_refused():
@@ -74,12 +226,3 @@ def test_two_optimizers_are_refused():
         apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
     with pytest.raises(ValueError, match="has 2 optimizers"):
         applied_optimizer("t", parameter, None)
-
-
-def test_the_learning_rate_is_that_of_the_parameter_group():
-    optimizer = RowOptimizer({"t.weight": nn.Parameter(torch.empty(0, 4))}, 0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
-    assert optimizer.learning_rate == 0.5
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.learning_rate == pytest.approx(0.05)

@@ -77,8 +77,21 @@ def lookup(
     pin = group.pin()
     slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, pin)
     return group.pooled_lookup(
-        anchor, bags.ids, bags.offsets, weights, slots, bags.batch_size, mean, pin, learning_rate
+        anchor,
+        bags.ids,
+        bags.offsets,
+        weights,
+        slots,
+        bags.batch_size,
+        mean,
+        pin,
+        rate(learning_rate, group),
     )
+
+
+def rate(learning_rate: float, group: TableGroup) -> Tensor:
+    """A learning rate as a group takes it."""
+    return torch.full((), learning_rate, dtype=torch.float32, device=group.device)
 
 
 def rows_by_id(group: TableGroup, table: int = 0) -> dict[int, Tensor]:

@@ -132,7 +132,7 @@ class _ToyFunction(torch.autograd.Function):
             update = pooled * (ctx.weights[position] * scale)
             sums[key] = sums[key] + update if key in sums else update
         for (table_index, row_id), total in sums.items():
-            ctx.lookup.tables[table_index].update(row_id, total, ctx.learning_rate)
+            ctx.lookup.tables[table_index].update(row_id, total, float(ctx.learning_rate))
         weight_gradient = weight_gradient.to(ctx.device) if ctx.has_weights else None
         return None, None, None, None, weight_gradient, None, None
 
@@ -203,6 +203,8 @@ class ToyBackend(Backend):
                 f"Toy table {shard.name!r} has {shard.num_embeddings} rows: at most "
                 f"{shard.options.max_capacity} are allowed."
             )
+        if optimizer is not None and optimizer.name not in ("sgd", "rowwise_adagrad"):
+            raise ValueError(f"Toy table {shard.name!r} can't be trained by {optimizer.name}.")
         if shard.capacity < 1:
             raise ValueError(f"Toy table {shard.name!r} has a shard without rows.")
 

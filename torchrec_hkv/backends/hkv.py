@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar, Literal
 
 import torch
@@ -20,7 +21,15 @@ from torchrec_hkv.backends.protocol import (
     TensorSpec,
 )
 from torchrec_hkv.hash_table import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
     Initializer,
+    Optimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
     TableGroup,
     TableMemory,
     TableSpec,
@@ -30,7 +39,6 @@ from torchrec_hkv.hash_table import (
     table_memory,
 )
 
-_STATE_WIDTHS = {"sgd": 0, "rowwise_adagrad": 1}
 _EVICTIONS = ("lru", "lfu")
 
 
@@ -83,8 +91,58 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _state_width(optimizer: OptimizerSpec | None) -> int:
-    return 0 if optimizer is None else _STATE_WIDTHS[optimizer.name]
+def _optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
+    """The hash table's optimizer.
+
+    Raises:
+        ValueError: an attribute is impossible.
+    """
+    if spec is None:
+        return None
+    common = {
+        "clip_value": spec.clip_value,
+        "clip_norm": spec.clip_norm,
+        "clip_output": spec.clip_output,
+        "stochastic_rounding": spec.stochastic_rounding,
+        "rounding_seed": spec.rounding_seed,
+    }
+    decay = {"weight_decay": spec.weight_decay, "weight_decay_mode": spec.weight_decay_mode}
+    moments = {
+        "betas": (spec.beta1, spec.beta2),
+        "eps": spec.eps,
+        "step_mode": spec.step_mode,
+    }
+    sums = {"eps": spec.eps, "initial_accumulator": spec.initial_accumulator}
+    match spec.name:
+        case "sgd":
+            return SGD(spec.momentum, spec.nesterov, **decay, **common)
+        case "adagrad":
+            return Adagrad(**sums, **decay, **common)
+        case "rowwise_adagrad":
+            return RowWiseAdagrad(**sums, **decay, **common)
+        case "adam":
+            return Adam(**moments, **decay, **common)
+        case "rowwise_adam":
+            return RowWiseAdam(**moments, **decay, **common)
+        case "lamb":
+            return LAMB(**moments, weight_decay=spec.weight_decay, **common)
+        case "ftrl":
+            return FTRL(
+                spec.beta,
+                spec.l1,
+                spec.l2,
+                initial_accumulator=spec.initial_accumulator,
+                **common,
+            )
+    raise ValueError(
+        f"optimizer is {spec.name!r}, but backend 'hkv' takes 'sgd', 'adagrad', 'rowwise_adagrad', "
+        "'adam', 'rowwise_adam', 'lamb' or 'ftrl'."
+    )
+
+
+def _state_width(spec: OptimizerSpec | None, dim: int) -> int:
+    optimizer = _optimizer(spec)
+    return 0 if optimizer is None else optimizer.state_width(dim)
 
 
 def _options(shard: TableShard) -> HKVOptions:
@@ -111,7 +169,7 @@ def _initializer(shard: TableShard) -> Initializer:
 
 def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
     eviction = _options(shard).eviction
-    return table_memory(shard.capacity, shard.dim, _state_width(optimizer), eviction)
+    return table_memory(shard.capacity, shard.dim, _state_width(optimizer, shard.dim), eviction)
 
 
 class HKVLookup(GroupLookup):
@@ -132,8 +190,7 @@ class HKVLookup(GroupLookup):
         self._group = TableGroup(
             [_table_spec(shard) for shard in shards],
             feature_tables,
-            optimizer=None if optimizer is None else optimizer.name,
-            eps=1e-8 if optimizer is None else optimizer.eps,
+            optimizer=_optimizer(optimizer),
             device=device,
         )
         # What makes autograd record the lookup; no parameter, since nothing ever changes it.
@@ -146,7 +203,7 @@ class HKVLookup(GroupLookup):
         offsets: Tensor,
         weights: Tensor | None,
         batch_size: int,
-        learning_rate: float,
+        learning_rate: Tensor,
     ) -> Tensor:
         group = self._group
         if self.training:
@@ -161,20 +218,35 @@ class HKVLookup(GroupLookup):
             anchor, ids, offsets, weights, slots, batch_size, self._mean, pin, learning_rate
         )
 
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self._group.accumulate()
+
     def export_table(self, name: str) -> dict[str, Tensor]:
         state = self._group.export_table(self._index[name])
         spec = HKVBackend.state_of(self._shards[name], self._optimizer)
-        return {key: getattr(state, _STATE_FIELDS[key]) for key in spec}
+        exported = {
+            key: getattr(state, field) for key, field in _STATE_FIELDS.items() if key in spec
+        }
+        if _LAYOUT_KEY in spec:
+            exported[_LAYOUT_KEY] = torch.tensor([self._group.state_layout])
+        return exported
 
     def load_table(self, name: str, state: Mapping[str, Tensor]) -> None:
         spec = HKVBackend.state_of(self._shards[name], self._optimizer)
         missing = sorted(set(spec) - set(state))
         if missing:
             raise ValueError(f"table '{name}': the state to load lacks {', '.join(missing)}.")
+        if _LAYOUT_KEY in spec and int(state[_LAYOUT_KEY]) != self._group.state_layout:
+            raise ValueError(
+                f"table '{name}': the state to load has optimizer states of layout "
+                f"{int(state[_LAYOUT_KEY])}, but those of {self._group.optimizer} have layout "
+                f"{self._group.state_layout}: load it with the optimizer it was trained with."
+            )
         slots = spec["weight"].shape[0]
         absent = {
             "states": torch.empty(slots, 0),
             "scores": torch.empty(0, dtype=torch.int64),
+            "optimizer_step": torch.zeros(1, dtype=torch.int64),
         }
         fields = {field: state[key] for key, field in _STATE_FIELDS.items() if key in spec}
         self._group.load_table(self._index[name], TableState(**{**absent, **fields}))
@@ -196,7 +268,10 @@ _STATE_FIELDS = {
     "last_steps": "last_steps",
     "scores": "scores",
     "optimizer_states": "states",
+    "optimizer_step": "optimizer_step",
 }
+# What the columns of the optimizer states are.
+_LAYOUT_KEY = "optimizer_layout"
 
 
 def _table_spec(shard: TableShard) -> TableSpec:
@@ -241,11 +316,10 @@ class HKVBackend(Backend):
                 f"table '{shard.name}': data type is {shard.dtype}, but backend 'hkv' takes "
                 "torch.float32."
             )
-        if optimizer is not None and optimizer.name not in _STATE_WIDTHS:
-            raise ValueError(
-                f"table '{shard.name}': optimizer is {optimizer.name!r}, but backend 'hkv' takes "
-                f"{' or '.join(map(repr, _STATE_WIDTHS))}."
-            )
+        try:
+            _optimizer(optimizer)
+        except ValueError as error:
+            raise ValueError(f"table '{shard.name}': {error}") from None
         least = _memory(shard, optimizer).least_hbm_bytes
         if options.hbm_bytes is not None and options.hbm_bytes < least:
             raise ValueError(
@@ -283,8 +357,11 @@ class HKVBackend(Backend):
         }
         if _options(shard).eviction == "lfu":
             spec["scores"] = TensorSpec((slots,), torch.int64)
-        if width := _state_width(optimizer):
+        if width := _state_width(optimizer, shard.dim):
             spec["optimizer_states"] = TensorSpec((slots, width), torch.float32)
+        if optimizer is not None:
+            spec["optimizer_step"] = TensorSpec((1,), torch.int64)
+            spec[_LAYOUT_KEY] = TensorSpec((1,), torch.int64)
         return spec
 
     def state_spec(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,15 +29,53 @@ class BackendOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """A fused optimizer, in FBGEMM's terms. The learning rate is not here: it is live.
+    """A fused optimizer. The learning rate is not here: it is live.
+
+    A backend uses the attributes that its optimizer of this name has; what sets them has checked
+    that the others are at their defaults. :mod:`torchrec_hkv.hash_table.optimizers` has formulas.
 
     Attributes:
-        name: ``"sgd"`` or ``"rowwise_adagrad"``.
-        eps: added to the square root of the row's state (row-wise Adagrad).
+        name: which one.
+        eps: added to the square root of sums or means of squares.
+        momentum: of SGD.
+        nesterov: of SGD.
+        beta1: of Adam and its kin.
+        beta2: of Adam and its kin.
+        step_mode: whose number of updates corrects the bias of means: the table's (``"global"``)
+            or the row's own (``"row"``).
+        weight_decay: factor of the row.
+        weight_decay_mode: whether it is added to the gradient (``"coupled"``, L2) or subtracted
+            from the row (``"decoupled"``); LAMB has a way of its own.
+        initial_accumulator: what sums of squares start from.
+        beta: of FTRL.
+        l1: of FTRL.
+        l2: of FTRL.
+        clip_output: bound on the values of the pooled output's gradient (FBGEMM's
+            ``max_gradient``), None for none.
+        clip_value: bound on the values of a row's gradient, None for none.
+        clip_norm: bound on the norm of a row's gradient, None for none.
+        stochastic_rounding: of 16-bit rows.
+        rounding_seed: of that.
     """
 
-    name: Literal["sgd", "rowwise_adagrad"]
+    name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "ftrl"]
     eps: float = 1e-8
+    momentum: float = 0.0
+    nesterov: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.999
+    step_mode: Literal["global", "row"] = "global"
+    weight_decay: float = 0.0
+    weight_decay_mode: Literal["coupled", "decoupled"] = "coupled"
+    initial_accumulator: float = 0.0
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    clip_output: float | None = None
+    clip_value: float | None = None
+    clip_norm: float | None = None
+    stochastic_rounding: bool = True
+    rounding_seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +137,7 @@ class GroupLookup(nn.Module, abc.ABC):
         offsets: torch.Tensor,
         weights: torch.Tensor | None,
         batch_size: int,
-        learning_rate: float,
+        learning_rate: torch.Tensor,
     ) -> torch.Tensor:
         """Pools the rows of each bag.
 
@@ -111,7 +150,8 @@ class GroupLookup(nn.Module, abc.ABC):
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
             weights: float32 ``[n]`` or None.
             batch_size: bags a feature.
-            learning_rate: of this step.
+            learning_rate: float32 ``[]`` on the tables' device. The backward takes what it is then:
+                it may change between replays of a CUDA graph.
 
         Returns:
             ``[batch_size, sum of the dims of the features' tables]``, requiring grad when training.
@@ -119,6 +159,16 @@ class GroupLookup(nn.Module, abc.ABC):
         Raises:
             ValueError: ids of another dtype, offsets of another length, weights of another length.
         """
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Within it, lookups are made whose backwards do not train: they hold their gradients.
+
+        The backward of the next lookup that is made outside of it applies all of them together.
+
+        Raises:
+            ValueError: the backend can't; the default.
+        """
+        raise ValueError(f"{type(self).__name__} can't accumulate gradients over backwards.")
 
     @abc.abstractmethod
     def export_table(self, name: str) -> dict[str, torch.Tensor]:

@@ -13,16 +13,36 @@ from torchrec_hkv.hash_table.initializers import (
     Uniform,
 )
 from torchrec_hkv.hash_table.ops import bucketize, owner_rank
+from torchrec_hkv.hash_table.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Optimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
+)
 from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec, TableState
 from torchrec_hkv.hash_table.table_memory import TableMemory, hbm_slots_for, table_memory
 
 __all__ = [
+    "FTRL",
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
     "Constant",
     "Entries",
     "Evicted",
     "HashTable",
     "Initializer",
     "Normal",
+    "Optimizer",
+    "RowWiseAdagrad",
+    "RowWiseAdam",
     "TableGroup",
     "TableMemory",
     "TableSpec",

@@ -103,6 +103,8 @@ def save(
             bucket_slots=source.bucket_slots,
             clock=group.clock,
             epoch=epoch,
+            optimizer_step=int(group.optimizer_steps[table]),
+            state_layout=group.state_layout,
             entries=sum(shard.entries for shard in shards),
             shards=shards,
         )
@@ -148,6 +150,7 @@ def load(
     manifest = Manifest.read(folder)
     target = _Target(group, table, batch_bytes)
     _check_same_table(folder, manifest, describe(group, table))
+    _check_same_optimizer(folder, manifest, group, table)
     exact = (manifest.buckets, manifest.bucket_slots) == (target.buckets, target.bucket_slots)
     if not exact and not allow_loss:
         _check_room(folder, manifest, target)
@@ -171,6 +174,7 @@ def load(
     except BaseException:
         group.clear_table(table)
         raise
+    group.optimizer_steps[table] = manifest.optimizer_step
     return Loaded(manifest.epoch, lost)
 
 
@@ -347,6 +351,17 @@ def _check_same_table(folder: Path, manifest: Manifest, here: dict[str, Any]) ->
                 f"{folder} is of another table: its {what} is {saved!r}, but that of table "
                 f"{here['name']!r} is {own!r}."
             )
+
+
+def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, table: int) -> None:
+    # Where either has no optimizer, states are numbers that mean nothing here.
+    saved, own = manifest.state_layout, group.state_layout
+    if saved and own and saved != own:
+        raise ValueError(
+            f"{folder} has optimizer states of layout {saved}, but table "
+            f"{group.tables[table].name!r} is trained by {group.optimizer}, whose states have "
+            f"layout {own}."
+        )
 
 
 def _check_room(folder: Path, manifest: Manifest, target: _Target) -> None:

@@ -52,6 +52,9 @@ class Manifest:
         bucket_slots: slots of each.
         clock: the last step begun.
         epoch: of the epoch policies.
+        optimizer_step: updates of the table so far.
+        state_layout: what the columns of its optimizer states are, as a number; 0 where the table
+            had no optimizer.
         entries: in all shards.
         shards: in the order of their owner buckets.
     """
@@ -62,6 +65,8 @@ class Manifest:
     bucket_slots: int
     clock: int
     epoch: int
+    optimizer_step: int
+    state_layout: int
     entries: int
     shards: tuple[Shard, ...]
 

@@ -37,7 +37,7 @@ def _(
     batch_size: int,
     mean: bool,
     pin: int | None,
-    learning_rate: float,
+    learning_rate: Tensor,
 ) -> Tensor:
     return ids.new_empty((batch_size, _C.group_total_dim(group)), dtype=torch.float32)
 
@@ -66,7 +66,8 @@ def _(
     slots: Tensor,
     batch_size: int,
     mean: bool,
-    learning_rate: float,
+    learning_rate: Tensor,
+    rounds: int = 1,
 ) -> None:
     return None
 

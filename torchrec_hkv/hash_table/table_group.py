@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.accumulation import Accumulator
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import Initializer, op_arguments
+from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
 
 _ops = torch.ops.torchrec_hkv
-_OPTIMIZERS = {
-    None: _C.Optimizer.NONE,
-    "sgd": _C.Optimizer.SGD,
-    "rowwise_adagrad": _C.Optimizer.ROWWISE_ADAGRAD,
-}
 _EVICTIONS = {
     "lru": _C.Eviction.LRU,
     "lfu": _C.Eviction.LFU,
@@ -76,7 +74,7 @@ class TableSpec:
 
 @dataclasses.dataclass(frozen=True)
 class TableState:
-    """All that a table holds, by slot; first dimension ``num_slots``, zeros in free slots.
+    """All that a table holds, but for the last by slot; zeros in free slots.
 
     Attributes:
         occupied: bool.
@@ -85,6 +83,7 @@ class TableState:
         states: float32 ``[num_slots, state width]``.
         last_steps: int32, the step of each id's last training lookup.
         scores: int64, bits of an unsigned number; empty (``[0]``) under LRU.
+        optimizer_step: int64 ``[1]``, updates of the table so far.
     """
 
     occupied: Tensor
@@ -93,6 +92,7 @@ class TableState:
     states: Tensor
     last_steps: Tensor
     scores: Tensor
+    optimizer_step: Tensor
 
 
 class TableGroup:
@@ -101,10 +101,11 @@ class TableGroup:
     Args:
         tables: the tables.
         feature_tables: for each feature, in the order of the output's columns, its table's index.
-        optimizer: ``"sgd"``, ``"rowwise_adagrad"`` or None for tables that are not trained.
-        eps: of row-wise Adagrad.
+        optimizer: what trains the rows (:mod:`torchrec_hkv.hash_table.optimizers`), or None for
+            tables that are not trained.
         device: a CPU or CUDA device.
-        state_dim: float32 values of state a row keeps; by default what the optimizer needs.
+        state_dim: float32 values of state that a row of every table keeps; by default what the
+            optimizer needs.
 
     Raises:
         ValueError: an argument is impossible; the sentence names it.
@@ -114,23 +115,33 @@ class TableGroup:
         self,
         tables: Sequence[TableSpec],
         feature_tables: Sequence[int],
-        optimizer: Literal["sgd", "rowwise_adagrad"] | None = None,
-        eps: float = 1e-8,
+        optimizer: Optimizer | None = None,
         device: torch.device | str = "cpu",
         state_dim: int | None = None,
     ) -> None:
-        if optimizer not in _OPTIMIZERS:
-            raise ValueError(f"optimizer is {optimizer!r}, but must be one of {list(_OPTIMIZERS)}.")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer is {optimizer!r}, but must be None or one of "
+                "torchrec_hkv.hash_table.optimizers, such as SGD()."
+            )
+        self.optimizer = optimizer
         self.tables = tuple(tables)
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        kind = _OPTIMIZERS[optimizer]
-        width = _C.state_width(kind) if state_dim is None else state_dim
-        configs = [self._config(spec, width) for spec in self.tables]
-        self._group = _C.TableGroup(
-            configs, list(feature_tables), kind, eps, state_dim, self.device
+        kernels_optimizer = (
+            _C.OptimizerConfig(kind=_C.Optimizer.NONE) if optimizer is None else optimizer.config()
         )
+        configs = [
+            self._config(
+                spec, kernels_optimizer.state_width(spec.dim) if state_dim is None else state_dim
+            )
+            for spec in self.tables
+        ]
+        self._group = _C.TableGroup(
+            configs, list(feature_tables), kernels_optimizer, state_dim, self.device
+        )
+        self._accumulator = Accumulator(self._group, optimizer)
 
     def _config(self, spec: TableSpec, state_dim: int) -> _C.TableConfig:
         if spec.eviction not in _EVICTIONS:
@@ -184,6 +195,16 @@ class TableGroup:
     def counter_tensor(self) -> Tensor:
         """int64 ``[tables, 5]`` on the device; ops that change a table write it."""
         return self._group.counters
+
+    @property
+    def state_layout(self) -> int:
+        """What the columns of the optimizer states are, as a number; 0 without an optimizer."""
+        return 0 if self.optimizer is None else self.optimizer.config().layout
+
+    @property
+    def optimizer_steps(self) -> Tensor:
+        """Updates of each table so far, int64 ``[tables]`` on the device; updates count it on."""
+        return self._group.optimizer_steps
 
     @property
     def clock(self) -> int:
@@ -266,7 +287,7 @@ class TableGroup:
         batch_size: int,
         mean: bool,
         pin: Pin | None,
-        learning_rate: float,
+        learning_rate: Tensor,
     ) -> Tensor:
         """Reduced rows of each bag; the backward updates the rows.
 
@@ -280,11 +301,16 @@ class TableGroup:
             batch_size: as in :meth:`find`.
             mean: divide by the number of ids in the bag.
             pin: that of :meth:`find_or_insert`; None in evaluation, where nothing is trained.
-            learning_rate: of the backward.
+            learning_rate: float32 ``[]`` on the device. The backward takes what it is then, so that
+                it may change in between, and between replays of a CUDA graph.
 
         Returns:
             float32 ``[batch_size, total_dim]``.
         """
+        if pin is not None and self._accumulator.is_needed:
+            return self._accumulator.lookup(
+                anchor, weights, ids, offsets, slots, batch_size, mean, pin, learning_rate
+            )
         return _ops.pooled_lookup(
             anchor,
             self.handle,
@@ -297,6 +323,14 @@ class TableGroup:
             None if pin is None else pin.number,
             learning_rate,
         )
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Within it, lookups are made whose backwards do not train: they hold their gradients.
+
+        The backward of the next lookup that is made outside of it applies all of them together, as
+        one update at its own learning rate. Until then the rows of all of them stay pinned.
+        """
+        return self._accumulator.hold()
 
     def export_table(self, table: int) -> TableState:
         """A copy of all that a table holds."""

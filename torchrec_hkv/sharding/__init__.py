@@ -1,5 +1,6 @@
 """TorchRec's side of a table: sharders, sharded modules, input distribution, lookups, kernels."""
 
+from torchrec_hkv.sharding.accumulation import accumulate_gradients
 from torchrec_hkv.sharding.counters import table_counters
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
@@ -12,6 +13,7 @@ __all__ = [
     "BackendEmbeddingBagCollection",
     "BackendEmbeddingBagCollectionSharder",
     "BackendParameterSharding",
+    "accumulate_gradients",
     "get_default_sharders",
     "table_counters",
 ]

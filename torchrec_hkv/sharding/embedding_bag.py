@@ -129,6 +129,11 @@ class BackendEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         finally:
             self._embedding_bag_configs = configs
 
+    @property
+    def has_backends(self) -> bool:
+        """Whether backends serve tables of the collection, on whatever rank."""
+        return bool(self._planned)
+
     def group_lookups(self) -> dict[str, GroupLookup]:
         """The lookup of each table of ours that this rank holds, by table name."""
         return {

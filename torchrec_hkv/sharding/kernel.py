@@ -20,8 +20,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup, TableShard
-from torchrec_hkv.sharding.optimizer import RowOptimizer, initial_learning_rate, optimizer_spec
+from torchrec_hkv.sharding.optimizer import initial_learning_rate, optimizer_spec
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
+from torchrec_hkv.sharding.row_optimizer import RowOptimizer
 from torchrec_hkv.sharding.tables import table_shard
 
 
@@ -70,6 +71,7 @@ class BackendEmbeddingBag(BaseBatchedEmbeddingBag[torch.Tensor], FusedOptimizerM
         self._optim = RowOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
             initial_learning_rate(fused_params),
+            device,
         )
 
     def _tags(self) -> list[TableTag]:

@@ -1,28 +1,81 @@
-"""Fused optimizers: what was applied in backward, and the object that holds the learning rate."""
+"""Fused optimizers: what was applied in backward, in the terms of backends.
+
+What is said in FBGEMM's terms means what it means there, and what FBGEMM would ignore (momentum and
+weight decay of SGD, weight decay of Adagrad) means what it means in ``torch.optim``. In particular
+the weight decay of Adam is decoupled, whether ``torch.optim.Adam`` or ``AdamW`` was applied, unless
+``weight_decay_mode`` says otherwise.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from torch import nn
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_hkv.backends.protocol import OptimizerSpec
-
-_ALLOWED = "torch.optim.SGD, torchrec.optim.SGD and torchrec.optim.RowWiseAdagrad, with lr and eps"
 
 #: FBGEMM's default, which stock tables get when no learning rate is given.
 _DEFAULT_LEARNING_RATE = 0.01
 
-_NAMES: dict[EmbOptimType, str] = {
+#: FBGEMM's default of ``max_gradient`` where ``gradient_clipping`` is on.
+_DEFAULT_MAX_GRADIENT = 1.0
+
+_NAMES: dict[EmbOptimType | str, str] = {
     EmbOptimType.SGD: "sgd",
     EmbOptimType.EXACT_SGD: "sgd",
+    EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+    EmbOptimType.ADAM: "adam",
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: "rowwise_adam",
+    EmbOptimType.LAMB: "lamb",
+    "ftrl": "ftrl",
 }
+_ALLOWED = (
+    "SGD, Adagrad, Adam and AdamW of torch.optim, SGD, Adagrad, RowWiseAdagrad, Adam, "
+    "PartialRowWiseAdam and LAMB of torchrec.optim, and optimizer='ftrl'"
+)
+
+# What can be said of each optimizer: the names in fused parameters, and the attributes of a spec.
+_FOR_ALL = {
+    "clip_value": "clip_value",
+    "clip_norm": "clip_norm",
+    "stochastic_rounding": "stochastic_rounding",
+    "rounding_seed": "rounding_seed",
+}
+_DECAY = {"weight_decay": "weight_decay"}
+_SUMS = {"eps": "eps", "initial_accumulator_value": "initial_accumulator"}
+_MOMENTS = {"eps": "eps", "beta1": "beta1", "beta2": "beta2", "step_mode": "step_mode"}
+_ATTRIBUTES: dict[str, dict[str, str]] = {
+    "sgd": {"momentum": "momentum", "nesterov": "nesterov", **_DECAY},
+    "adagrad": {**_SUMS, **_DECAY},
+    "rowwise_adagrad": {**_SUMS, **_DECAY},
+    "adam": {**_MOMENTS, **_DECAY},
+    "rowwise_adam": {**_MOMENTS, **_DECAY},
+    "lamb": {**_MOMENTS, **_DECAY},
+    "ftrl": {
+        "beta": "beta",
+        "l1": "l1",
+        "l2": "l2",
+        "initial_accumulator_value": "initial_accumulator",
+    },
+}
+# Said in another way than by a number of the same name.
+_TRANSLATED = ("gradient_clipping", "max_gradient")
+_TRANSLATED_BY_NAME: dict[str, tuple[str, ...]] = {
+    "sgd": ("weight_decay_mode",),
+    "adagrad": ("weight_decay_mode",),
+    "rowwise_adagrad": ("weight_decay_mode",),
+    "adam": ("weight_decay_mode", "betas", "extra_optimizer_config"),
+    "rowwise_adam": ("weight_decay_mode", "betas", "extra_optimizer_config"),
+    "lamb": ("betas", "extra_optimizer_config"),
+    "ftrl": (),
+}
+#: TensorFlow's, for lack of one in TorchRec.
+_FTRL_INITIAL_ACCUMULATOR = 0.1
 
 # Parameters of a sharder that say how stock tables are stored or fetched, not how rows are trained.
 # A sharder may hold them for its stock tables while ours have no use for them.
@@ -43,7 +96,7 @@ def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec
     Args:
         table: its name, for the message.
         fused_params: FBGEMM's terms: ``optimizer`` (an ``EmbOptimType``), ``learning_rate``,
-            ``eps``, and others.
+            ``eps``, and others; those of ``torch.optim`` where FBGEMM has none.
 
     Returns:
         None when no optimizer was applied.
@@ -52,22 +105,117 @@ def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec
         ValueError: another optimizer, or an argument that would be ignored.
     """
     optimizer = fused_params.get("optimizer")
-    for name, value in fused_params.items():
-        if name in ("optimizer", "learning_rate", "eps"):
-            continue
-        if name in _ABOUT_STOCK_STORAGE or name.startswith("cache_") or value is SparseType.FP32:
-            continue
-        if isinstance(value, torch.Tensor) or value not in (None, False, 0):
-            raise ValueError(
-                f"Table {table!r} can't be trained with {name}={value}: allowed are {_ALLOWED}."
-            )
     if optimizer is None:
+        _refuse_others(table, "no optimizer", fused_params, frozenset())
         return None
     if optimizer not in _NAMES:
         raise ValueError(
             f"Table {table!r} can't be trained with {optimizer}: allowed are {_ALLOWED}."
         )
-    return OptimizerSpec(name=_NAMES[optimizer], eps=float(fused_params.get("eps", 1e-8)))
+    name = _NAMES[optimizer]
+    attributes = {**_FOR_ALL, **_ATTRIBUTES[name]}
+    known = {*attributes, *_TRANSLATED, *_TRANSLATED_BY_NAME[name]}
+    _refuse_others(table, name, fused_params, frozenset(known))
+    given: dict[str, Any] = {"name": name}
+    if name == "ftrl":
+        given["initial_accumulator"] = _FTRL_INITIAL_ACCUMULATOR
+    for key, attribute in attributes.items():
+        if fused_params.get(key) is not None:
+            given[attribute] = fused_params[key]
+    if (betas := fused_params.get("betas")) is not None:
+        given["beta1"], given["beta2"] = betas
+    given.update(_step_mode(table, fused_params))
+    given.update(_clip_output(table, fused_params))
+    given.update(_decay_mode(table, name, fused_params))
+    return OptimizerSpec(**given)
+
+
+def _refuse(table: str, what: str, allowed: str) -> ValueError:
+    return ValueError(f"Table {table!r} can't be trained with {what}: {allowed}.")
+
+
+def _refuse_others(
+    table: str, optimizer: str, fused_params: Mapping[str, Any], known: frozenset[str]
+) -> None:
+    for name, value in fused_params.items():
+        if name in ("optimizer", "learning_rate") or name in known:
+            continue
+        if name in _ABOUT_STOCK_STORAGE or name.startswith("cache_") or value is SparseType.FP32:
+            continue
+        if isinstance(value, torch.Tensor) or value not in (None, False, 0):
+            allowed = ", ".join(["lr", *sorted(known)])
+            raise _refuse(table, f"{name}={value}", f"with {optimizer} allowed are {allowed}")
+
+
+def _step_mode(table: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
+    extra = fused_params.get("extra_optimizer_config")
+    if extra is None:
+        return {}
+    switched_on = [field.name for field in dataclasses.fields(extra) if getattr(extra, field.name)]
+    others = [name for name in switched_on if name != "use_rowwise_bias_correction"]
+    if others:
+        raise _refuse(
+            table,
+            f"extra_optimizer_config.{others[0]}",
+            "of that config allowed is use_rowwise_bias_correction",
+        )
+    return {"step_mode": "row"} if switched_on else {}
+
+
+def _clip_output(table: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
+    bound = fused_params.get("max_gradient")
+    if not fused_params.get("gradient_clipping"):
+        if bound is not None:
+            raise _refuse(
+                table, f"max_gradient={bound}", "it counts only with gradient_clipping=True"
+            )
+        return {}
+    return {"clip_output": _DEFAULT_MAX_GRADIENT if bound is None else bound}
+
+
+def _decay_mode(table: str, optimizer: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
+    """How weight decay works where it is not said: as FBGEMM does it, or else PyTorch."""
+    decay = fused_params.get("weight_decay") or 0.0
+    mode = getattr(fused_params.get("weight_decay_mode"), "name", None)
+    if fused_params.get("weight_decay_mode") is not None and mode not in ("NONE", "L2", "DECOUPLE"):
+        raise _refuse(
+            table,
+            f"weight_decay_mode={fused_params['weight_decay_mode']}",
+            "allowed are WeightDecayMode.L2 and WeightDecayMode.DECOUPLE",
+        )
+    if not decay or optimizer in ("lamb", "ftrl"):
+        return {}
+    if mode in ("L2", "DECOUPLE"):
+        return {"weight_decay_mode": "coupled" if mode == "L2" else "decoupled"}
+    if mode == "NONE" or optimizer == "rowwise_adagrad":
+        raise _refuse(
+            table,
+            f"weight_decay={decay}",
+            "FBGEMM would ignore it unless weight_decay_mode is WeightDecayMode.L2 or "
+            "WeightDecayMode.DECOUPLE",
+        )
+    return {"weight_decay_mode": "decoupled" if "adam" in optimizer else "coupled"}
+
+
+# Optimizers that TorchRec's sharding does not know by class, and what they are in its terms.
+_UNKNOWN_TO_TORCHREC: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+    torch.optim.AdamW: {"optimizer": EmbOptimType.ADAM, "weight_decay": 0.01},
+}
+
+
+def name_optimizer(parameter: torch.Tensor) -> None:
+    """Writes the name of an optimizer beside its arguments where TorchRec would not know it.
+
+    When it shards, TorchRec does so itself with the optimizers that it knows, and fails on others.
+
+    Args:
+        parameter: the unsharded weight, as ``apply_optimizer_in_backward`` left it.
+    """
+    classes: list[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", [])
+    if len(classes) == 1 and classes[0] in _UNKNOWN_TO_TORCHREC:
+        # A copy: all parameters of one call share their arguments.
+        kwargs = {**_UNKNOWN_TO_TORCHREC[classes[0]], **parameter._optimizer_kwargs[0]}
+        parameter._optimizer_kwargs = [kwargs]
 
 
 def applied_optimizer(
@@ -91,10 +239,10 @@ def applied_optimizer(
         )
     merged = dict(sharder_fused_params or {})
     if classes:
-        merged.update(kwargs[0])
+        merged.update({**_UNKNOWN_TO_TORCHREC.get(classes[0], {}), **kwargs[0]})
         if "lr" in merged:
             merged["learning_rate"] = merged.pop("lr")
-        if "optimizer" not in kwargs[0]:
+        if "optimizer" not in kwargs[0] and classes[0] not in _UNKNOWN_TO_TORCHREC:
             try:
                 merged["optimizer"] = optimizer_type_to_emb_opt_type(classes[0])
             except ValueError:
@@ -108,31 +256,3 @@ def applied_optimizer(
 def initial_learning_rate(fused_params: Mapping[str, Any]) -> float:
     """The learning rate in a group's fused parameters."""
     return float(fused_params.get("learning_rate", _DEFAULT_LEARNING_RATE))
-
-
-class RowOptimizer(FusedOptimizer):
-    """What TorchRec and LR schedulers see of an optimizer that runs in the backward of a lookup.
-
-    The state of a row lives with the row, not here: a KeyedOptimizer refuses to load a state
-    where there was none, and rows come and go.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
-        """
-        Args:
-            parameters: by ``"{table}.weight"``, the parameters that stand for the tables.
-            learning_rate: of the first step.
-        """
-        group = {"params": list(parameters.values()), "lr": learning_rate}
-        super().__init__(parameters, {}, [group])
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate now. LR schedulers change it in the parameter group."""
-        return float(self.param_groups[0]["lr"])
-
-    def step(self, closure: Any = None) -> None:
-        """Nothing to do: rows are updated in the backward."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to do: rows have no gradients."""

@@ -20,6 +20,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.optimizer import name_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.validation import planned_tables
 
@@ -61,6 +62,8 @@ class BackendEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ValueError: a table that its backend can't serve as planned.
         """
         planned = planned_tables(module, params, env, device, self.fused_params)
+        for name in planned:
+            name_optimizer(module.embedding_bags[name].weight)
         keywords: dict[str, Any] = {
             "module": module,
             "table_name_to_parameter_sharding": {

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.support.batches import rate
 from tests.support.saved_tables import entries, filled, like
 from tests.support.tables import distinct_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec, files
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, files
 
 
 def test_steps_go_on(device_type, tmp_path):
@@ -49,14 +50,14 @@ def test_impossible_clocks(clock):
 
 def test_a_backward_to_come_refuses_a_load(device_type, tmp_path):
     """It would write to slots that others have by then."""
-    group = TableGroup([TableSpec("t", 100, 4)], [0], "sgd", device=device_type)
+    group = TableGroup([TableSpec("t", 100, 4)], [0], SGD(), device=device_type)
     ids = torch.arange(5, device=device_type)
     offsets = torch.arange(6, device=device_type)
     anchor = torch.empty(0, device=device_type, requires_grad=True)
     files.save(group, 0, tmp_path)
     pin = group.pin()
     slots = group.find_or_insert(ids, offsets, 5, pin)
-    out = group.pooled_lookup(anchor, ids, offsets, None, slots, 5, False, pin, 0.1)
+    out = group.pooled_lookup(anchor, ids, offsets, None, slots, 5, False, pin, rate(0.1, group))
     with pytest.raises(ValueError, match="the backward of 1 lookups is still to come"):
         files.load(group, 0, tmp_path)
     assert group.sizes() == [5]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, lookup, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, files
+from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform, files
 
 SPECS = [
     TableSpec("a", 300, 6, "lfu", initializer=Uniform(-1, 1)),
@@ -13,7 +13,7 @@ SPECS = [
 
 
 def trained(device):
-    group = TableGroup(SPECS, [0, 1], "rowwise_adagrad", device=device)
+    group = TableGroup(SPECS, [0, 1], RowWiseAdagrad(), device=device)
     for _ in range(6):
         bags = Bags.random(2, 60, random_ids(1000)).to(device)
         lookup(group, bags).sum().backward()
@@ -43,6 +43,6 @@ def test_the_other_table_is_refused(device_type, tmp_path):
 
 def test_another_optimizer_is_refused(device_type, tmp_path):
     files.save(trained(device_type), 0, tmp_path)
-    group = TableGroup(SPECS, [0, 1], "sgd", device=device_type)
+    group = TableGroup(SPECS, [0, 1], SGD(), device=device_type)
     with pytest.raises(ValueError, match="its state_dim is 1, but that of table 'a' is 0"):
         files.load(group, 0, tmp_path)

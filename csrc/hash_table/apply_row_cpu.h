@@ -1,0 +1,148 @@
+// One update of one row on the CPU: the formulas of common/optimizers.h over vectors.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "common/optimizers.h"
+#include "common/rounding.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+// term(0) + ... + term(n - 1) in partial sums that the compiler can keep in one vector.
+template <typename Term>
+inline float vector_sum(int32_t n, const Term& term) {
+  constexpr int kLanes = 8;
+  float lanes[kLanes] = {};
+  int32_t c = 0;
+  for (; c + kLanes <= n; c += kLanes) {
+    for (int k = 0; k < kLanes; ++k) lanes[k] += term(c + k);
+  }
+  for (; c < n; ++c) lanes[0] += term(c);
+  float sum = 0.0f;
+  for (const float lane : lanes) sum += lane;
+  return sum;
+}
+
+class RowUpdater {
+ public:
+  RowUpdater(const OptimizerConfig& config, float learning_rate, int32_t widest)
+      : config_(config), learning_rate_(learning_rate), widened_(widest) {}
+
+  // grad: the row's gradient, [dim].
+  void update(const TableView& table, int64_t slot, const float* grad) {
+    const int32_t dim = table.dim();
+    const RowType type = table.rows.type;
+    char* const stored = table.rows.row(slot);
+    float* row = reinterpret_cast<float*>(stored);
+    if (type != RowType::kFloat32) {
+      row = widened_.data();
+      for (int32_t c = 0; c < dim; ++c) row[c] = load_element(type, stored, c);
+    }
+    float* const state = table.state(slot);
+    apply(dim, row, grad, state, begin(table, dim, row, grad, state));
+    if (type == RowType::kFloat32) return;
+    if (config_.stochastic_rounding) {
+      const uint64_t key = rounding_key(config_.rounding_seed, table.initial_rows.seed,
+                                        table.ids[slot], *table.optimizer_step);
+      auto* const to = reinterpret_cast<uint16_t*>(stored);
+      for (int32_t c = 0; c < dim; ++c) {
+        to[c] = narrow_by_chance(type, row[c], rounding_draw(key, table.column_offset + c));
+      }
+    } else {
+      for (int32_t c = 0; c < dim; ++c) store_element(type, stored, c, row[c]);
+    }
+  }
+
+ private:
+  // The row parts that come before the column parts.
+  RowTerms begin(const TableView& table, int32_t dim, const float* row, const float* grad,
+                 float* state) const {
+    float step = static_cast<float>(*table.optimizer_step);
+    if (config_.own_steps) step = state[own_step_column(config_.kind, dim)] += 1.0f;
+    const OptimizerConfig config = config_;
+    RowTerms terms = begin_row(config, learning_rate_, step);
+    if (clips_by_norm(config)) {
+      const float squares = vector_sum(dim, [&](int32_t c) {
+        const float g = clipped(config, grad[c]);
+        return g * g;
+      });
+      clip_row(config, squares, &terms);
+    }
+    if (adapts_by_row(config.kind)) {
+      const float squares = vector_sum(dim, [&, terms](int32_t c) {
+        const float g = gradient_of(config, terms, row[c], grad[c]);
+        return g * g;
+      });
+      float& row_square = state[row_square_column(config.kind, dim)];
+      row_square = adapt_row(config, squares, dim, row_square, &terms);
+    }
+    return terms;
+  }
+
+  void apply(int32_t dim, float* row, const float* grad, float* state, RowTerms terms) const {
+    switch (config_.kind) {
+      case Optimizer::kSgd:
+        return columns<Optimizer::kSgd>(dim, row, grad, state, terms);
+      case Optimizer::kMomentum:
+        return columns<Optimizer::kMomentum>(dim, row, grad, state, terms);
+      case Optimizer::kAdagrad:
+        return columns<Optimizer::kAdagrad>(dim, row, grad, state, terms);
+      case Optimizer::kRowWiseAdagrad:
+        return columns<Optimizer::kRowWiseAdagrad>(dim, row, grad, state, terms);
+      case Optimizer::kAdam:
+        return columns<Optimizer::kAdam>(dim, row, grad, state, terms);
+      case Optimizer::kRowWiseAdam:
+        return columns<Optimizer::kRowWiseAdam>(dim, row, grad, state, terms);
+      case Optimizer::kFtrl:
+        return columns<Optimizer::kFtrl>(dim, row, grad, state, terms);
+      case Optimizer::kLamb:
+        return lamb(dim, row, grad, state, terms);
+      case Optimizer::kNone:
+        return;
+    }
+  }
+
+  // Config and terms are passed by value: the compiler sees that no store changes them.
+  template <Optimizer kKind>
+  void columns(int32_t dim, float* __restrict__ row, const float* __restrict__ grad,
+               float* __restrict__ state, const RowTerms terms) const {
+    const OptimizerConfig config = config_;
+    float* const second_state = state + dim;
+    float none = 0.0f;
+    for (int32_t c = 0; c < dim; ++c) {
+      float first = none, second = none;
+      if constexpr (column_states(kKind) >= 1) first = state[c];
+      if constexpr (column_states(kKind) >= 2) second = second_state[c];
+      row[c] = update_column<kKind>(config, terms, row[c], grad[c], first, second);
+      if constexpr (column_states(kKind) >= 1) state[c] = first;
+      if constexpr (column_states(kKind) >= 2) second_state[c] = second;
+    }
+  }
+
+  void lamb(int32_t dim, float* __restrict__ row, const float* __restrict__ grad,
+            float* __restrict__ first, const RowTerms terms) const {
+    const OptimizerConfig config = config_;
+    float* const second = first + dim;
+    for (int32_t c = 0; c < dim; ++c) {
+      update_moments(config, terms, row[c], grad[c], first[c], second[c]);
+    }
+    const float row_squares = vector_sum(dim, [&](int32_t c) { return row[c] * row[c]; });
+    const float direction_squares = vector_sum(dim, [&](int32_t c) {
+      const float direction = lamb_direction(config, terms, row[c], first[c], second[c]);
+      return direction * direction;
+    });
+    const float rate = terms.rate * trust_ratio(row_squares, direction_squares);
+    for (int32_t c = 0; c < dim; ++c) {
+      row[c] -= rate * lamb_direction(config, terms, row[c], first[c], second[c]);
+    }
+  }
+
+  const OptimizerConfig config_;
+  const float learning_rate_;
+  std::vector<float> widened_;  // a 16-bit row
+};
+
+}  // namespace torchrec_hkv::hash_table::cpu

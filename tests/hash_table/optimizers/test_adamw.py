@@ -1,0 +1,32 @@
+"""AdamW trains rows as ``torch.optim.AdamW`` does."""
+
+import pytest
+import torch
+
+from tests.support.row_training import DIMS, DenseReference, OneByOne, assert_equal_to, train_beside
+from torchrec_hkv.hash_table import Adam, AdamW
+
+
+def _reference(arguments):
+    return DenseReference(
+        lambda parameters: torch.optim.AdamW(parameters, **arguments), ["exp_avg", "exp_avg_sq"]
+    )
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("arguments", [{}, {"weight_decay": 0.3, "betas": (0.8, 0.95)}])
+def test_equal_to_torch(device_type, dim, arguments):
+    reference = _reference(arguments)
+    assert_equal_to(reference, train_beside(AdamW(**arguments), reference, device_type, dim))
+
+
+def test_steps_by_row(device_type):
+    reference = OneByOne(lambda: _reference({"weight_decay": 0.3}))
+    optimizer = AdamW(weight_decay=0.3, step_mode="row")
+    assert_equal_to(reference, train_beside(optimizer, reference, device_type, 12))
+
+
+def test_adam_with_decoupled_weight_decay_is_the_same(device_type):
+    reference = _reference({"weight_decay": 0.3})
+    optimizer = Adam(weight_decay=0.3, weight_decay_mode="decoupled")
+    assert_equal_to(reference, train_beside(optimizer, reference, device_type, 12))

@@ -1,0 +1,124 @@
+"""16-bit rows are rounded up or down by chance, so that small steps are not lost on average."""
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, lookup, random_ids
+from tests.support.row_training import read_rows
+from torchrec_hkv.hash_table import SGD, Adam, Constant, TableGroup, TableSpec, Uniform
+
+DTYPES = [torch.float16, torch.bfloat16]
+N = 5000
+
+
+def _group(dtype, device, optimizer, dim=4, capacity=6000, initializer=None, name="t"):
+    spec = TableSpec(name, capacity, dim, initializer=initializer, dtype=dtype)
+    return TableGroup([spec], [0], optimizer, device=device)
+
+
+def _train(group, ids, grad, learning_rate=1.0):
+    bags = Bags(ids, torch.arange(len(ids) + 1), len(ids)).to(group.device)
+    lookup(group, bags, learning_rate=learning_rate).backward(grad.to(group.device))
+
+
+def _neighbours(dtype, value):
+    """The values of the type at or below and above a float."""
+    nearest = torch.tensor(value, dtype=torch.float64).to(dtype)
+    up, down = torch.tensor(torch.inf, dtype=dtype), torch.tensor(-torch.inf, dtype=dtype)
+    low = nearest if float(nearest) <= value else torch.nextafter(nearest, down)
+    return float(low), float(torch.nextafter(low, up))
+
+
+# Normal values, some whose neighbours have different exponents, and float16's subnormal ones.
+@pytest.mark.parametrize("start", [1.0, -3.0, 1000.0, 2.0**-14, 3 * 2.0**-20, 2.0**-24])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_is_exact(device_type, dtype, share, start):
+    low, high = _neighbours(dtype, start * 1.001)
+    value = low + share * (high - low)
+    group = _group(dtype, device_type, SGD(stochastic_rounding=True), initializer=Constant(start))
+    ids = random_ids(N)
+    grad = torch.full((N, 4), start, dtype=torch.double) - value
+    _train(group, ids, grad.float())
+    rows, _ = read_rows(group, ids)
+    # What float32 arithmetic made of the step.
+    value = float(torch.tensor(start).float() - grad[0, 0].float())
+    assert set(rows.flatten().tolist()) == {low, high}
+    share = (value - low) / (high - low)
+    five_sigma = 5 * (share * (1 - share) / (4 * N)) ** 0.5
+    assert float((rows == high).double().mean()) == pytest.approx(share, abs=five_sigma)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_steps_add_up(device_type, dtype):
+    """To the nearest, none of them would move the row."""
+    moved = {}
+    for stochastic in (False, True):
+        group = _group(
+            dtype,
+            device_type,
+            SGD(stochastic_rounding=stochastic),
+            dim=64,
+            initializer=Constant(1.0),
+        )
+        ids = torch.arange(2000)
+        for _ in range(64):
+            _train(group, ids, torch.full((2000, 64), -(2.0**-13)))
+        moved[stochastic] = float(read_rows(group, ids)[0].mean()) - 1
+    assert moved[False] == 0.0
+    assert moved[True] == pytest.approx(64 * 2.0**-13, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_values_stay_and_infinite_ones_too(device_type, dtype):
+    group = _group(dtype, device_type, SGD(stochastic_rounding=True), capacity=100)
+    values = torch.tensor([[1.5, -0.25, 0.0, float("inf")], [float("nan"), 2.0**-14, -64.0, 7.0]])
+    for _ in range(20):
+        _train(group, torch.tensor([1, 2]), -values)
+        rows, _ = read_rows(group, torch.tensor([1, 2]))
+        torch.testing.assert_close(rows, values.double(), rtol=0, atol=0, equal_nan=True)
+        _train(group, torch.tensor([1, 2]), torch.where(values.isfinite(), values, 0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chance_is_a_function_of_seed_table_id_column_and_step(device_type, dtype):
+    """Not of capacity, order or number of threads."""
+    ids = random_ids(500)
+    gradients = torch.randn(3, 500, 5)
+
+    def rows(order, seed=1, name="t", capacity=600, skipped=0):
+        optimizer = SGD(stochastic_rounding=True, rounding_seed=seed)
+        group = _group(dtype, device_type, optimizer, 5, capacity, Constant(1.0), name)
+        group.optimizer_steps.add_(skipped)
+        for grad in gradients:
+            _train(group, ids[order], grad[order], learning_rate=1e-3)
+        return read_rows(group, ids)[0]
+
+    forward = torch.arange(500)
+    once = rows(forward)
+    assert torch.equal(once, rows(torch.randperm(500), capacity=2000))
+    for other in (rows(forward, seed=2), rows(forward, name="u"), rows(forward, skipped=1)):
+        assert float((other != once).double().mean()) > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_stay_in_float32(device_type, dtype):
+    """They are those of float32 rows, as long as gradients do not depend on rows."""
+    ids = random_ids(100)
+    groups = [
+        TableGroup(
+            [TableSpec("t", 200, 6, initializer=Uniform(-1, 1), dtype=of_rows)],
+            [0],
+            Adam(stochastic_rounding=True),
+            device=device_type,
+        )
+        for of_rows in (dtype, torch.float32)
+    ]
+    for _ in range(5):
+        grad = torch.randn(100, 6)
+        for group in groups:
+            _train(group, ids, grad, learning_rate=0.01)
+    (rows, states), (exact_rows, exact_states) = (read_rows(group, ids) for group in groups)
+    assert torch.equal(states, exact_states)
+    torch.testing.assert_close(rows, exact_rows, rtol=0.02, atol=0.02)
+    assert not torch.equal(rows, exact_rows)

@@ -1,0 +1,183 @@
+"""Gradients of several backwards, applied to the rows at once.
+
+A held gradient is that of the pooled output, with the ids and slots it belongs to: nothing is added
+up by row before it is applied. Then the held batches are one batch whose features come once for
+each of them, so that one update sums and applies them as it does within a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.optimizers import Optimizer
+
+_ops = torch.ops.torchrec_hkv
+
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """One backward: arguments of ``update_rows``, and the pin of its slots."""
+
+    grad: Tensor
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    slots: Tensor
+    batch_size: int
+    mean: bool
+    pin: _C.Pin  # keeps the rows of the slots where they are
+
+
+class Accumulator:
+    """The held gradients of a group's lookups.
+
+    Args:
+        group: of the tables.
+        optimizer: theirs, None where they are not trained.
+    """
+
+    def __init__(self, group: _C.TableGroup, optimizer: Optimizer | None) -> None:
+        self.group = group
+        self.optimizer = optimizer
+        self._rounds: list[_Round] = []
+        self._holds = False
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Within it, lookups are made whose backwards hold their gradients."""
+        before, self._holds = self._holds, True
+        try:
+            yield
+        finally:
+            self._holds = before
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the next lookup holds its gradient, or has held ones to apply."""
+        return self._holds or bool(self._rounds)
+
+    def lookup(self, anchor: Tensor, weights: Tensor | None, *args: Any) -> Tensor:
+        """As ``TableGroup.pooled_lookup`` in training.
+
+        Args:
+            anchor: as there.
+            weights: as there.
+            args: ids, offsets, slots, batch_size, mean, pin, learning_rate.
+        """
+        return _HeldLookup.apply(anchor, weights, self, self._holds, *args)
+
+    def add(self, backward: _Round) -> None:
+        """Holds one more."""
+        self._rounds.append(backward)
+
+    def apply(self, learning_rate: Tensor) -> None:
+        """Updates the rows by all that is held."""
+        rounds, self._rounds = self._rounds, []
+        group = self.group
+        if self.optimizer is not None:
+            merged = _merged(rounds, group.num_features)
+            _ops.update_rows(group.counters, group.handle, *merged, learning_rate, len(rounds))
+        # With the rounds go their pins.
+
+
+class _HeldLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        weights: Tensor | None,
+        accumulator: Accumulator,
+        holds: bool,
+        ids: Tensor,
+        offsets: Tensor,
+        slots: Tensor,
+        batch_size: int,
+        mean: bool,
+        pin: _C.Pin,
+        learning_rate: Tensor,
+    ) -> Tensor:
+        group = accumulator.group
+        ctx.accumulator, ctx.holds, ctx.learning_rate = accumulator, holds, learning_rate
+        ctx.save_for_backward(ids, offsets, slots, weights)
+        ctx.batch_size, ctx.mean = batch_size, mean
+        ctx.pin = pin
+        # Without a pin: the lookup itself neither pins nor trains.
+        args = (ids, offsets, weights, slots, batch_size, mean, None, learning_rate)
+        return _ops.pooled_lookup(anchor, group.handle, *args)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ids, offsets, slots, weights = ctx.saved_tensors
+        accumulator: Accumulator = ctx.accumulator
+        optimizer = accumulator.optimizer
+        # A copy: the gradient's memory may be used again.
+        bound = None if optimizer is None else optimizer.clip_output
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        if bound is not None:
+            grad = grad.clamp_(-bound, bound)
+        weights_grad = None
+        if ctx.needs_input_grad[1]:
+            args = (grad, ids, offsets, slots, ctx.batch_size, ctx.mean)
+            weights_grad = _ops.weights_gradient(accumulator.group.handle, *args)
+        if weights is not None:
+            weights = weights.detach()
+        accumulator.add(
+            _Round(grad, ids, offsets, weights, slots, ctx.batch_size, ctx.mean, ctx.pin)
+        )
+        ctx.pin = None
+        if not ctx.holds:
+            accumulator.apply(ctx.learning_rate)
+        return (None, weights_grad, *[None] * 9)
+
+
+def _merged(rounds: list[_Round], features: int) -> tuple[Any, ...]:
+    """One batch of all: grad, ids, offsets, weights, slots, batch_size, mean. Asks no device."""
+    batch_size = max(held.batch_size for held in rounds)
+    starts, first = [], 0
+    for held in rounds:
+        starts.append(_starts(held, batch_size, features) + first)
+        first += held.ids.numel()
+    end = torch.full_like(rounds[0].offsets[:1], first)
+    weights = None
+    if any(held.weights is not None for held in rounds):
+        weights = torch.cat(
+            [
+                torch.ones_like(held.ids, dtype=torch.float32)
+                if held.weights is None
+                else held.weights
+                for held in rounds
+            ]
+        )
+    return (
+        torch.cat([_padded(held.grad, batch_size) for held in rounds], dim=1),
+        torch.cat([held.ids for held in rounds]),
+        torch.cat([*starts, end]),
+        weights,
+        torch.cat([held.slots for held in rounds]),
+        batch_size,
+        rounds[0].mean,
+    )
+
+
+def _starts(held: _Round, batch_size: int, features: int) -> Tensor:
+    """Where the bags of a batch start, with empty ones up to ``batch_size`` a feature."""
+    size = held.batch_size
+    if size == batch_size:
+        return held.offsets[:-1]
+    starts = held.offsets[:-1].view(features, size)
+    ends = held.offsets[size::size] if size else held.offsets.expand(features)
+    return torch.cat(
+        [starts, ends.unsqueeze(1).expand(features, batch_size - size)], dim=1
+    ).flatten()
+
+
+def _padded(grad: Tensor, batch_size: int) -> Tensor:
+    return torch.nn.functional.pad(grad, (0, 0, 0, batch_size - grad.shape[0]))

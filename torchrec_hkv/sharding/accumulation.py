@@ -1,0 +1,35 @@
+"""Accumulation of gradients over several backwards, for the tables that backends serve."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.kernel import BackendEmbeddingBag
+
+
+@contextlib.contextmanager
+def accumulate_gradients(model: nn.Module) -> Iterator[None]:
+    """Within it, backwards do not train the rows of a model's tables on backends.
+
+    Forwards and backwards within it hold their gradients; the first backward whose forward was made
+    outside applies the sum of all as one update, as ``DistributedDataParallel.no_sync`` does it for
+    dense parameters. Stock fused tables are not held: TorchRec's train in every backward.
+
+    Args:
+        model: sharded.
+
+    Raises:
+        ValueError: the model has no table on a backend, or a backend can't accumulate.
+    """
+    modules = list(model.modules())
+    if not any(isinstance(m, BackendEmbeddingBagCollection) and m.has_backends for m in modules):
+        raise ValueError("The model has no tables on backends: there is nothing to accumulate.")
+    kernels = [module for module in modules if isinstance(module, BackendEmbeddingBag)]
+    with contextlib.ExitStack() as stack:
+        for kernel in kernels:
+            stack.enter_context(kernel.emb_module.accumulate())
+        yield
