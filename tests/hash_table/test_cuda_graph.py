@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids, rate, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform, initial_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 from tests.support.batches import Bags, find, lookup, random_ids, rate
 from tests.support.table_model import POLICIES
 from tests.support.tables import constant_scores, distinct_ids, make, random_rows
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 pytestmark = [
     pytest.mark.gpu,
