@@ -115,6 +115,7 @@ def test_a_pin_ends_once(device_type):
     second = lookup(group, Bags.flat(ids[5:64]))
     backward(first)
     del first
+    backward(lookup(group, Bags.flat(ids[:5])))
     insert(group, Bags.flat(ids[64:]))
     assert rows_by_id(group).keys() >= set(ids[5:64].tolist())
     backward(second)
