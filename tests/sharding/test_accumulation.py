@@ -24,7 +24,7 @@ def _rows(rank, world_size, device, sharding_type):
     at_once(merged)[:, :4].sum().backward()
     held.eval(), at_once.eval()
     return [
-        torch.stack([model(features)[:, :4].cpu() for features in batches])
+        torch.stack([model(features)[:, :4].detach().cpu() for features in batches])
         for model in (held, at_once)
     ]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
-from torchrec_hkv.sharding.kernel import BackendEmbeddingBag
 
 
 @contextlib.contextmanager
@@ -25,11 +24,14 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model has no table on a backend, or a backend can't accumulate.
     """
-    modules = list(model.modules())
-    if not any(isinstance(m, BackendEmbeddingBagCollection) and m.has_backends for m in modules):
+    collections = [m for m in model.modules() if isinstance(m, BackendEmbeddingBagCollection)]
+    if not any(collection.has_backends for collection in collections):
         raise ValueError("The model has no tables on backends: there is nothing to accumulate.")
-    kernels = [module for module in modules if isinstance(module, BackendEmbeddingBag)]
+    # Tables of a group share a lookup.
+    lookups = dict.fromkeys(
+        lookup for collection in collections for lookup in collection.group_lookups().values()
+    )
     with contextlib.ExitStack() as stack:
-        for kernel in kernels:
-            stack.enter_context(kernel.emb_module.accumulate())
+        for lookup in lookups:
+            stack.enter_context(lookup.accumulate())
         yield

@@ -47,6 +47,12 @@ def test_the_mean_is_exact(device_type, dtype, share, start):
     share = (value - low) / (high - low)
     five_sigma = 5 * (share * (1 - share) / (4 * N)) ** 0.5
     assert float((rows == high).double().mean()) == pytest.approx(share, abs=five_sigma)
+    # Two columns go the same way no more often than by chance.
+    alike = share**2 + (1 - share) ** 2
+    five_sigma = 5 * (alike * (1 - alike) / N) ** 0.5
+    for column in range(3):
+        same = rows[:, column] == rows[:, column + 1]
+        assert float(same.double().mean()) == pytest.approx(alike, abs=five_sigma)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
