@@ -101,18 +101,19 @@ def test_dtypes_and_shapes(device_type):
 
 def test_untrimmed(device_type):
     """The same entries, with room for as many as were given, and their number on the device."""
-    trimmed, padded = (make(device_type, 64, dim=3) for _ in range(2))
+    trimmed, padded = (make(device_type, 64, dim=3, eviction="customized") for _ in range(2))
     ids = distinct_ids(64 + 50, device_type)
     rows = random_rows(trimmed, len(ids))
+    scores = scores_tensor(list(range(len(ids))), device_type)  # so that all is said who leaves
     for table in (trimmed, padded):
-        table.insert_or_assign(ids[:64], rows[:64])
-    expected = trimmed.insert_and_evict(ids[64:], rows[64:])
-    back = padded.insert_and_evict(ids[64:], rows[64:], trim=False)
+        table.insert_or_assign(ids[:64], rows[:64], scores[:64])
+    expected = trimmed.insert_and_evict(ids[64:], rows[64:], scores[64:])
+    back = padded.insert_and_evict(ids[64:], rows[64:], scores[64:], trim=False)
     assert back.ids.shape == back.scores.shape == (50,)
     assert back.rows.shape == (50, 3)
     assert back.count.device == ids.device
     assert back.count.tolist() == expected.count.tolist() == [50]
     assert given_back(back) == given_back(expected)
-    again = padded.insert_and_evict(ids[64:], rows[64:], trim=False)
+    again = padded.insert_and_evict(ids[64:], rows[64:], scores[64:], trim=False)
     assert again.ids.shape == (50,)
     assert again.count.tolist() == [0]

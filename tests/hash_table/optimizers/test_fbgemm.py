@@ -101,7 +101,12 @@ def test_equal_to_fbgemm(device_type, case):
         torch.testing.assert_close(out, reference, rtol=1e-5, atol=1e-5)
         grad = torch.randn_like(out)
         out.backward(grad)
-        reference.backward(grad)
+        try:
+            reference.backward(grad)
+        except RuntimeError as error:
+            if "kernel image is invalid" in str(error):
+                pytest.skip("this build of FBGEMM has no such kernel for this GPU")
+            raise
     for table, weight in enumerate(tbe.split_embedding_weights()):
         trained = rows_by_id(group, table)
         assert len(trained) > ROWS // 2
