@@ -65,7 +65,8 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   TORCH_CHECK_VALUE(!group.needs_scores(),
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   const hash_table::Visit visit = group.visit(step);
-  const hash_table::Placement placement{/*initialize=*/true, /*refuse_lower=*/false, {}};
+  const hash_table::Placement placement{
+      /*initialize=*/true, /*refuse_lower=*/false, {}, group.admission().get()};
   const at::Tensor scratch = insert_scratch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();

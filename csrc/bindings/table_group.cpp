@@ -47,6 +47,9 @@ void check_config(const TableConfig& config, bool cuda) {
                     "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
   TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
                     "': on a CPU hbm_slots must be all ", slots, " slots.");
+  TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
+                    name, "': expire_after is ", config.expire_after,
+                    ", but must be from 1 to 2^32 - 1, or 0 for never.");
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what, const std::string& table,
@@ -112,6 +115,17 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     four_wide_ = four_wide_ && config.dim % 4 == 0;
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
+  std::vector<AdmissionConfig> admissions;
+  std::vector<uint64_t> seeds;
+  for (const TableConfig& config : configs_) {
+    admissions.push_back(config.admission);
+    seeds.push_back(config.seed);
+    expire_after_.push_back(static_cast<uint32_t>(config.expire_after));
+  }
+  admission_ = std::make_unique<GroupAdmission>(admissions, seeds, device);
+  expire_after_on_device_ =
+      at::tensor(std::vector<int32_t>(expire_after_.begin(), expire_after_.end()), at::kInt)
+          .to(device);
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);
@@ -348,6 +362,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.scores.copy_(state.scores);
   split(memory.rows, memory.rows_host, state.rows);
   split(memory.states, memory.states_host, state.states);
+  admission_->clear(table);
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
@@ -359,6 +374,7 @@ void TableGroup::clear_table(int64_t table) {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
   free_all(memory_[table]);
+  admission_->clear(table);
 }
 
 at::Tensor TableGroup::sizes() const {
@@ -373,7 +389,7 @@ int64_t TableGroup::hbm_bytes(int64_t table) const {
   if (device_.is_cpu()) return 0;
   const Memory& m = memory_[table];
   return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) + bytes_of(m.scores) +
-         bytes_of(m.rows) + bytes_of(m.states);
+         bytes_of(m.rows) + bytes_of(m.states) + admission_->bytes(table);
 }
 
 int64_t TableGroup::host_bytes(int64_t table) const {
@@ -382,7 +398,7 @@ int64_t TableGroup::host_bytes(int64_t table) const {
   const int64_t host = bytes_of(m.rows_host) + bytes_of(m.states_host);
   if (device_.is_cuda()) return host;
   return host + bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
-         bytes_of(m.scores) + bytes_of(m.rows) + bytes_of(m.states);
+         bytes_of(m.scores) + bytes_of(m.rows) + bytes_of(m.states) + admission_->bytes(table);
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/group_admission.h"
 #include "bindings/initial_rows.h"
 #include "common/optimizers.h"
 #include "hash_table/geometry.h"
@@ -27,6 +28,8 @@ struct TableConfig {
   uint64_t seed;  // already mixed with the table's name
   InitialConfig initial;
   int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
+  AdmissionConfig admission;
+  int64_t expire_after;  // calls; 0: entries don't expire
 };
 
 // One table's arrays, for export and load; first dimension num_slots.
@@ -66,6 +69,12 @@ class TableGroup {
   // Whether one of the tables needs a score with every id.
   bool needs_scores() const { return needs_scores_; }
   const at::Tensor& counters() const { return counters_; }
+  const GroupAdmission& admission() const { return *admission_; }
+  // By table; 0: its entries don't expire.
+  const std::vector<uint32_t>& expire_after() const { return expire_after_; }
+  const uint32_t* expire_after_on_device() const {
+    return reinterpret_cast<const uint32_t*>(expire_after_on_device_.const_data_ptr<int32_t>());
+  }
 
   // On the group's device.
   const hash_table::TableView* views() const;
@@ -136,10 +145,13 @@ class TableGroup {
   bool four_wide_ = true;
   bool needs_scores_ = false;
   std::vector<hash_table::TableView> host_views_;
-  at::Tensor counters_;         // int64 [tables, kNumCounters]
-  at::Tensor views_;            // bytes of TableView[tables], on the device
-  at::Tensor feature_tables_;   // int32, on the device
-  at::Tensor feature_columns_;  // int32, on the device
+  std::unique_ptr<GroupAdmission> admission_;
+  std::vector<uint32_t> expire_after_;
+  at::Tensor expire_after_on_device_;  // int32
+  at::Tensor counters_;                // int64 [tables, kNumCounters]
+  at::Tensor views_;                   // bytes of TableView[tables], on the device
+  at::Tensor feature_tables_;          // int32, on the device
+  at::Tensor feature_columns_;         // int32, on the device
   int64_t handle_ = 0;
 
   mutable std::mutex mutex_;

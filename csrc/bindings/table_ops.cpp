@@ -90,7 +90,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       at::empty({room, group.total_dim()}, ids.options().dtype(group.row_dtype(0)));
   at::Tensor left_scores = at::empty({room}, ids.options());
   at::Tensor number = at::zeros({leavers ? 1 : 0}, ids.options());
-  hash_table::Placement placement{initialize, /*refuse_lower=*/true, {}};
+  hash_table::Placement placement{initialize, /*refuse_lower=*/true, {}, group.admission().get()};
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),

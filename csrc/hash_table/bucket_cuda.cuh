@@ -99,4 +99,17 @@ __device__ __forceinline__ void count(const TableView& table, Counter counter, u
             static_cast<unsigned long long>(by));
 }
 
+// Adds one to a counter of each lane's table where `wanted`: one atomic a warp and table.
+__device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted) {
+  unsigned left = __ballot_sync(kAllLanes, wanted);
+  while (left) {
+    const int first = __ffs(static_cast<int>(left)) - 1;
+    const auto address = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(table), first);
+    const unsigned peers =
+        __ballot_sync(kAllLanes, wanted && reinterpret_cast<uint64_t>(table) == address);
+    if (threadIdx.x % kWarp == static_cast<unsigned>(first)) count(*table, counter, __popc(peers));
+    left &= ~peers;
+  }
+}
+
 }  // namespace torchrec_hkv::hash_table::cuda

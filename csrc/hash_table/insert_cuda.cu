@@ -9,7 +9,10 @@
 //      compare-and-swap on its last step, which becomes the present one and so is no victim any
 //      more. Free slots hold the last step kFreeStep, which is no victim's either.
 //   4. the other positions take the slots of those they remember.
+#include <algorithm>
+
 #include "common/cuda_check.h"
+#include "hash_table/admission_kernels.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
 #include "hash_table/kernels.h"
@@ -22,7 +25,9 @@ constexpr int kTile = kLineVectors;  // lanes that place one id
 
 // slots[] of a position whose id another position has put on the list.
 __device__ __forceinline__ int64_t remember(int64_t position) { return -2 - position; }
-__device__ __forceinline__ bool is_remembered(int64_t slot) { return slot <= -2; }
+__device__ __forceinline__ bool is_remembered(int64_t slot) {
+  return slot <= -2 && slot != kNotAdmitted;
+}
 __device__ __forceinline__ int64_t remembered(int64_t slot) { return -2 - slot; }
 
 struct Scratch {
@@ -50,19 +55,6 @@ Scratch layout(int64_t n, char* base) {
 __device__ __forceinline__ const TableView& table_at(const TableView* tables, const Batch& batch,
                                                      int64_t position) {
   return tables[batch.feature_tables[batch.feature_of(position)]];
-}
-
-// Adds one to a counter of each lane's table where `wanted`: one atomic a warp and table.
-__device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted) {
-  unsigned left = __ballot_sync(kAllLanes, wanted);
-  while (left) {
-    const int first = __ffs(static_cast<int>(left)) - 1;
-    const auto address = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(table), first);
-    const unsigned peers =
-        __ballot_sync(kAllLanes, wanted && reinterpret_cast<uint64_t>(table) == address);
-    if (threadIdx.x % kWarp == static_cast<unsigned>(first)) count(*table, counter, __popc(peers));
-    left &= ~peers;
-  }
 }
 
 // Appends the positions of the threads that want it to the list: one atomic a block.
@@ -312,7 +304,7 @@ __device__ void note_leaver(const TableView& table, const Leavers& leavers, int6
 }
 
 // How an id fared; counted at the end of a warp's turn.
-enum Fate : int { kPlaced, kReplaced, kTurnedAway };
+enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom };
 
 // Places one id; all lanes of a tile.
 __device__ Fate place(const TableView& table, const Batch& batch, const Visit& visit,
@@ -346,7 +338,7 @@ __device__ Fate place(const TableView& table, const Batch& batch, const Visit& v
       const int64_t bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
       note_leaver(table, placement.leavers, id, score,
                   placement.leavers.given_rows + position * bytes, tile, lane);
-      return kTurnedAway;
+      return victim.slot == kNoSlot ? kNoRoom : kOutranked;
     }
     uint32_t claimed = 0;
     if (lane == 0) {
@@ -378,12 +370,13 @@ __device__ Fate place(const TableView& table, const Batch& batch, const Visit& v
 // What became of the ids that a tile has placed since it last changed tables.
 struct Fates {
   const TableView* table = nullptr;
-  uint32_t of[3] = {};
+  uint32_t of[4] = {};
 
   __device__ void flush(bool wanted) {
-    constexpr Counter kCounters[3] = {kInserted, kEvicted, kRefused};
-    const uint32_t sums[3] = {of[kPlaced] + of[kReplaced], of[kReplaced], of[kTurnedAway]};
-    for (int c = 0; c < 3; ++c) {
+    constexpr Counter kCounters[4] = {kInserted, kEvicted, kRefused, kCrowded};
+    const uint32_t sums[4] = {of[kPlaced] + of[kReplaced], of[kReplaced],
+                              of[kOutranked] + of[kNoRoom], of[kNoRoom]};
+    for (int c = 0; c < 4; ++c) {
       if (wanted && sums[c] > 0) count(*table, kCounters[c], sums[c]);
       of[c] = 0;
     }
@@ -409,7 +402,8 @@ __global__ void __launch_bounds__(kThreads)
     const Fate fate = place(*table, batch, visit, placement, position, slots, tile, lane);
     fates.of[kPlaced] += fate == kPlaced;
     fates.of[kReplaced] += fate == kReplaced;
-    fates.of[kTurnedAway] += fate == kTurnedAway;
+    fates.of[kOutranked] += fate == kOutranked;
+    fates.of[kNoRoom] += fate == kNoRoom;
   }
   if (fates.table != nullptr) fates.flush(lane == 0);
 }
@@ -456,15 +450,22 @@ unsigned resident_blocks() {
 
 }  // namespace
 
-size_t find_or_insert_scratch(int64_t num_ids) { return layout(num_ids, nullptr).bytes; }
+size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions) {
+  const size_t bytes = layout(num_ids, nullptr).bytes;
+  if (admissions == nullptr) return bytes;
+  return std::max(bytes, admission_scratch(*admissions, num_ids));
+}
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, const Placement& placement, int64_t* slots, bool* found,
                     void* memory, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const Scratch scratch = layout(batch.num_ids, static_cast<char*>(memory));
-  HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zeroed, stream));
   find_and_touch(tables, only, batch, visit, slots, found, stream);
+  if (placement.admissions != nullptr) {
+    admit(tables, batch, visit, *placement.admissions, slots, memory, stream);
+  }
+  HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zeroed, stream));
   const unsigned grid = grid_for(batch.num_ids);
   if (visit.scores == nullptr) {
     deduplicate_kernel<false><<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, scratch);
@@ -480,6 +481,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   HKV_CUDA_CHECK_LAUNCH();
   resolve_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement, slots, scratch);
   HKV_CUDA_CHECK_LAUNCH();
+  if (placement.admissions != nullptr) {
+    finish_admission(tables, batch, visit, placement.leavers, slots, stream);
+  }
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

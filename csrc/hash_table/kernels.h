@@ -24,8 +24,9 @@ void find(const TableView* tables, const Batch& batch, int64_t* slots, int threa
 // slot of its buckets, the one of the emptier bucket once the first is three quarters full; where
 // both are full, the place of the lowest score that is not pinned; where all are pinned, none:
 // kNoSlot, counted as refused. A new id's state is zero. found[i], where wanted: whether the id was
-// there before. On a CPU ids are placed in the order of the batch, so that the same batch on the
-// same table gives the same slots whatever the number of threads.
+// there before. An id that is not admitted gets none either. On a CPU ids are placed in the order
+// of the batch, so that the same batch on the same table gives the same slots whatever the number
+// of threads.
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
                     const Placement& placement, int64_t* slots, bool* found, int threads);
 
@@ -99,8 +100,9 @@ namespace cuda {
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream);
 
-// Bytes of scratch that find_or_insert needs for a batch, aligned to 128.
-size_t find_or_insert_scratch(int64_t num_ids);
+// Bytes of scratch that find_or_insert needs for a batch, aligned to 128. admissions: as in its
+// placement.
+size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions);
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, const Placement& placement, int64_t* slots, bool* found,

@@ -28,12 +28,16 @@ constexpr uint32_t kFreeStep = 0xFFFFFFFFu;
 
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
-  kLookups = 0,   // ids of training lookups
-  kMisses = 1,    // of these, not found at once
-  kInserted = 2,  // ids placed
-  kEvicted = 3,   // of these, in the place of another id
-  kRefused = 4,   // ids of training lookups that found no place
-  kNumCounters = 5,
+  kLookups = 0,     // ids of training lookups
+  kMisses = 1,      // of these, not found at once
+  kInserted = 2,    // ids placed
+  kEvicted = 3,     // of these, in the place of another id
+  kRefused = 4,     // ids of training lookups that found no place
+  kUnadmitted = 5,  // ids of training lookups that were not admitted (admission.h)
+  kExpired = 6,     // entries that left for their age (expiry.h)
+  // Of kRefused, those whose buckets are full of pinned entries. Copies within a call count or not.
+  kCrowded = 7,
+  kNumCounters = 8,
 };
 
 // Vectors by slot, over two memories: slots below hbm_slots lie in the first, the others in the
@@ -137,11 +141,14 @@ struct Leavers {
   const char* given_rows;  // [positions][dim]: what a refused id came with
 };
 
+struct Admissions;  // admission.h
+
 // How ids that are missing are placed.
 struct Placement {
   bool initialize;    // write the initial row; otherwise the row is left for the caller to write
   bool refuse_lower;  // an id whose score is lower than all it could replace is refused
   Leavers leavers;    // groups of one table only
+  const Admissions* admissions;  // in host memory; null: all ids are admitted
 };
 
 // How the ids of a bag are reduced.

@@ -133,6 +133,16 @@ def _(counters: Tensor, group: int, slots: Tensor) -> None:
     return None
 
 
+@torch.library.register_fake("torchrec_hkv::expire")
+def _(counters: Tensor, group: int, step: int, all: bool) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::halve_counts")
+def _(counters: Tensor, group: int, step: int) -> None:
+    return None
+
+
 @torch.library.register_fake("torchrec_hkv::export_slots")
 def _(group: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n = slots.shape[0]

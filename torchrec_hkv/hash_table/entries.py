@@ -1,0 +1,39 @@
+"""Entries of a table, as its calls give them back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Evicted:
+    """What an insertion threw out, and what it refused.
+
+    Attributes:
+        ids: int64 ``[n]``.
+        rows: ``[n, dim]``.
+        scores: int64 ``[n]``; bits of an unsigned number.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    scores: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Ids with all that a table keeps of them.
+
+    Attributes:
+        ids: int64 ``[n]``.
+        rows: ``[n, dim]``.
+        scores: int64 ``[n]``; bits of an unsigned number.
+        states: float32 ``[n, state_dim]``.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    scores: Tensor
+    states: Tensor
