@@ -41,17 +41,19 @@ class CountedIds(EveryId):
 
     def clear(self) -> None:
         """Forgets what was counted."""
-        #: By set and id: count, and the call of the last time.
-        self.sets: dict[int, dict[int, tuple[int, int]]] = collections.defaultdict(dict)
+        #: By set: 8 cells of an id, its count, and the call of the last time.
+        self.sets: dict[int, list[tuple[int, int, int] | None]] = {}
 
     def begin_call(self, call: int) -> None:
         """Halves the counts where it is the time to."""
         self.call = call
         every = self.admission.halve_every
         if every is not None and call % every == 0:
-            for at, cells in self.sets.items():
-                halved = {id_: (count // 2, last) for id_, (count, last) in cells.items()}
-                self.sets[at] = {id_: cell for id_, cell in halved.items() if cell[0]}
+            for cells in self.sets.values():
+                for at, cell in enumerate(cells):
+                    if cell is not None:
+                        id_, count, last = cell
+                        cells[at] = (id_, count // 2, last) if count > 1 else None
 
     def admitted(self, missing: Sequence[int]) -> set[int]:
         """All occurrences are counted before anything is decided."""
@@ -60,18 +62,23 @@ class CountedIds(EveryId):
 
     def _count(self, id_: int, times: int) -> bool:
         hashed = mix64(id_ % 2**64 ^ 0xBB67AE8584CAA73B)
-        cells = self.sets[(hashed >> 32) * self.num_sets >> 32]
-        total = times + cells.get(id_, (0, 0))[0]
-        if total >= self.admission.count:
-            cells.pop(id_, None)
+        cells = self.sets.setdefault((hashed >> 32) * self.num_sets >> 32, [None] * 8)
+        own = next((at for at, cell in enumerate(cells) if cell and cell[0] == id_), None)
+        if own is not None:
+            times += cells[own][1]
+        if times >= self.admission.count:
+            if own is not None:
+                cells[own] = None
             return True
-        if id_ not in cells and len(cells) == 8:
-            older = [(cell, other) for other, cell in cells.items() if cell[1] != self.call]
+        if own is None and None in cells:
+            own = cells.index(None)
+        elif own is None:
             self.forgotten += 1
+            older = [(*cell[1:], at) for at, cell in enumerate(cells) if cell[2] != self.call]
             if not older:
                 return False
-            del cells[min(older)[1]]
-        cells[id_] = (total, self.call)
+            own = min(older)[-1]
+        cells[own] = (id_, times, self.call)
         return False
 
 
