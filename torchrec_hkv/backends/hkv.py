@@ -53,9 +53,10 @@ class HKVOptions(BackendOptions):
             :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
             ``Constant``. None: uniform from the config's ``weight_init_min`` to its
             ``weight_init_max``.
-        admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency`, which
-            counts on each rank what it is asked for, or ``Probability``. Other ids count with their
-            initial row and are not trained. None: all are admitted.
+        admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency`, whose
+            ``entries`` or ``sketch_bytes`` each rank has for the ids it is asked for, or a
+            ``Probability``. Other ids count with their initial row and are not trained. None: all
+            are admitted.
         expire_after: an id that no training step has looked up for more than so many steps is
             forgotten, its optimizer state too, at the latest ``min(64, expire_after)`` steps later.
             None: never.

@@ -29,7 +29,8 @@ class HashTable:
     that is not there never fails. Operations that name a score take it where the policy takes
     scores from outside: counts to add under ``"lfu"`` and ``"epoch_lfu"`` (1 where none is given),
     the score itself under ``"customized"``. Scores are unsigned 64-bit numbers, handed over as the
-    int64 of the same bits.
+    int64 of the same bits. Counted calls are insertions, ``find_or_insert`` among them, and
+    ``assign`` and ``assign_scores``.
 
     | policy | score of an id | on a hit |
     | --- | --- | --- |
@@ -43,9 +44,6 @@ class HashTable:
     same call has touched stays. An id whose own score is lower than all of those is refused, and so
     is one whose buckets are full of ids of the same call. Of several scores given for one id, all
     must be too low for that; counts add up, and of other scores one stays (on a CPU the last).
-
-    Every call that may change scores counts as one: lookups and insertions, ``assign`` and
-    ``assign_scores``.
 
     Args:
         dim: columns of a row, 1 to 2048.
@@ -297,8 +295,8 @@ class HashTable:
         """
         if self._group.tables[0].expire_after is None:
             raise ValueError(
-                "expire_after is None, so that nothing expires: give it when the table is made, or "
-                "name an age to erase_if."
+                "expire_after is None, so that nothing expires: give it to a new table, or call "
+                "erase_if."
             )
         self._group.expire()
 
@@ -393,9 +391,9 @@ class HashTable:
             capacity: by default that of the saved table.
             device: as for a new table.
             hbm_bytes: as for a new table.
-            admission: as for a new table; a file does not say what the saved one's was.
-            expire_after: likewise.
-            strict: likewise.
+            admission: as for a new table, since a file does not say; so the next two.
+            expire_after: as for a new table.
+            strict: as for a new table.
             allow_loss: as for :meth:`load`.
 
         Raises:
@@ -404,14 +402,8 @@ class HashTable:
         spec, state_dim = files.saved_spec(path)
         capacity = spec.capacity if capacity is None else capacity
         table = cls.__new__(cls)
-        spec = dataclasses.replace(
-            spec,
-            capacity=capacity,
-            hbm_bytes=hbm_bytes,
-            admission=admission,
-            expire_after=expire_after,
-            strict=strict,
-        )
+        spec = dataclasses.replace(spec, capacity=capacity, hbm_bytes=hbm_bytes, strict=strict)
+        spec = dataclasses.replace(spec, admission=admission, expire_after=expire_after)
         table._make(spec, state_dim, device)
         table.load(path, allow_loss=allow_loss)
         return table
@@ -437,7 +429,7 @@ class HashTable:
         """Counts since the table was made, its size and its capacity (waits for the device).
 
         ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``,
-        ``size`` and ``capacity``; :meth:`torchrec_hkv.hash_table.TableGroup.counters` says of what.
+        ``size`` and ``capacity``; see :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
         """
         return self._group.counters()[0]
 

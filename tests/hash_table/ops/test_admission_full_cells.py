@@ -57,6 +57,15 @@ def test_more_new_ids_in_a_call_than_cells(device_type):
     assert table.counters()["unadmitted"] == 200 - table.size
 
 
+def test_what_a_call_has_counted_is_not_replaced_in_it():
+    """On a CPU the first ids of a call get the cells, and keep them although others come."""
+    table = make("cpu", 512, admission=MinFrequency(3, entries=8))
+    ids = distinct_ids(20, "cpu")
+    table.find_or_insert(torch.cat([ids[:8].repeat(2), ids[8:]]))
+    slots, _ = table.find_or_insert_slots(ids)
+    assert (slots >= 0).tolist() == [True] * 8 + [False] * 12
+
+
 def test_the_lowest_count_makes_room(device_type):
     table = make(device_type, 512, admission=MinFrequency(10, entries=8))
     ids = distinct_ids(9, device_type)
