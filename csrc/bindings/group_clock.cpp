@@ -91,8 +91,9 @@ void GroupClock::end(const Pin& pin, bool noted) {
   released_generations_[pin.place_] = pin.generation_;
 }
 
-Tick GroupClock::next(const std::optional<int64_t>& pin) {
+Tick GroupClock::next(const std::optional<int64_t>& pin, bool counts) {
   Tick tick{};
+  tick.counts = counts;
   tick.pin = -1;
   if (pin) {
     tick.pin = static_cast<int32_t>(*pin % kMaxPins);
@@ -100,7 +101,7 @@ Tick GroupClock::next(const std::optional<int64_t>& pin) {
   }
   const bool capturing = is_capturing(device_);
   std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(counted_ < kLastStep, "a table counts at most 2^32 - 1 calls.");
+  TORCH_CHECK(!counts || counted_ < kLastStep, "a table counts at most 2^32 - 1 calls.");
   tick.released = released_;
   std::copy(released_generations_.begin(), released_generations_.end(), tick.generations);
   if (capturing) {
@@ -109,7 +110,7 @@ Tick GroupClock::next(const std::optional<int64_t>& pin) {
     return tick;
   }
   released_ = 0;
-  ++counted_;
+  counted_ += counts;
   return tick;
 }
 
@@ -147,8 +148,8 @@ void GroupClock::set_epoch(int64_t epoch) {
   write(offsetof(Clock, epoch) / sizeof(int32_t), epoch);
 }
 
-CountedCall::CountedCall(GroupClock& clock, const std::optional<int64_t>& pin)
-    : clock_(clock.data()), tick_(clock.next(pin)), on_cpu_(clock.device_.is_cpu()) {
+CountedCall::CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts)
+    : clock_(clock.data()), tick_(clock.next(pin, counts)), on_cpu_(clock.device_.is_cpu()) {
   if (!on_cpu_) return;
   std::lock_guard<std::mutex> lock(clock.mutex_);
   hash_table::cpu::tick(*clock_, tick_);

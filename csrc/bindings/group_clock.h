@@ -72,8 +72,8 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   hash_table::Clock* data() const;
   void write(int64_t word, int64_t value);
   void write_now(int64_t now);
-  // The next step's tick. What it releases is forgotten.
-  hash_table::Tick next(const std::optional<int64_t>& pin);
+  // The tick of the next call. What it releases is forgotten.
+  hash_table::Tick next(const std::optional<int64_t>& pin, bool counts);
   bool captured(const Pin& pin);
   // `noted`: the next call that counts tells the device.
   void end(const Pin& pin, bool noted);
@@ -92,7 +92,8 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
 // a GPU the call's first kernel advances it.
 class CountedCall {
  public:
-  CountedCall(GroupClock& clock, const std::optional<int64_t>& pin);
+  // counts: otherwise the call takes place in the present step, and only ends pins.
+  CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts = true);
 
   hash_table::Visit visit(const uint64_t* scores) const {
     return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};

@@ -111,18 +111,20 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   TORCH_CHECK_VALUE(!group.needs_scores(),
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   const std::shared_ptr<Pin> held = pin ? group.clock().find(*pin) : nullptr;
-  const hash_table::Placement placement{
+  hash_table::Placement placement{
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
+  placement.admissions = group.admission().get();
   const at::Tensor scratch = insert_scratch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin);
-  HKV_ON_GROUP(group, call.use(/*inserts=*/true),
-               hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), placement,
-                                               out, nullptr, threads),
-               hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch,
-                                                call.clock(), call.tick(), nullptr, placement, out,
-                                                nullptr, nullptr, scratch.data_ptr(), stream));
+  HKV_ON_GROUP(
+      group, call.use(/*inserts=*/true),
+      hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
+                                      placement, out, nullptr, threads),
+      hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, call.clock(),
+                                       call.tick(), group.aging(), nullptr, placement, out, nullptr,
+                                       nullptr, scratch.data_ptr(), stream));
   return slots;
 }
 

@@ -12,7 +12,8 @@ namespace {
 
 TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t column_offset,
                         Eviction eviction, RowType row_type, int64_t seed, std::string distribution,
-                        double low, double high, double mean, double std, int64_t hbm_slots) {
+                        double low, double high, double mean, double std, int64_t hbm_slots,
+                        const AdmissionConfig& admission, int64_t expire_after) {
   return TableConfig{std::move(name),
                      capacity,
                      dim,
@@ -21,7 +22,9 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t
                      row_type,
                      static_cast<uint64_t>(seed),
                      InitialConfig{std::move(distribution), low, high, mean, std},
-                     hbm_slots};
+                     hbm_slots,
+                     admission,
+                     expire_after};
 }
 
 // A method of a group as Python calls it: in order with its other calls.
@@ -138,11 +141,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("mean"), py::arg("std"), py::arg("low"), py::arg("high"),
       "The probability of a normal distribution between two bounds.");
 
+  using hash_table::AdmissionKind;
+  py::enum_<AdmissionKind>(m, "AdmissionKind")
+      .value("EVERY", AdmissionKind::kEvery)
+      .value("COUNTED", AdmissionKind::kCounted)
+      .value("SKETCHED", AdmissionKind::kSketched)
+      .value("PROBABILITY", AdmissionKind::kProbability);
+  py::class_<AdmissionConfig>(m, "AdmissionConfig")
+      .def(py::init<>())
+      .def_readwrite("kind", &AdmissionConfig::kind)
+      .def_readwrite("count", &AdmissionConfig::count)
+      .def_readwrite("entries", &AdmissionConfig::entries)
+      .def_readwrite("sketch_bytes", &AdmissionConfig::sketch_bytes)
+      .def_readwrite("halve_every", &AdmissionConfig::halve_every)
+      .def_readwrite("probability", &AdmissionConfig::probability);
+  m.def("admission_bytes", &admission_bytes, py::arg("admission"),
+        "Bytes that a table's counts of ids that are not admitted take.");
+
   py::class_<TableConfig>(m, "TableConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),
            py::arg("dim"), py::arg("column_offset"), py::arg("eviction"), py::arg("row_type"),
            py::arg("seed"), py::arg("distribution"), py::arg("low"), py::arg("high"),
-           py::arg("mean"), py::arg("std"), py::arg("hbm_slots"));
+           py::arg("mean"), py::arg("std"), py::arg("hbm_slots"), py::arg("admission"),
+           py::arg("expire_after"));
 
   py::class_<TableState>(m, "TableState")
       .def(py::init<>())

@@ -2,6 +2,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <limits>
 #include <unordered_map>
 #include <utility>
@@ -47,6 +48,9 @@ void check_config(const TableConfig& config, bool cuda) {
                     "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
   TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
                     "': on a CPU hbm_slots must be all ", slots, " slots.");
+  TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
+                    name, "': expire_after is ", config.expire_after,
+                    ", but must be from 1 to 2^32 - 1, or 0 for never.");
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what, const std::string& table,
@@ -118,6 +122,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   }
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
+  make_aging();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
@@ -132,6 +137,32 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     reinterpret_cast<TableView*>(views.data_ptr())[t] = host_views_.back();
   }
   views_ = views.to(device);
+}
+
+void TableGroup::make_aging() {
+  std::vector<AdmissionConfig> admissions;
+  std::vector<uint64_t> seeds;
+  std::vector<int64_t> ages;
+  bool expires = false;
+  uint32_t most_buckets = 0;
+  for (int64_t t = 0; t < num_tables(); ++t) {
+    const TableConfig& config = configs_[t];
+    admissions.push_back(config.admission);
+    seeds.push_back(config.seed);
+    ages.push_back(config.expire_after);
+    if (config.expire_after == 0) continue;
+    expires = true;
+    const uint32_t period = hash_table::sweep_period(static_cast<uint32_t>(config.expire_after));
+    const auto buckets = static_cast<uint32_t>(memory_[t].geometry.num_buckets);
+    most_buckets = std::max(most_buckets, (buckets - 1) / period + 1);
+  }
+  admission_ = std::make_unique<GroupAdmission>(admissions, seeds, device_);
+  expire_after_ = to_device_int32(ages, device_);
+  const hash_table::Admissions* all = admission_->get();
+  aging_ = {expires ? reinterpret_cast<const uint32_t*>(expire_after_.const_data_ptr<int32_t>())
+                    : nullptr,
+            static_cast<int32_t>(num_tables()), most_buckets,
+            all != nullptr && all->halved ? all : nullptr};
 }
 
 std::shared_ptr<TableGroup> TableGroup::make(std::vector<TableConfig> configs,
@@ -327,6 +358,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   split(memory.rows, memory.rows_host, state.rows);
   split(memory.states, memory.states_host, state.states);
   optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
+  admission_->clear(table);
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
@@ -338,6 +370,7 @@ void TableGroup::clear_table(int64_t table) {
   c10::OptionalDeviceGuard guard(device_);
   free_all(memory_[table]);
   optimizer_steps_.slice(0, table, table + 1).zero_();
+  admission_->clear(table);
 }
 
 at::Tensor TableGroup::sizes() const {
@@ -352,7 +385,7 @@ int64_t TableGroup::hbm_bytes(int64_t table) const {
   if (device_.is_cpu()) return 0;
   const Memory& m = memory_[table];
   return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) + bytes_of(m.scores) +
-         bytes_of(m.rows) + bytes_of(m.states);
+         bytes_of(m.rows) + bytes_of(m.states) + admission_->bytes(table);
 }
 
 int64_t TableGroup::host_bytes(int64_t table) const {
@@ -361,7 +394,7 @@ int64_t TableGroup::host_bytes(int64_t table) const {
   const int64_t host = bytes_of(m.rows_host) + bytes_of(m.states_host);
   if (device_.is_cuda()) return host;
   return host + bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
-         bytes_of(m.scores) + bytes_of(m.rows) + bytes_of(m.states);
+         bytes_of(m.scores) + bytes_of(m.rows) + bytes_of(m.states) + admission_->bytes(table);
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -8,10 +8,12 @@
 #include <string>
 #include <vector>
 
+#include "bindings/group_admission.h"
 #include "bindings/group_clock.h"
 #include "bindings/initial_rows.h"
 #include "bindings/stream_order.h"
 #include "common/optimizers.h"
+#include "hash_table/aging.h"
 #include "hash_table/geometry.h"
 #include "hash_table/table_view.h"
 
@@ -27,6 +29,8 @@ struct TableConfig {
   uint64_t seed;  // already mixed with the table's name
   InitialConfig initial;
   int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
+  AdmissionConfig admission;
+  int64_t expire_after;  // calls; 0: entries don't expire
 };
 
 // One table's arrays, for export and load; first dimension num_slots but for the last.
@@ -71,6 +75,8 @@ class TableGroup {
   hash_table::NewRows initial_rows() const { return initial_rows_; }
   // Updates of each table so far, int64 [tables], on the device.
   const at::Tensor& optimizer_steps() const { return optimizer_steps_; }
+  const GroupAdmission& admission() const { return *admission_; }
+  const hash_table::Aging& aging() const { return aging_; }
 
   // On the group's device.
   const hash_table::TableView* views() const;
@@ -122,6 +128,7 @@ class TableGroup {
   Memory allocate(const TableConfig& config) const;
   hash_table::TableView make_view(int64_t table) const;
   void free_all(const Memory& memory) const;
+  void make_aging();
 
   std::vector<TableConfig> configs_;
   std::vector<int64_t> feature_table_list_;
@@ -136,6 +143,9 @@ class TableGroup {
   bool needs_scores_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
+  std::unique_ptr<GroupAdmission> admission_;
+  at::Tensor expire_after_;  // int32 [tables], on the device
+  hash_table::Aging aging_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor optimizer_steps_;  // int64 [tables]
   at::Tensor views_;            // bytes of TableView[tables], on the device

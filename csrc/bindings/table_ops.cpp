@@ -118,6 +118,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       given_rows,
       {}};
   if (believed) placement.believed = believed->const_data_ptr<bool>();
+  placement.admissions = group.admission().get();
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
@@ -131,12 +132,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const at::Tensor scratch = insert_scratch(group, ids);
   const CountedCall call(group.clock(), std::nullopt);
   group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
-    HKV_ON_DEVICE(group.device(),
-                  hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
-                                                  placement, out, there, threads),
-                  hash_table::cuda::find_or_insert(
-                      group.views(), group.only_view(), batch, call.clock(), call.tick(),
-                      given_scores, placement, out, there, writes, scratch.data_ptr(), stream));
+    HKV_ON_DEVICE(
+        group.device(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
+                                        group.aging(), placement, out, there, threads),
+        hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, call.clock(),
+                                         call.tick(), group.aging(), given_scores, placement, out,
+                                         there, writes, scratch.data_ptr(), stream));
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
   if (believed) slots.masked_fill_(slots.eq(hash_table::kPassedOver), hash_table::kNoSlot);
@@ -180,20 +182,28 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   group.order().run(kWriteRows, [&] { write(group, slots, from, add, at::Tensor()); });
 }
 
-void touch_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots,
+// Touches the ids that are there, as a hit does; returns their slots.
+at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                  const std::optional<at::Tensor>& scores) {
   const std::shared_ptr<TableGroup> owner = one_table(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  check_slots(group, slots);
-  const int64_t n = slots.numel();
+  const hash_table::Batch batch = make_batch(group, ids, std::nullopt, 1);
+  const int64_t n = ids.numel();
   const uint64_t* given = score_pointer(group, scores, n);
-  const int64_t* at = slots.const_data_ptr<int64_t>();
+  at::Tensor slots = at::empty_like(ids);
+  int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
+  const hash_table::Visit visit = call.visit(given);
   HKV_ON_GROUP(group, call.use(/*inserts=*/false),
-               hash_table::cpu::touch_slots(group.view(0), at, n, call.visit(given), threads),
+               hash_table::cpu::age(group.views(), group.aging(), visit, threads);
+               hash_table::cpu::find(group.views(), batch, out, threads);
+               hash_table::cpu::touch_slots(group.view(0), out, n, visit, threads),
                hash_table::cuda::tick(call.clock(), call.tick(), stream);
-               hash_table::cuda::touch_slots(group.view(0), at, n, call.visit(given), stream));
+               hash_table::cuda::age(group.views(), group.aging(), visit, stream);
+               hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream);
+               hash_table::cuda::touch_slots(group.view(0), out, n, visit, stream));
+  return slots;
 }
 
 void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
@@ -230,7 +240,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("gather_rows(int group, Tensor ids, Tensor slots) -> (Tensor, Tensor)");
   m.def("write_rows(Tensor(a!) counters, int group, Tensor slots, Tensor rows, bool add) -> ()");
-  m.def("touch_slots(Tensor(a!) counters, int group, Tensor slots, Tensor? scores) -> ()");
+  m.def("touch(Tensor(a!) counters, int group, Tensor ids, Tensor? scores) -> Tensor");
   m.def("erase_slots(Tensor(a!) counters, int group, Tensor slots) -> ()");
   m.def("export_slots(int group, Tensor slots) -> (Tensor, Tensor, Tensor, Tensor)");
 }
@@ -239,7 +249,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.impl("insert", &insert);           \
   m.impl("gather_rows", &gather_rows); \
   m.impl("write_rows", &write_rows);   \
-  m.impl("touch_slots", &touch_slots); \
+  m.impl("touch", &touch);             \
   m.impl("erase_slots", &erase_slots); \
   m.impl("export_slots", &export_slots);
 

@@ -27,17 +27,20 @@ struct Clock {
   uint32_t pins[kMaxPins];  // steps; kFreeStep: none
 };
 
-// What a call that counts does to the clock besides counting.
+// What a call does to the clock.
 struct Tick {
+  bool counts;                     // the step goes on
   uint64_t released;               // bit i: the pin in place i ends
   uint32_t generations[kMaxPins];  // of the pins that end
   int32_t pin;                     // place that the call's own step takes, or -1
   uint32_t generation;             // of that pin
 };
 
-// The step after the present one. It stays at the highest rather than begin again: a host counts
-// with, and refuses the call; graphs that are replayed so often evict nothing any more.
-HKV_HOST_DEVICE uint32_t next_step(uint32_t now) { return now < kFreeStep ? now + 1 : now; }
+// The step of the call, after the one before. It stays at the highest rather than begin again: a
+// host counts with, and refuses the call; graphs that are replayed so often evict nothing any more.
+HKV_HOST_DEVICE uint32_t next_step(uint32_t now, const Tick& tick) {
+  return tick.counts && now < kFreeStep ? now + 1 : now;
+}
 
 HKV_HOST_DEVICE void release_pin(Clock& clock, int32_t place, uint32_t generation) {
   if (clock.generations[place] == generation) clock.pins[place] = kFreeStep;
@@ -70,7 +73,7 @@ struct Visit {
 namespace cpu {
 
 inline void tick(Clock& clock, const Tick& tick) {
-  clock.now = clock.pinned_from = next_step(clock.now);
+  clock.now = clock.pinned_from = next_step(clock.now, tick);
   for (int32_t place = 0; place < kMaxPins; ++place) {
     const uint32_t pinned = tick_pin(clock, tick, place, clock.now);
     if (pinned < clock.pinned_from) clock.pinned_from = pinned;

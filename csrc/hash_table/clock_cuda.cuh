@@ -13,7 +13,7 @@ namespace torchrec_hkv::hash_table::cuda {
 // All lanes of one warp of the grid.
 __device__ __forceinline__ void tick_warp(Clock* clock, const Tick& tick) {
   const int lane = threadIdx.x % kWarp;
-  const uint32_t now = next_step(clock->now);
+  const uint32_t now = next_step(clock->now, tick);
   uint32_t oldest = now;
   for (int32_t place = lane; place < kMaxPins; place += kWarp) {
     oldest = min(oldest, tick_pin(*clock, tick, place, now));

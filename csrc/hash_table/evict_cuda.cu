@@ -79,7 +79,7 @@ __device__ __forceinline__ Place claim_victims_of_warp(const TableView* mine, bo
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
-  Place place{kTurnedAway, kNoSlot, 0};
+  Place place{kNoRoom, kNoSlot, 0};
   for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
     const int source = nth_lane(left, tile);
     const bool working = tile < __popc(left);
@@ -89,7 +89,7 @@ __device__ __forceinline__ Place claim_victims_of_warp(const TableView* mine, bo
     their_choice.digest = __shfl_sync(kAllLanes, choice.digest, source);
     const uint64_t their_score = __shfl_sync(kAllLanes, score, source);
     const TableView* table = table_of_lane<kOneTable>(mine, source);
-    Place claimed{kTurnedAway, kNoSlot, 0};
+    Place claimed{kNoRoom, kNoSlot, 0};
     if (working) {
       claimed = claim_victim(*table, their_choice, their_score, visit, refuse_lower, lanes, lane);
     }
@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     count_block<kOneTable>(mine, kInserted, placed);
     count_block<kOneTable>(mine, kEvicted, placed);
     count_block<kOneTable>(mine, kRefused, busy && !placed);
+    count_warp(mine, kCrowded, busy && place.fate == kNoRoom);
     if (kLeavers) {
       int64_t number = leaver_number(placement.leavers, busy);
       if (busy) {

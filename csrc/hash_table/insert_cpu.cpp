@@ -3,8 +3,11 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "hash_table/admission_kernels.h"
+#include "hash_table/aging.h"
 #include "hash_table/bucket_cpu.h"
 #include "hash_table/find_cpu.h"
+#include "hash_table/highest_given_cpu.h"
 #include "hash_table/kernels.h"
 #include "hash_table/place_cpu.h"
 
@@ -14,15 +17,16 @@ namespace {
 struct Place {
   int64_t slot;  // kNoSlot: none
   bool evicts;
+  bool outranked;  // there is none for so low a score
 };
 
 Place choose_place(const TableView& table, const BucketChoice& choice, const Visit& visit,
                    bool refuse_lower, uint64_t own_score) {
   const int64_t free = free_slot(table, choice);
-  if (free != kNoSlot) return Place{free, false};
+  if (free != kNoSlot) return Place{free, false, false};
   const Victim victim = lowest_rank(table, choice, visit.pinned_from());
-  const bool refused = refuse_lower && own_score < victim.rank.score;
-  return Place{refused ? kNoSlot : victim.slot, true};
+  const bool outranked = refuse_lower && victim.slot != kNoSlot && own_score < victim.rank.score;
+  return Place{outranked ? kNoSlot : victim.slot, true, outranked};
 }
 
 void write_initial_row(const TableView& table, int64_t id, char* row) {
@@ -58,7 +62,8 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
   const TableView& table = tables[table_index];
   const int64_t row_bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
   const bool initialize = placement.rows != NewRows::kUntouched;
-  uint64_t inserted = 0, evicted = 0, refused = 0;
+  uint64_t inserted = 0, evicted = 0, refused = 0, crowded = 0;
+  HighestGiven highest(batch, visit, slots);
   for (int32_t feature = 0; feature < batch.num_features; ++feature) {
     if (batch.feature_tables[feature] != table_index) continue;
     const int64_t end = batch.feature_start(feature + 1);
@@ -72,9 +77,15 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
         touch(table, slot, visit, given);
       } else {
         const uint64_t score = first_score(table.eviction, visit.now(), visit.epoch(), given);
-        const Place place = choose_place(table, choice, visit, placement.refuse_lower, score);
+        Place place = choose_place(table, choice, visit, placement.refuse_lower, score);
+        if (place.outranked && visit.scores != nullptr) {
+          const uint64_t best =
+              first_score(table.eviction, visit.now(), visit.epoch(), highest.of(id));
+          place = choose_place(table, choice, visit, placement.refuse_lower, best);
+        }
         if (place.slot == kNoSlot) {
           ++refused;
+          crowded += !place.outranked;
           note_leaver(table, placement.leavers, id, score, placement.given_rows + at * row_bytes);
           continue;
         }
@@ -93,6 +104,7 @@ void insert_missing(const TableView* tables, int32_t table_index, const Batch& b
   count(table, kInserted, inserted);
   count(table, kEvicted, evicted);
   count(table, kRefused, refused);
+  count(table, kCrowded, crowded);
 }
 
 // Where Placement::believed is given: touches what is there and should be, and passes over ids that
@@ -117,11 +129,16 @@ void find_and_choose(const TableView* tables, const Batch& batch, const Visit& v
 }  // namespace
 
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
-                    const Placement& placement, int64_t* slots, bool* found, int threads) {
+                    const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
+                    int threads) {
+  age(tables, aging, visit, threads);
   if (placement.believed == nullptr) {
     find_and_touch(tables, batch, visit, slots, found, threads);
   } else {
     find_and_choose(tables, batch, visit, placement.believed, slots, found, threads);
+  }
+  if (placement.admissions != nullptr) {
+    admit(tables, batch, visit, *placement.admissions, slots, threads);
   }
   std::vector<int32_t> used(batch.feature_tables, batch.feature_tables + batch.num_features);
   std::sort(used.begin(), used.end());
@@ -132,6 +149,9 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
       insert_missing(tables, used[t], batch, visit, placement, slots);
     }
   });
+  if (placement.admissions != nullptr) {
+    finish_admission(tables, batch, visit, placement, slots, threads);
+  }
 }
 
 int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,

@@ -1,11 +1,14 @@
 // find_or_insert on the GPU, without locks:
-//   1. find and touch (find_cuda.cu).
+//   1. the clock goes on, and entries expire; find and touch (find_cuda.cu); where the group has
+//      admission, positions of ids that are not admitted are marked (admission_cuda.cu).
 //   2. a thread looks at each position; of several positions with one missing id, one stands for
 //      all (missing_cuda.cuh) and claims a free slot (place_cuda.cuh). Tiles of lanes write the
 //      rows.
 //   3. ids whose buckets are full take the places of others (evict_cuda.cu).
-//   4. the other positions take the slots of those they remember.
+//   4. the other positions take the slots of those they remember; marked ones have none.
 #include "common/cuda_check.h"
+#include "hash_table/admission_kernels.h"
+#include "hash_table/aging.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/clock_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
@@ -115,11 +118,11 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     const int64_t position = begin + threadIdx.x;
     const int64_t was = position < batch.num_ids ? slots[position] : 0;
     const bool missed = is_missing(was);
-    const bool waits = position < batch.num_ids && is_remembered(was);
+    const bool absent = missed || is_remembered(was) || was == kNotAdmitted;
     const TableView* mine = kOneTable ? &only : tables;
-    if (!kOneTable && (missed || waits)) mine = &table_at(tables, batch, position);
+    if (!kOneTable && absent) mine = &table_at(tables, batch, position);
     const TableView& table = kOneTable ? only : *mine;
-    count_block<kOneTable>(mine, kMisses, missed || waits);
+    count_block<kOneTable>(mine, kMisses, absent);
     bool busy = missed;  // the thread has an id to place
     int64_t id = 0, slot = kNoSlot;
     if (missed) {
@@ -213,20 +216,25 @@ InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
 
 }  // namespace
 
-size_t find_or_insert_scratch(int64_t num_ids) { return missing_layout(num_ids, nullptr).bytes; }
+size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions) {
+  const size_t bytes = missing_layout(num_ids, nullptr).bytes;
+  return bytes + (admissions != nullptr ? admission_scratch(*admissions, num_ids) : 0);
+}
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
-                    Clock* clock, const Tick& tick, const uint64_t* scores,
+                    Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
                     const Placement& placement, int64_t* slots, bool* there, bool* writer,
                     void* scratch, cudaStream_t stream) {
+  const Visit visit{clock, scores};
   if (batch.num_ids == 0) {
     cuda::tick(clock, tick, stream);
+    age(tables, aging, visit, stream);
     return;
   }
-  const Visit visit{clock, scores};
   const Missing missing = missing_layout(batch.num_ids, static_cast<char*>(scratch));
   begin_kernel<<<1, 2 * kWarp, 0, stream>>>(clock, tick, missing);
   HKV_CUDA_CHECK_LAUNCH();
+  age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);
   if (placement.believed == nullptr) {
     find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing, stream);
@@ -235,6 +243,11 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
                                                   there, missing);
     HKV_CUDA_CHECK_LAUNCH();
+  }
+  if (placement.admissions != nullptr) {
+    // Behind the scratch of insertions, which the find has prepared.
+    admit(tables, batch, visit, *placement.admissions, slots,
+          static_cast<char*>(scratch) + missing.bytes, stream);
   }
   const bool by_score = visit.scores != nullptr;
   if (by_score) {
@@ -252,6 +265,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   resolve_kernel<<<std::min(grid, resident_blocks(resolve_kernel)), kThreads, 0, stream>>>(
       tables, batch, visit, placement, slots, missing);
   HKV_CUDA_CHECK_LAUNCH();
+  if (placement.admissions != nullptr) {
+    finish_admission(tables, batch, visit, placement, slots, stream);
+  }
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

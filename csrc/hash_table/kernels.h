@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/optimizers.h"
+#include "hash_table/aging.h"
 #include "hash_table/table_view.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -23,11 +24,13 @@ void find(const TableView* tables, const Batch& batch, int64_t* slots, int threa
 // The same, and inserts: an id that is found is touched (step, score); one that is not takes a free
 // slot of its buckets, the one of the emptier bucket once the first is three quarters full; where
 // both are full, the place of the lowest score that is not pinned; where all are pinned, none:
-// kNoSlot, counted as refused. A new id's state is zero. found[i], where wanted: whether the id was
-// there before. On a CPU ids are placed in the order of the batch, so that the same batch on the
-// same table gives the same slots whatever the number of threads.
+// kNoSlot, counted as refused. An id that is not admitted gets none either. A new id's state is
+// zero. found[i], where wanted: whether the id was there before. Before all that the tables age. On
+// a CPU ids are placed in the order of the batch, so that the same batch on the same table gives
+// the same slots whatever the number of threads.
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
-                    const Placement& placement, int64_t* slots, bool* found, int threads);
+                    const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
+                    int threads);
 
 // out[b, columns of f] = the reduced rows of bag (f, b). An id without a slot counts with its
 // initial row. A bag without ids gives zeros.
@@ -101,17 +104,18 @@ namespace cuda {
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream);
 
-// Bytes of scratch that find_or_insert needs for a batch, aligned to 128.
-size_t find_or_insert_scratch(int64_t num_ids);
+// Bytes of scratch that find_or_insert needs for a batch, aligned to 128. admissions: as in its
+// placement.
+size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions);
 
 // Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
 // before; whether this position is the one of all its positions whose row write_rows is to write.
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
-                    Clock* clock, const Tick& tick, const uint64_t* scores,
+                    Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
                     const Placement& placement, int64_t* slots, bool* there, bool* writer,
                     void* scratch, cudaStream_t stream);
 
-// One step on, with what `tick` says of the pins.
+// What `tick` says: one step on, or none, and the pins.
 void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
 
 // The pin ends.

@@ -8,7 +8,8 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// slots[] between the kernels of an insertion, besides slots and kNoSlot for a missing id.
+// slots[] between the kernels of an insertion, besides slots, kNoSlot for a missing id, and
+// kNotAdmitted (admission.h) and kPassedOver, which are neither missing nor remembered.
 // A missing id of whose buckets no slot is free:
 constexpr int64_t kMissingFromFull = INT64_MIN + 1;
 // A position whose id another position stands for:

@@ -12,12 +12,13 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-enum Fate : int { kPlaced, kReplaced, kTurnedAway };
+// kOutranked: its score is too low. kNoRoom: all that stand there are pinned.
+enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom };
 
 // A place that is claimed, its digest written; the rest of the entry is still to be written.
 struct Place {
   Fate fate;
-  int64_t slot;             // kNoSlot: turned away
+  int64_t slot;             // kNoSlot: kOutranked or kNoRoom
   uint64_t replaced_score;  // of the entry that leaves
 };
 
@@ -165,9 +166,8 @@ __device__ __forceinline__ Place claim_victim(const TableView& table, const Buck
                                               unsigned tile, int lane) {
   for (;;) {
     const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
-    if (victim.slot == kNoSlot || (refuse_lower && score < victim.rank.score)) {
-      return Place{kTurnedAway, kNoSlot, 0};
-    }
+    if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
+    if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
     bool claimed = false;
     if (lane == 0) {
       claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==

@@ -26,12 +26,16 @@ constexpr int64_t kPassedOver = INT64_MAX;  // see Placement
 
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
-  kLookups = 0,   // ids of training lookups
-  kMisses = 1,    // of these, not found at once
-  kInserted = 2,  // ids placed
-  kEvicted = 3,   // of these, in the place of another id
-  kRefused = 4,   // ids of training lookups that found no place
-  kNumCounters = 5,
+  kLookups = 0,     // ids of training lookups
+  kMisses = 1,      // of these, not found at once
+  kInserted = 2,    // ids placed
+  kEvicted = 3,     // of these, in the place of another id
+  kRefused = 4,     // ids of training lookups that found no place
+  kUnadmitted = 5,  // ids of training lookups that were not admitted (admission.h)
+  kExpired = 6,     // entries that left for their age (expiry.h)
+  // Of kRefused, those whose buckets are full of pinned entries. Copies within a call count or not.
+  kCrowded = 7,
+  kNumCounters = 8,
 };
 
 // Vectors by slot, over two memories: slots below hbm_slots lie in the first, the others in the
@@ -129,6 +133,8 @@ enum class NewRows : int32_t {
   kInitial = 2,    // the initial row of any distribution
 };
 
+struct Admissions;  // admission.h
+
 // How ids that are missing are placed.
 struct Placement {
   NewRows rows;
@@ -139,6 +145,8 @@ struct Placement {
   // that it is not. Ids of which that is wrong are passed over: their slot is kPassedOver. Null:
   // all ids are taken.
   const bool* believed = nullptr;
+  // In host memory, what it points to on the tables' device. Null: all ids are admitted.
+  const Admissions* admissions = nullptr;
 };
 
 // How the ids of a bag are reduced.

@@ -7,7 +7,15 @@ import torch
 
 from torchrec_hkv import HKVOptions, backends
 from torchrec_hkv.backends import BackendOptions, OptimizerSpec, TableShard
-from torchrec_hkv.hash_table import Constant, Normal, TruncatedNormal, Uniform, initial_rows
+from torchrec_hkv.hash_table import (
+    Constant,
+    MinFrequency,
+    Normal,
+    Probability,
+    TruncatedNormal,
+    Uniform,
+    initial_rows,
+)
 
 ADAGRAD = OptimizerSpec("rowwise_adagrad", 1e-6)
 
@@ -40,6 +48,10 @@ def shard(**changes) -> TableShard:
         ({"seed": 0.5}, r"seed is 0.5"),
         ({"initializer": (0.0, 1.0)}, r"initializer is \(0.0, 1.0\), but must be a Uniform, Nor"),
         ({"initializer": 3}, r"initializer is 3"),
+        ({"admission": 2}, r"admission is 2, but must be a MinFrequency or a Probability, or Non"),
+        ({"expire_after": 0}, r"HKVOptions: expire_after is 0, but must be a number of calls from"),
+        ({"expire_after": 0.5}, r"expire_after is 0.5"),
+        ({"strict": 1}, r"HKVOptions: strict is 1, but must be True or False"),
     ],
 )
 def test_impossible_options(options, match):
@@ -48,6 +60,10 @@ def test_impossible_options(options, match):
 
 
 def test_options_are_hashable_and_described():
+    options = HKVOptions(admission=Probability(0.5), expire_after=7, strict=True)
+    described = backends.get("hkv").describe(options)
+    assert described == "admission=Probability(p=0.5), expire_after=7, strict=True"
+    assert hash(options) == hash(dataclasses.replace(options))
     options = HKVOptions(eviction="lfu", hbm_bytes=1 << 20, initializer=Normal(0, 1))
     assert hash(options) == hash(dataclasses.replace(options))
     described = backends.get("hkv").describe(options)
@@ -85,7 +101,15 @@ def test_hbm_bytes_below_one_bucket():
         backends.get("hkv").check(one_bucket, ADAGRAD, "cuda")
 
 
-@pytest.mark.parametrize("options", [HKVOptions(), HKVOptions(eviction="lfu", hbm_bytes=30_000)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        HKVOptions(),
+        HKVOptions(eviction="lfu", hbm_bytes=30_000),
+        HKVOptions(admission=MinFrequency(2, entries=999)),
+        HKVOptions(hbm_bytes=50_000, admission=MinFrequency(2, sketch_bytes=20_000)),
+    ],
+)
 def test_announced_storage_is_what_a_table_takes(device_type, options):
     backend, one = backends.get("hkv"), shard(options=options)
     lookup = backend.create_lookup([one], [0], ADAGRAD, torch.device(device_type))

@@ -44,7 +44,8 @@ def test_batches(group, ids, offsets, batch_size, error, match):
         with pytest.raises(error, match=match):
             call()
     assert group.counters()[0] == {
-        **dict.fromkeys(["lookups", "hits", "inserted", "evicted", "refused", "size"], 0),
+        **dict.fromkeys(["lookups", "hits", "inserted", "evicted", "refused"], 0),
+        **dict.fromkeys(["unadmitted", "expired", "size"], 0),
         "capacity": 100,
     }
 

@@ -112,6 +112,8 @@ def test_counters(device_type):
         "inserted": 84,
         "evicted": 20,
         "refused": 0,
+        "unadmitted": 0,
+        "expired": 0,
         "size": 64,
         "capacity": 64,
     }

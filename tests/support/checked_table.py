@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.admission_model import admission_model
 from tests.support.initial_value import initial_value
 from tests.support.table_model import Insertion, Row, Seen, TableModel, one_of_each
-from torchrec_hkv.hash_table import Constant, Entries, Evicted, HashTable, Uniform
+from torchrec_hkv.hash_table import Admission, Constant, Entries, Evicted, HashTable, Uniform
 
 SYMMETRIC = Uniform(-1, 1)
 
@@ -64,6 +64,8 @@ class CheckedTable:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: of rows.
         initializer: of initial rows.
+        admission: as for the table.
+        expire_after: as for the table.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class CheckedTable:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         initializer: Uniform | Constant = SYMMETRIC,
+        admission: Admission | None = None,
+        expire_after: int | None = None,
     ) -> None:
         self.table = HashTable(
             dim,
@@ -84,6 +88,8 @@ class CheckedTable:
             name="checked",
             seed=5,
             initializer=initializer,
+            admission=admission,
+            expire_after=expire_after,
         )
 
         @functools.cache
@@ -95,7 +101,10 @@ class CheckedTable:
             return tuple((torch.tensor(row) + torch.tensor(other)).to(dtype).tolist())
 
         self.on_cpu = device == "cpu"
-        self.model = TableModel(policy, capacity, initial_row, add, self.on_cpu)
+        admits = admission_model(admission, "checked", 5)
+        self.model = TableModel(
+            policy, capacity, initial_row, add, self.on_cpu, admits, expire_after
+        )
         assert self.table.capacity == self.model.num_slots
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
@@ -125,6 +134,8 @@ class CheckedTable:
         counters = table.counters()
         assert counters["inserted"] == model.inserted
         assert counters["evicted"] == model.evicted
+        assert counters["unadmitted"] == model.unadmitted
+        assert counters["expired"] == model.expired
         if model.exact:
             assert counters["refused"] == model.refused
 
@@ -154,17 +165,18 @@ class CheckedTable:
 
     def find_or_insert(self, ids: Sequence[int], scores: Sequence[int] | None = None) -> None:
         """Compares rows and found."""
+        self.model.begin_call()
         rows, found = self.table.find_or_insert(self._ids(ids), self._scores(scores))
         insertion, after = self._after_insertion(ids, scores)
         assert found.tolist() == insertion.found
         self.model.check(after)
         for at, row in enumerate(as_rows(rows)):
-            # Of an id with a refused and a placed position, both rows are the initial one.
             assert row == self._rows_or_initial([ids[at]])[0]
         self._check_sizes()
 
     def find_or_insert_slots(self, ids: Sequence[int], scores: Sequence[int] | None = None) -> None:
         """Compares slots and found."""
+        self.model.begin_call()
         slots, found = self.table.find_or_insert_slots(self._ids(ids), self._scores(scores))
         insertion, after = self._after_insertion(ids, scores)
         assert found.tolist() == insertion.found
@@ -179,8 +191,7 @@ class CheckedTable:
     def _check_placed(
         self, placed: list[bool], ids: Sequence[int], insertion: Insertion, after: dict[int, Seen]
     ) -> None:
-        for at, expected in enumerate(insertion.placed):
-            assert expected is None or placed[at] == expected, f"position {at}: {placed[at]}"
+        assert placed == insertion.placed
         for id_, its in one_of_each(ids, placed).items():
             assert any(its) == (id_ in after)
 
@@ -188,6 +199,7 @@ class CheckedTable:
         self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
     ) -> None:
         """Compares which were placed."""
+        self.model.begin_call()
         placed = self.table.insert_or_assign(self._ids(ids), self._rows(rows), self._scores(scores))
         insertion, after = self._after_insertion(ids, scores)
         self._check_placed(placed.tolist(), ids, insertion, after)
@@ -199,9 +211,10 @@ class CheckedTable:
         self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
     ) -> None:
         """Compares what was given back."""
+        self.model.begin_call()
         back = self.table.insert_and_evict(self._ids(ids), self._rows(rows), self._scores(scores))
         insertion, after = self._after_insertion(ids, scores)
-        self._check_given_back(back, ids, rows, insertion, after)
+        self._check_given_back(back, ids, rows, insertion)
         self.model.set_rows(ids, rows, after, last=self.on_cpu)
         self.model.check(after)
         self._check_sizes()
@@ -212,27 +225,16 @@ class CheckedTable:
         ids: Sequence[int],
         rows: Sequence[Row],
         insertion: Insertion,
-        after: dict[int, Seen],
     ) -> None:
         scores = map(unsigned, back.scores.tolist())
         given_back = list(zip(back.ids.tolist(), as_rows(back.rows), scores, strict=True))
-        evicted = [(i, row, score) for i, row, score in given_back if i in insertion.evicted]
-        assert sorted(evicted) == sorted(
-            (id_, entry.row, entry.score) for id_, entry in insertion.evicted.items()
-        )
-        refused: dict[int, list[tuple[Row, int]]] = {}
-        for at, placed in enumerate(insertion.placed):
-            if not placed:
-                offer = (rows[at], insertion.first_scores[at])
-                refused.setdefault(ids[at], []).append(offer)
-        times: collections.Counter[int] = collections.Counter()
-        for id_, row, score in given_back:
-            if id_ not in insertion.evicted:
-                assert (row, score) in refused.get(id_, []), f"id {id_} was not refused"
-                times[id_] += 1
-        for id_, offers in refused.items():
-            assert times[id_] <= len(offers)
-            assert times[id_] or id_ in after, f"id {id_} was refused, but not given back"
+        evicted = [(id_, entry.row, entry.score) for id_, entry in insertion.evicted.items()]
+        refused = [
+            (ids[at], rows[at], insertion.first_scores[at])
+            for at, placed in enumerate(insertion.placed)
+            if not placed
+        ]
+        assert sorted(given_back) == sorted(evicted + refused)
 
     def accum_or_assign(
         self,
@@ -242,6 +244,7 @@ class CheckedTable:
         scores: Sequence[int] | None = None,
     ) -> None:
         """Only ids of which the belief is right take part."""
+        self.model.begin_call()
         entries = self.model.entries
         chosen = [at for at, add in enumerate(accumulate) if add == (ids[at] in entries)]
         flags = torch.tensor(accumulate, dtype=torch.bool, device=self.table.device)
@@ -264,6 +267,7 @@ class CheckedTable:
         self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None
     ) -> None:
         """Compares which were there."""
+        self.model.begin_call()
         hits = self.table.assign(self._ids(ids), self._rows(rows), self._scores(scores))
         self._check_hits(hits, ids)
         after = observe(self.table)
@@ -280,6 +284,7 @@ class CheckedTable:
 
     def assign_scores(self, ids: Sequence[int], scores: Sequence[int] | None = None) -> None:
         """Compares which were there."""
+        self.model.begin_call()
         self._check_hits(self.table.assign_scores(self._ids(ids), self._scores(scores)), ids)
         self.model.touch(ids, scores, observe(self.table))
         self.check()
@@ -313,10 +318,17 @@ class CheckedTable:
         chosen = {id_: self.model.entries[id_] for id_ in self._select(conditions)}
         assert sorted(exported) == sorted((i, e.row, e.score) for i, e in chosen.items())
 
+    def expire(self) -> None:
+        """All that is too old leaves."""
+        self.table.expire()
+        self.model.expire()
+        self.check()
+
     def clear(self) -> None:
         """Forgets all."""
         self.table.clear()
         self.model.entries.clear()
+        self.model.admission.clear()
         self.check()
 
     def next_epoch(self, by: int = 1) -> None:

@@ -20,11 +20,18 @@ def mix64(x: int) -> int:
     return x ^ x >> 31
 
 
+def mixed_seed(table: str, seed: int) -> int:
+    """A seed mixed with a table's name."""
+    name = int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little")
+    return mix64(mix64(seed & MASK) ^ name)
+
+
 def initial_bits(id_: int, column: int, table: str, seed: int) -> int:
     """The 32 bits that one value of an id's initial row follows from."""
-    name = int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little")
-    seed = mix64(mix64(seed & MASK) ^ name)
-    first = mix64(mix64(seed ^ (id_ & MASK) * 0x9E3779B97F4A7C15 & MASK) ^ (column >> 2) << 1)
+    first = mix64(
+        mix64(mixed_seed(table, seed) ^ (id_ & MASK) * 0x9E3779B97F4A7C15 & MASK)
+        ^ (column >> 2) << 1
+    )
     pair = mix64(first ^ 0xD1B54A32D192ED03) if column & 2 else first
     return (pair >> 32 if column & 1 else pair) & 0xFFFFFFFF
 

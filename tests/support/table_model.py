@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from tests.support.admission_model import EveryId
+
 POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
 TAKES_SCORES = ("lfu", "epoch_lfu", "customized")
 UINT32_MAX, UINT64_MAX = 2**32 - 1, 2**64 - 1
@@ -52,13 +54,13 @@ class Insertion:
 
     Attributes:
         found: for each position, whether the id was there before.
-        placed: for each position, whether it found a place; None where the model can't know.
+        placed: for each position, whether its id has a place.
         evicted: entries that left, as they were.
         first_scores: for each position, the score that the id would be inserted with.
     """
 
     found: list[bool]
-    placed: list[bool | None]
+    placed: list[bool]
     evicted: dict[int, Entry]
     first_scores: list[int]
 
@@ -80,6 +82,8 @@ class TableModel:
         initial_row: the row that an id starts from.
         add: the sum of two rows as the table rounds it.
         in_order: whether the real table places ids in the order of a call.
+        admission: of new ids.
+        expire_after: calls; None: never.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class TableModel:
         initial_row: Callable[[int], Row],
         add: Callable[[Row, Row], Row],
         in_order: bool,
+        admission: EveryId | None = None,
+        expire_after: int | None = None,
     ) -> None:
         self.policy = policy
         self.initial_row = initial_row
@@ -101,7 +107,9 @@ class TableModel:
         self.exact = in_order and buckets <= 2
         self.calls = 0
         self.epoch = 0
-        self.inserted = self.evicted = self.refused = 0
+        self.admission = admission or EveryId()
+        self.expire_after = expire_after
+        self.inserted = self.evicted = self.refused = self.unadmitted = self.expired = 0
         self.entries: dict[int, Entry] = {}
         self.slots: dict[int, int] = {}
         self.buckets: dict[int, set[int]] = {}
@@ -131,13 +139,41 @@ class TableModel:
         score = self.next_score(entry.score, given)
         self.entries[id_] = dataclasses.replace(entry, score=score, touched=self.calls)
 
+    # -- time -------------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """A new call; its share of the entries that are too old leave first."""
+        self.calls += 1
+        self.admission.begin_call(self.calls)
+        if self.expire_after is not None:
+            period = min(64, self.expire_after)
+            self._expire(
+                id_
+                for id_ in self.entries
+                if self.slots[id_] // self.bucket_slots % period == self.calls % period
+            )
+
+    def expire(self) -> None:
+        """All entries that are too old leave."""
+        self._expire(self.entries)
+
+    def _expire(self, ids: Iterable[int]) -> None:
+        assert self.expire_after is not None
+        now, age = self.calls, self.expire_after
+        expired = [id_ for id_ in ids if now - self.entries[id_].touched > age]
+        for id_ in expired:
+            del self.entries[id_], self.slots[id_]
+        self.expired += len(expired)
+
     # -- calls ------------------------------------------------------------------------------------
 
     def insert(
         self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]
     ) -> Insertion:
-        """Scores and entries after a call that inserts; new ids have their initial rows."""
-        self.calls += 1
+        """Scores and entries after a call that inserts; new ids have their initial rows.
+
+        The call has begun.
+        """
         given = [1] * len(ids) if given is None else given
         before = dict(self.entries)
         found = [id_ in before for id_ in ids]
@@ -146,12 +182,15 @@ class TableModel:
         for id_, score, hit in zip(ids, given, found, strict=True):
             if hit:
                 self._meet(id_, score)
-        placed: list[bool | None] = list(found)
+        placed = list(found)
         missing = [at for at, hit in enumerate(found) if not hit]
+        admitted = self.admission.admitted([ids[at] for at in missing])
+        self.unadmitted += sum(ids[at] not in admitted for at in missing)
+        missing = [at for at in missing if ids[at] in admitted]
         if self.exact:
             self._place_in_order(ids, given, missing, placed, after)
             assert evicted.keys() == before.keys() - self.entries.keys(), "others should have left"
-            self.refused += placed.count(False)
+            self.refused += sum(not placed[at] for at in missing)
         else:
             self._take_over(ids, given, missing, placed, evicted, after)
         self.inserted += len(self.entries.keys() - before.keys())
@@ -164,7 +203,7 @@ class TableModel:
         ids: Sequence[int],
         given: Sequence[int],
         missing: Iterable[int],
-        placed: list[bool | None],
+        placed: list[bool],
         after: dict[int, Seen],
     ) -> None:
         # Candidates don't change during the call: what it touches stays. Among equals the real
@@ -175,6 +214,9 @@ class TableModel:
             if entry.touched != self.calls
         ]
         candidates.sort(reverse=True)
+        highest: dict[int, int] = {}
+        for at in missing:
+            highest[ids[at]] = max(given[at], highest.get(ids[at], 0))
         for at in missing:
             id_ = ids[at]
             if id_ in self.entries:  # placed earlier in this call
@@ -183,7 +225,7 @@ class TableModel:
                 continue
             own = self.first_score(given[at])
             if len(self.entries) == self.num_slots:
-                if not candidates or own < candidates[-1][0][0]:
+                if not candidates or self.first_score(highest[id_]) < candidates[-1][0][0]:
                     continue
                 del self.entries[candidates.pop()[2]]
             self.entries[id_] = Entry(self.initial_row(id_), own, self.calls)
@@ -194,7 +236,7 @@ class TableModel:
         ids: Sequence[int],
         given: Sequence[int],
         missing: Iterable[int],
-        placed: list[bool | None],
+        placed: list[bool],
         evicted: dict[int, Entry],
         after: dict[int, Seen],
     ) -> None:
@@ -225,7 +267,7 @@ class TableModel:
             assert own >= entry.score, "an id left for one of lower score"
         for id_, its_scores in scores.items():
             if id_ in after:
-                self.entries[id_] = self._new_entry(id_, its_scores, bool(evicted), after)
+                self.entries[id_] = self._new_entry(id_, its_scores)
                 continue
             own = max(self.first_score(score) for score in its_scores)
             assert any(
@@ -233,22 +275,12 @@ class TableModel:
                 for bucket, number in filled.items()
             ), f"id {id_} was refused, but no bucket is full of better ones"
         for at in missing:
-            if ids[at] not in after:
-                placed[at] = False
-            else:
-                placed[at] = True if len(scores[ids[at]]) == 1 else None
+            placed[at] = ids[at] in after
 
-    def _new_entry(
-        self, id_: int, given: list[int], evicting: bool, after: dict[int, Seen]
-    ) -> Entry:
+    def _new_entry(self, id_: int, given: list[int]) -> Entry:
         score = self.first_score(given[0])
         for more in given[1:]:
             score = self.next_score(score, more)
-        if evicting and len(given) > 1 and self.policy != "customized":
-            # Some of its positions may have been refused before another was not.
-            seen = after[id_].score
-            assert min(self.first_score(more) for more in given) <= seen <= score
-            score = seen
         return Entry(self.initial_row(id_), score, self.calls)
 
     def _take_one_score(
@@ -268,8 +300,7 @@ class TableModel:
     def touch(
         self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]
     ) -> None:
-        """Scores after a call that changes only what is there."""
-        self.calls += 1
+        """Scores after a call that changes only what is there. The call has begun."""
         given = [1] * len(ids) if given is None else given
         for id_, score in zip(ids, given, strict=True):
             if id_ in self.entries:

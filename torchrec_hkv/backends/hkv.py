@@ -26,6 +26,7 @@ from torchrec_hkv.hash_table import (
     SGD,
     Adagrad,
     Adam,
+    Admission,
     Initializer,
     Optimizer,
     RowWiseAdagrad,
@@ -38,6 +39,7 @@ from torchrec_hkv.hash_table import (
     hbm_slots_for,
     table_memory,
 )
+from torchrec_hkv.hash_table.spec_checks import check_expire_after, check_strict
 
 _EVICTIONS = ("lru", "lfu")
 
@@ -59,12 +61,26 @@ class HKVOptions(BackendOptions):
             :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
             ``Constant``. None: uniform from the config's ``weight_init_min`` to its
             ``weight_init_max``.
+        admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency`, whose
+            ``entries`` or ``sketch_bytes`` each rank has for the ids it is asked for, or a
+            ``Probability``. Other ids count with their initial row and are not trained. None: all
+            are admitted.
+        expire_after: an id that no training step has looked up for more than so many steps is
+            forgotten, its optimizer state too, at the latest ``min(64, expire_after)`` steps later.
+            None: never.
+        strict: a training lookup that has no place for an id raises a ``RuntimeError`` that names
+            the table, its load and what to change. The group of the table then waits for the device
+            in every step. False: the id counts with its initial row, is not trained, and is counted
+            as ``refused``.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
     hbm_bytes: int | None = None
     seed: int = 0
     initializer: Initializer | None = None
+    admission: Admission | None = None
+    expire_after: int | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -85,6 +101,13 @@ class HKVOptions(BackendOptions):
                 f"HKVOptions: initializer is {self.initializer!r}, but must be a Uniform, Normal, "
                 "TruncatedNormal or Constant, or None."
             )
+        if self.admission is not None and not isinstance(self.admission, Admission):
+            raise ValueError(
+                f"HKVOptions: admission is {self.admission!r}, but must be a MinFrequency or a "
+                "Probability, or None."
+            )
+        check_expire_after("HKVOptions", self.expire_after)
+        check_strict("HKVOptions", self.strict)
 
 
 def _is_int(value: object) -> bool:
@@ -168,8 +191,11 @@ def _initializer(shard: TableShard) -> Initializer:
 
 
 def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
-    eviction = _options(shard).eviction
-    return table_memory(shard.capacity, shard.dim, _state_width(optimizer, shard.dim), eviction)
+    options = _options(shard)
+    width = _state_width(optimizer, shard.dim)
+    return table_memory(
+        shard.capacity, shard.dim, width, options.eviction, admission=options.admission
+    )
 
 
 class HKVLookup(GroupLookup):
@@ -252,6 +278,7 @@ class HKVLookup(GroupLookup):
         self._group.load_table(self._index[name], TableState(**{**absent, **fields}))
 
     def counters(self, name: str) -> dict[str, int]:
+        """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
         return self._group.counters()[self._index[name]]
 
     def memory(self, name: str) -> StorageBytes:
@@ -285,6 +312,9 @@ def _table_spec(shard: TableShard) -> TableSpec:
         seed=options.seed,
         initializer=_initializer(shard),
         column_offset=shard.column_offset,
+        admission=options.admission,
+        expire_after=options.expire_after,
+        strict=options.strict,
     )
 
 

@@ -185,7 +185,8 @@ class GroupLookup(nn.Module, abc.ABC):
     @abc.abstractmethod
     def counters(self, name: str) -> dict[str, int]:
         """Counts since creation, by name (a host synchronisation on a GPU). Hash tables give
-        ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``size``, ``capacity``."""
+        ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``,
+        ``size``, ``capacity``."""
 
 
 class Backend(abc.ABC):

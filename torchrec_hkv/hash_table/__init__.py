@@ -3,7 +3,9 @@
 Knows nothing of TorchRec.
 """
 
-from torchrec_hkv.hash_table.hash_table import Entries, Evicted, HashTable
+from torchrec_hkv.hash_table.admission import Admission, MinFrequency, Probability
+from torchrec_hkv.hash_table.entries import Entries, Evicted
+from torchrec_hkv.hash_table.hash_table import HashTable
 from torchrec_hkv.hash_table.initial_rows import initial_rows, table_seed
 from torchrec_hkv.hash_table.initializers import (
     Constant,
@@ -34,13 +36,16 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Admission",
     "Constant",
     "Entries",
     "Evicted",
     "HashTable",
     "Initializer",
+    "MinFrequency",
     "Normal",
     "Optimizer",
+    "Probability",
     "RowWiseAdagrad",
     "RowWiseAdam",
     "TableGroup",

@@ -45,7 +45,7 @@ _SCAN_BYTES = 32
 _SAFE_LOAD = 0.95
 
 # A spec's fields that may differ between a table and its file.
-_FREE_FIELDS = ("capacity", "hbm_bytes")
+_FREE_FIELDS = ("capacity", "hbm_bytes", "admission", "expire_after", "strict")
 
 _ops = torch.ops.torchrec_hkv
 

@@ -11,49 +11,15 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import files
+from torchrec_hkv.hash_table.admission import Admission
+from torchrec_hkv.hash_table.call_arguments import CallArguments
+from torchrec_hkv.hash_table.entries import Entries, Evicted
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec
 
 _ops = torch.ops.torchrec_hkv
 
 EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
-
-#: Policies whose scores the table makes by itself.
-_OWN_SCORES = ("lru", "epoch_lru")
-
-
-@dataclasses.dataclass(frozen=True)
-class Evicted:
-    """What an insertion threw out, and what it refused: the first ``count`` entries.
-
-    Attributes:
-        ids: int64 ``[n]``.
-        rows: ``[n, dim]``.
-        scores: int64 ``[n]``; bits of an unsigned number.
-        count: int64 ``[1]``, at most ``n``. Entries from there on are undefined.
-    """
-
-    ids: Tensor
-    rows: Tensor
-    scores: Tensor
-    count: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Entries:
-    """Ids with all that a table keeps of them.
-
-    Attributes:
-        ids: int64 ``[n]``.
-        rows: ``[n, dim]``.
-        scores: int64 ``[n]``; bits of an unsigned number.
-        states: float32 ``[n, state_dim]``.
-    """
-
-    ids: Tensor
-    rows: Tensor
-    scores: Tensor
-    states: Tensor
 
 
 class HashTable:
@@ -63,7 +29,8 @@ class HashTable:
     that is not there never fails. Operations that name a score take it where the policy takes
     scores from outside: counts to add under ``"lfu"`` and ``"epoch_lfu"`` (1 where none is given),
     the score itself under ``"customized"``. Scores are unsigned 64-bit numbers, handed over as the
-    int64 of the same bits.
+    int64 of the same bits. Counted calls are insertions, ``find_or_insert`` among them, and
+    ``assign`` and ``assign_scores``.
 
     | policy | score of an id | on a hit |
     | --- | --- | --- |
@@ -76,8 +43,7 @@ class HashTable:
     In two full buckets the lowest score leaves, among equals the one touched longest ago; what the
     same call has touched stays. An id whose own score is lower than all of those is refused, and so
     is one whose buckets are full of ids of the same call. Of several scores given for one id, all
-    must be too low for that; counts add up (on a CPU from the first that is high enough on), and
-    of other scores one stays (on a CPU the last).
+    must be too low for that; counts add up, and of other scores one stays (on a CPU the last).
 
     Args:
         dim: columns of a row, 1 to 2048.
@@ -93,9 +59,20 @@ class HashTable:
         initializer: distribution of the values of initial rows: a
             :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
             ``Constant``. None: zeros.
+        admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency` or
+            ``Probability``. One that is not admitted fares as a refused one does, but is counted
+            apart. None: all are admitted.
+        expire_after: an entry that was last touched more than so many calls ago is forgotten, at
+            the latest ``min(64, expire_after)`` calls later: each call looks through a part of the
+            buckets before it does anything else. At least 1. None: never.
+        strict: a lookup or insertion that refuses an id for lack of a place raises. The other ids
+            of the call have been placed then, with their rows. Ids that are not admitted, or whose
+            score is too low, don't raise, and :meth:`insert_and_evict`, which gives refused ids
+            back, never does. A strict table waits for the device in each such call.
 
     Raises:
         ValueError: an argument is impossible.
+        RuntimeError: in calls of a strict table; it names the table, its load, and what to change.
     """
 
     def __init__(
@@ -111,6 +88,9 @@ class HashTable:
         name: str = "table",
         seed: int = 0,
         initializer: Initializer | None = None,
+        admission: Admission | None = None,
+        expire_after: int | None = None,
+        strict: bool = False,
     ) -> None:
         spec = TableSpec(
             name=name,
@@ -121,6 +101,9 @@ class HashTable:
             seed=seed,
             initializer=initializer,
             dtype=dtype,
+            admission=admission,
+            expire_after=expire_after,
+            strict=strict,
         )
         self._make(spec, state_dim, device)
 
@@ -131,6 +114,7 @@ class HashTable:
         self.eviction = spec.eviction
         self.state_dim = state_dim
         self._epoch = 0
+        self._arguments = CallArguments(self._group.device, spec.dim, spec.dtype, spec.eviction)
 
     @property
     def device(self) -> torch.device:
@@ -187,8 +171,8 @@ class HashTable:
             scores: int64 ``[n]``, see the class; not under policies that make their own.
 
         Returns:
-            ``(rows, found)``: ``[n, dim]`` (of a refused id its initial row), and bool ``[n]``:
-            whether an id was there before the call.
+            ``(rows, found)``: ``[n, dim]`` (of an id that is refused or not admitted its initial
+            row), and bool ``[n]``: whether an id was there before the call.
         """
         slots, found = self.find_or_insert_slots(ids, scores)
         return self._gather(ids, slots)[0], found
@@ -196,8 +180,9 @@ class HashTable:
     def find_or_insert_slots(
         self, ids: Tensor, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`find_or_insert`, with slots instead of rows; -1 for refused ids."""
+        """As :meth:`find_or_insert`, with slots instead of rows; -1 for ids without one."""
         slots, found, *_ = self._insert(ids, scores, None, initialize=True)
+        self._group.check_strict()
         return slots, found
 
     # -- insertions -------------------------------------------------------------------------------
@@ -213,18 +198,20 @@ class HashTable:
             scores: as in :meth:`find_or_insert`.
 
         Returns:
-            bool ``[n]``: False for refused ids.
+            bool ``[n]``: False for ids that were refused or not admitted.
         """
-        self._check_rows(rows, ids)
+        self._arguments.check_rows(rows, ids)
         slots, *_ = self._insert(ids, scores, rows, assign=True)
+        self._group.check_strict()
         return slots >= 0
 
     def insert_and_evict(
         self, ids: Tensor, rows: Tensor, scores: Tensor | None = None, *, trim: bool = True
     ) -> Evicted:
-        """As :meth:`insert_or_assign`; gives back what it threw out or refused.
+        """As :meth:`insert_or_assign`; gives back what it threw out, refused or did not admit.
 
-        The table and what it gave back together are what was in the table and what was given.
+        The table and what it gave back together are what was in the table and what was given, but
+        for entries that expire.
 
         Args:
             ids: as in :meth:`insert_or_assign`.
@@ -234,10 +221,11 @@ class HashTable:
                 Otherwise there is room for as many entries as ids, and only the device knows how
                 many there are.
         """
-        self._check_rows(rows, ids)
+        self._arguments.check_rows(rows, ids)
         _, _, out_ids, out_rows, out_scores, number = self._insert(
             ids, scores, rows, assign=True, evicted=True
         )
+        self._group.take_crowded()  # they are given back, so that a strict table need not raise
         if trim:
             n = int(number)
             out_ids, out_rows, out_scores = out_ids[:n], out_rows[:n], out_scores[:n]
@@ -255,38 +243,33 @@ class HashTable:
                 False that it is not. Where the belief is wrong, nothing is done with the id.
             scores: as in :meth:`find_or_insert`.
         """
-        self._check_rows(rows, ids)
-        self._check(accumulate, "accumulate", torch.bool, (ids.numel(),))
-        self._check_scores(scores, ids)
+        self._arguments.check_rows(rows, ids)
+        self._arguments.check(accumulate, "accumulate", torch.bool, (ids.numel(),))
         slots, *_ = self._insert(ids, scores, None, believed=accumulate)
         nowhere = torch.full_like(slots, -1)
         self._write(torch.where(accumulate, nowhere, slots), rows, add=False)
         self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
+        self._group.check_strict()
 
     # -- changes of what is there -----------------------------------------------------------------
 
     def assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
         """Sets rows and scores of ids that are there; returns which, bool ``[n]``."""
-        self._check_rows(rows, ids)
-        self._check_scores(scores, ids)
-        slots = self.find_slots(ids)
-        self._touch(slots, scores)  # checks all there is to check
+        self._arguments.check_rows(rows, ids)
+        slots = self._touch(ids, scores)
         self._write(slots, rows, add=False)
         return slots >= 0
 
     def assign_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Sets rows, not scores, of ids that are there; returns which, bool ``[n]``."""
-        self._check_rows(rows, ids)
+        self._arguments.check_rows(rows, ids)
         slots = self.find_slots(ids)
         self._write(slots, rows, add=False)
         return slots >= 0
 
     def assign_scores(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
         """Sets scores, not rows, of ids that are there, as a hit does; returns which."""
-        self._check_scores(scores, ids)
-        slots = self.find_slots(ids)
-        self._touch(slots, scores)
-        return slots >= 0
+        return self._touch(ids, scores) >= 0
 
     def erase(self, ids: Tensor) -> None:
         """Forgets ids; those that are not there are passed over."""
@@ -310,8 +293,23 @@ class HashTable:
         self._erase(chosen)
         return chosen.numel()
 
+    def expire(self) -> None:
+        """Forgets all entries that were last touched more than ``expire_after`` calls ago.
+
+        They would be forgotten in the next calls anyway. It does not count as a call.
+
+        Raises:
+            ValueError: the table has no ``expire_after``.
+        """
+        if self._group.tables[0].expire_after is None:
+            raise ValueError(
+                "expire_after is None, so that nothing expires: give it to a new table, or call "
+                "erase_if."
+            )
+        self._group.expire()
+
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all, the counts of ids that are not admitted too."""
         self._group.clear_table(0)
 
     # -- exports ----------------------------------------------------------------------------------
@@ -337,7 +335,8 @@ class HashTable:
         """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
 
         ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole. The
-        table must not be changed meanwhile.
+        table must not be changed meanwhile. Counts of ids that are not admitted are not saved:
+        after a load they start anew.
 
         Args:
             path: a folder; an earlier save in it is replaced.
@@ -388,6 +387,9 @@ class HashTable:
         capacity: int | None = None,
         device: torch.device | str = "cpu",
         hbm_bytes: int | None = None,
+        admission: Admission | None = None,
+        expire_after: int | None = None,
+        strict: bool = False,
         allow_loss: bool = False,
     ) -> HashTable:
         """A table as it was saved.
@@ -397,6 +399,9 @@ class HashTable:
             capacity: by default that of the saved table.
             device: as for a new table.
             hbm_bytes: as for a new table.
+            admission: as for a new table, since a file does not say; so the next two.
+            expire_after: as for a new table.
+            strict: as for a new table.
             allow_loss: as for :meth:`load`.
 
         Raises:
@@ -405,7 +410,8 @@ class HashTable:
         spec, state_dim = files.saved_spec(path)
         capacity = spec.capacity if capacity is None else capacity
         table = cls.__new__(cls)
-        spec = dataclasses.replace(spec, capacity=capacity, hbm_bytes=hbm_bytes)
+        spec = dataclasses.replace(spec, capacity=capacity, hbm_bytes=hbm_bytes, strict=strict)
+        spec = dataclasses.replace(spec, admission=admission, expire_after=expire_after)
         table._make(spec, state_dim, device)
         table.load(path, allow_loss=allow_loss)
         return table
@@ -428,7 +434,11 @@ class HashTable:
         return self.size / self.capacity
 
     def counters(self) -> dict[str, int]:
-        """Counts since the table was made (waits for the device)."""
+        """Counts since the table was made, its size and its capacity (waits for the device).
+
+        ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``,
+        ``size`` and ``capacity``; see :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
+        """
         return self._group.counters()[0]
 
     # -- inside -----------------------------------------------------------------------------------
@@ -444,8 +454,7 @@ class HashTable:
         evicted: bool = False,
         believed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        self._check_ids(ids)
-        self._check_scores(scores, ids)
+        self._arguments.check_call(ids, scores)
         return _ops.insert(
             self._group.counter_tensor,
             self._group.handle,
@@ -465,11 +474,13 @@ class HashTable:
         group = self._group
         _ops.write_rows(group.counter_tensor, group.handle, slots, rows.contiguous(), add)
 
-    def _touch(self, slots: Tensor, scores: Tensor | None) -> None:
+    def _touch(self, ids: Tensor, scores: Tensor | None) -> Tensor:
+        """A call that touches what is there; returns slots."""
+        self._arguments.check_call(ids, scores)
         group = self._group
         if scores is not None:
             scores = scores.contiguous()
-        _ops.touch_slots(group.counter_tensor, group.handle, slots, scores)
+        return _ops.touch(group.counter_tensor, group.handle, ids.contiguous(), scores)
 
     def _erase(self, slots: Tensor) -> None:
         _ops.erase_slots(self._group.counter_tensor, self._group.handle, slots)
@@ -484,33 +495,3 @@ class HashTable:
             raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
         for part in slots.split(batch_size) if slots.numel() else ():
             yield Entries(*_ops.export_slots(self._group.handle, part))
-
-    def _check(self, tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{what} must be a tensor of dtype {dtype}, but is {kind}.")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{what} must have shape {shape}, but has {tuple(tensor.shape)}.")
-        if tensor.device != self.device:
-            raise ValueError(f"{what} must be on {self.device}, but is on {tensor.device}.")
-
-    # Checked before a call gets its number, so that a refused one does not count.
-
-    def _check_ids(self, ids: Tensor) -> None:
-        if isinstance(ids, Tensor) and ids.dim() != 1:
-            raise ValueError(f"ids must have one dimension, but has shape {list(ids.shape)}.")
-        self._check(ids, "ids", torch.int64, tuple(getattr(ids, "shape", ())))
-
-    def _check_rows(self, rows: Tensor, ids: Tensor) -> None:
-        self._check(rows, "rows", self.dtype, (ids.numel(), self.dim))
-
-    def _check_scores(self, scores: Tensor | None, ids: Tensor) -> None:
-        if scores is None:
-            if self.eviction == "customized":
-                raise ValueError("scores must be given under eviction 'customized'.")
-            return
-        if self.eviction in _OWN_SCORES:
-            raise ValueError(
-                f"scores must not be given under eviction {self.eviction!r}, which makes its own."
-            )
-        self._check(scores, "scores", torch.int64, (ids.numel(),))

@@ -123,13 +123,18 @@ def _(counters: Tensor, group: int, slots: Tensor, rows: Tensor, add: bool) -> N
     return None
 
 
-@torch.library.register_fake("torchrec_hkv::touch_slots")
-def _(counters: Tensor, group: int, slots: Tensor, scores: Tensor | None) -> None:
-    return None
+@torch.library.register_fake("torchrec_hkv::touch")
+def _(counters: Tensor, group: int, ids: Tensor, scores: Tensor | None) -> Tensor:
+    return torch.empty_like(ids)
 
 
 @torch.library.register_fake("torchrec_hkv::erase_slots")
 def _(counters: Tensor, group: int, slots: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("torchrec_hkv::expire")
+def _(counters: Tensor, group: int) -> None:
     return None
 
 

@@ -12,9 +12,15 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.accumulation import Accumulator
+from torchrec_hkv.hash_table.admission import Admission, admission_config
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import Initializer, op_arguments
 from torchrec_hkv.hash_table.optimizers import Optimizer
+from torchrec_hkv.hash_table.spec_checks import (
+    check_expire_after,
+    check_strict,
+    crowded_message,
+)
 from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
 
 _ops = torch.ops.torchrec_hkv
@@ -34,7 +40,9 @@ _ROW_TYPES = {
 Pin = _C.Pin
 
 _SIGN_BIT = -(1 << 63)
-_COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused")
+_COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused", "unadmitted", "expired")
+#: The column of the counters that strict tables watch.
+_CROWDED = 7
 
 
 def _slots(capacity: int) -> int:
@@ -59,6 +67,12 @@ class TableSpec:
         initializer: distribution of the values of initial rows. None: zeros.
         column_offset: first column, where a table's columns are sharded.
         dtype: of rows: float32, float16 or bfloat16.
+        admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency` or
+            ``Probability``. None: all.
+        expire_after: an entry that was last touched more than so many steps ago leaves, at the
+            latest ``min(64, expire_after)`` steps later; at least 1. None: never.
+        strict: a lookup that refuses an id for lack of a place raises; see
+            :meth:`TableGroup.check_strict`.
     """
 
     name: str
@@ -70,6 +84,9 @@ class TableSpec:
     initializer: Initializer | None = None
     column_offset: int = 0
     dtype: torch.dtype = torch.float32
+    admission: Admission | None = None
+    expire_after: int | None = None
+    strict: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +159,8 @@ class TableGroup:
             configs, list(feature_tables), kernels_optimizer, state_dim, self.device
         )
         self._accumulator = Accumulator(self._group, optimizer)
+        self._strict = [table for table, spec in enumerate(self.tables) if spec.strict]
+        self._crowded = [0] * len(self.tables)
 
     def _config(self, spec: TableSpec, state_dim: int) -> _C.TableConfig:
         if spec.eviction not in _EVICTIONS:
@@ -154,8 +173,19 @@ class TableGroup:
                 f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "
                 f"{', '.join(map(str, _ROW_TYPES))}."
             )
+        check_expire_after(f"table '{spec.name}'", spec.expire_after)
+        check_strict(f"table '{spec.name}'", spec.strict)
+        try:
+            admission = admission_config(spec.admission)
+        except ValueError as error:
+            raise ValueError(f"table '{spec.name}': {error}") from None
         memory = table_memory(
-            spec.capacity, spec.dim, state_dim, spec.eviction, spec.dtype.itemsize
+            spec.capacity,
+            spec.dim,
+            state_dim,
+            spec.eviction,
+            spec.dtype.itemsize,
+            spec.admission,
         )
         if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
             raise ValueError(
@@ -173,6 +203,8 @@ class TableGroup:
             row_type=_ROW_TYPES[spec.dtype],
             seed=table_seed(spec.seed, spec.name),
             hbm_slots=hbm_slots_for(memory, hbm_bytes),
+            admission=admission,
+            expire_after=spec.expire_after or 0,
             **op_arguments(spec.initializer),
         )
 
@@ -193,7 +225,7 @@ class TableGroup:
 
     @property
     def counter_tensor(self) -> Tensor:
-        """int64 ``[tables, 5]`` on the device; ops that change a table write it."""
+        """int64 ``[tables, 8]`` on the device; ops that change a table write it."""
         return self._group.counters
 
     @property
@@ -265,7 +297,13 @@ class TableGroup:
         """As :meth:`find`, and inserts missing ids with their initial rows.
 
         An id finds no place, and gets -1, where both of its buckets are full of ids that were
-        looked up in this call or in one whose backward is still to come.
+        looked up in this call or in one whose backward is still to come; and where its table does
+        not admit it.
+
+        Before the call looks for ids, in tables with ``expire_after``, entries of one in
+        ``min(64, expire_after)`` buckets leave where they were last touched more than
+        ``expire_after`` steps ago; every bucket has its turn. Entries whose backward is still to
+        come stay. Counts of ids that are not admitted are halved where it is the time to.
 
         Args:
             ids: as in :meth:`find`.
@@ -273,9 +311,58 @@ class TableGroup:
             batch_size: as in :meth:`find`.
             pin: a new :meth:`pin`, where a backward is to come; without one, slots are valid until
                 the next call that inserts.
+
+        Raises:
+            RuntimeError: as :meth:`check_strict` says.
         """
         counters, number = self._group.counters, None if pin is None else pin.number
-        return _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, number)
+        slots = _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, number)
+        self.check_strict()
+        return slots
+
+    def expire(self) -> None:
+        """Lets all entries leave that were last touched more than ``expire_after`` steps ago.
+
+        It does not count as a step, and waits for nothing.
+        """
+        _ops.expire(self._group.counters, self.handle)
+
+    def check_strict(self) -> None:
+        """Raises if a strict table has refused an id for lack of a place since the last check.
+
+        Waits for the device where the group has a strict table, so that such a group can't be
+        captured in a CUDA graph. The other ids of the call have been placed then.
+
+        Raises:
+            RuntimeError: it names the tables, their load, and what to change.
+        """
+        if crowded := self.take_crowded():
+            sizes = self.sizes()
+            sentences = (
+                crowded_message(
+                    self.tables[table].name,
+                    number,
+                    sizes[table],
+                    _slots(self.tables[table].capacity),
+                )
+                for table, number in crowded.items()
+            )
+            raise RuntimeError(" ".join(sentences))
+
+    def take_crowded(self) -> dict[int, int]:
+        """How many ids each strict table has refused for lack of a place since this was last asked.
+
+        An id that repeats within a call counts at least once. Waits for the device where the group
+        has a strict table.
+
+        Returns:
+            Numbers above 0 by table.
+        """
+        if not self._strict:
+            return {}
+        before, self._crowded = self._crowded, self._group.counters[:, _CROWDED].tolist()
+        numbers = {table: self._crowded[table] - before[table] for table in self._strict}
+        return {table: number for table, number in numbers.items() if number > 0}
 
     def pooled_lookup(
         self,
@@ -399,13 +486,16 @@ class TableGroup:
     def counters(self) -> list[dict[str, int]]:
         """For each table, counts since it was made, its size and its capacity in slots.
 
-        Waits for the device.
+        ``lookups`` are ids of training lookups and insertions, ``hits`` those that were there,
+        ``inserted`` those that were placed, ``evicted`` those in whose place they were,
+        ``refused`` those that found no place, ``unadmitted`` those that were not admitted;
+        ``expired`` are entries that left for their age. Waits for the device.
         """
         sizes = self._group.sizes().tolist()  # first: waits for calls on other streams too
         counts = self._group.counters.tolist()
         result = []
         for spec, count, size in zip(self.tables, counts, sizes, strict=True):
-            counted = dict(zip(_COUNTERS, count, strict=True))
+            counted = dict(zip(_COUNTERS, count[: len(_COUNTERS)], strict=True))
             counted["hits"] = counted["lookups"] - counted.pop("misses")
             result.append({**counted, "size": size, "capacity": _slots(spec.capacity)})
         return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.admission import Admission, admission_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +15,8 @@ class TableMemory:
     Attributes:
         num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
         bucket_slots: slots of one bucket, at most 64.
-        index_bytes: digests, ids, steps and scores; always in HBM on a GPU.
+        index_bytes: digests, ids, steps, scores and the counts of ids that are not admitted; always
+            in HBM on a GPU.
         row_bytes: one row with its optimizer state.
     """
 
@@ -38,7 +40,12 @@ class TableMemory:
 
 
 def table_memory(
-    capacity: int, dim: int, state_width: int, eviction: str, element_bytes: int = 4
+    capacity: int,
+    dim: int,
+    state_width: int,
+    eviction: str,
+    element_bytes: int = 4,
+    admission: Admission | None = None,
 ) -> TableMemory:
     """Memory of a table.
 
@@ -48,12 +55,13 @@ def table_memory(
         state_width: fp32 values of optimizer state a row.
         eviction: the policy; all but ``"lru"`` keep 8 bytes of score a slot.
         element_bytes: of a value of a row.
+        admission: which new ids get a slot; what it counts takes memory.
     """
     buckets, bucket_slots = _C.geometry(capacity)
     return TableMemory(
         num_slots=buckets * bucket_slots,
         bucket_slots=bucket_slots,
-        index_bytes=_C.index_bytes(capacity, eviction != "lru"),
+        index_bytes=_C.index_bytes(capacity, eviction != "lru") + admission_bytes(admission),
         row_bytes=element_bytes * dim + 4 * state_width,
     )
 

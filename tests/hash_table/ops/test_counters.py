@@ -17,6 +17,8 @@ def test_find_or_insert(device_type):
         "inserted": 148,
         "evicted": 84,
         "refused": 36,
+        "unadmitted": 0,
+        "expired": 0,
         "size": 64,
         "capacity": 64,
     }

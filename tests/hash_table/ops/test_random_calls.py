@@ -7,6 +7,7 @@ import pytest
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
 from tests.support.table_model import POLICIES, TAKES_SCORES, Row
+from torchrec_hkv.hash_table import MinFrequency, Probability
 
 CALLS = [
     "find",
@@ -22,6 +23,7 @@ CALLS = [
     "erase",
     "select",
     "next_epoch",
+    "expire",
 ]
 
 
@@ -74,6 +76,8 @@ class Driver:
             checked.erase_if(score_below=low, older_than=2)
         elif name == "next_epoch" and self.policy.startswith("epoch"):
             checked.next_epoch()
+        elif name == "expire" and checked.model.expire_after is not None:
+            checked.expire()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -83,3 +87,32 @@ def test_random_calls(device_type, policy, capacity):
     driver = Driver(checked, policy, capacity, seed=capacity)
     for _ in range(80):
         driver.call()
+
+
+# So many cells that no set is ever full: then the order within a call doesn't matter.
+ADMISSIONS = {
+    "cells": MinFrequency(3, entries=1 << 16),
+    "cells, halved": MinFrequency(4, entries=1 << 16, halve_every=5),
+    "sketch": MinFrequency(3, sketch_bytes=1 << 12, halve_every=7),
+    "probability": Probability(0.3),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("capacity", [64, 200, 1000])
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_random_calls_with_admission_and_expiry(device_type, policy, capacity, admission):
+    expire_after = {64: 3, 200: 20, 1000: None}[capacity]
+    checked = CheckedTable(
+        policy,
+        capacity,
+        device=device_type,
+        admission=ADMISSIONS[admission],
+        expire_after=expire_after,
+    )
+    driver = Driver(checked, policy, capacity, seed=capacity)
+    for _ in range(60):
+        driver.call()
+    assert checked.model.inserted > 0
+    assert checked.model.unadmitted > 0
+    assert checked.model.expired > 0 or capacity > 64

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
 from tests.support.table_model import POLICIES, TAKES_SCORES, Row
-from torchrec_hkv.hash_table import Constant, Uniform
+from torchrec_hkv.hash_table import Admission, Constant, MinFrequency, Probability, Uniform
 
 EXTREMES = [INT64_MIN, INT64_MIN + 1, -2, -1, 0, 1, 2**31, 2**32, INT64_MAX - 1, INT64_MAX]
 single_ids = st.one_of(
@@ -36,6 +36,25 @@ given_scores = {
         st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**31, 2**32 - 1, 2**32, 2**64 - 1])
     ),
 }
+ages = st.one_of(st.none(), st.none(), st.integers(1, 12), st.just(70))
+halvings = st.one_of(st.none(), st.integers(1, 9))
+admissions = st.one_of(
+    st.none(),
+    st.none(),
+    st.builds(
+        MinFrequency,
+        st.integers(2, 4),
+        entries=st.sampled_from([1, 8, 20, 1000]),
+        halve_every=halvings,
+    ),
+    st.builds(
+        MinFrequency,
+        st.sampled_from([2, 3, 300]),
+        sketch_bytes=st.sampled_from([16, 100, 4096]),
+        halve_every=halvings,
+    ),
+    st.builds(Probability, st.sampled_from([0.01, 0.5, 1.0])),
+)
 
 
 @st.composite
@@ -65,13 +84,27 @@ class HashTableMachine(RuleBasedStateMachine):
         dim=st.sampled_from([1, 2, 3]),
         dtype=st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]),
         initializer=st.sampled_from([Uniform(-1, 1), Constant(0.25), Constant(0)]),
+        admission=admissions,
+        expire_after=ages,
     )
     def make(
-        self, capacity: int, dim: int, dtype: torch.dtype, initializer: Uniform | Constant
+        self,
+        capacity: int,
+        dim: int,
+        dtype: torch.dtype,
+        initializer: Uniform | Constant,
+        admission: Admission | None,
+        expire_after: int | None,
     ) -> None:
         self.capacity, self.dim = capacity, dim
         self.checked = CheckedTable(
-            self.policy, capacity, dim, dtype=dtype, initializer=initializer
+            self.policy,
+            capacity,
+            dim,
+            dtype=dtype,
+            initializer=initializer,
+            admission=admission,
+            expire_after=expire_after,
         )
         # Sums of several rows don't depend on their order where all are small whole numbers.
         self.exact_sums = dtype == torch.float32 and isinstance(initializer, Constant)
@@ -172,6 +205,11 @@ class HashTableMachine(RuleBasedStateMachine):
     @rule(data=st.data(), batch_size=st.sampled_from([1, 2, 7, 64, 1000]))
     def export_if(self, data: st.DataObject, batch_size: int) -> None:
         self.checked.export_if(batch_size, **self.draw_conditions(data))
+
+    @precondition(lambda self: self.checked.model.expire_after is not None)
+    @rule()
+    def expire(self) -> None:
+        self.checked.expire()
 
     @rule()
     def clear(self) -> None:

@@ -1,0 +1,55 @@
+// Dispatcher op of expiry; the share of each call that counts is part of that call. Its fake is in
+// torchrec_hkv/hash_table/ops.py.
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "bindings/checks.h"
+#include "bindings/on_device.h"
+#include "bindings/table_group.h"
+#include "hash_table/aging.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+// All entries leave that are too old for their tables, and whose backward is not still to come.
+void expire(at::Tensor counters, int64_t handle) {
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
+  check_device(counters, "counters", group.device());
+  const hash_table::Aging& aging = group.aging();
+  if (aging.expire_after == nullptr) return;
+#ifdef TORCHREC_HKV_CUDA
+  uint32_t most_buckets = 0;
+  for (int64_t t = 0; t < group.num_tables(); ++t) {
+    most_buckets = std::max(most_buckets, group.view(t).num_buckets);
+  }
+#endif
+  const CountedCall call(group.clock(), std::nullopt, /*counts=*/false);
+  const hash_table::Visit visit = call.visit(nullptr);
+  HKV_ON_GROUP(
+      group, call.use(/*inserts=*/false),
+      for (int32_t t = 0; t < aging.num_tables; ++t) {
+        const auto sweep = hash_table::sweep_of_all(aging.expire_after[t]);
+        hash_table::cpu::expire(group.view(t), sweep, visit, threads);
+      },
+      hash_table::cuda::tick(call.clock(), call.tick(), stream);
+      hash_table::cuda::expire(group.views(), aging.expire_after, aging.num_tables, /*all=*/true,
+                               most_buckets, visit, stream));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) { m.def("expire(Tensor(a!) counters, int group) -> ()"); }
+
+#define HKV_REGISTER(m) m.impl("expire", &expire);
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
+#ifdef TORCHREC_HKV_CUDA
+TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
+  HKV_REGISTER(m)
+}
+#endif
+
+}  // namespace torchrec_hkv::bindings

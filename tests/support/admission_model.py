@@ -1,0 +1,164 @@
+"""Python models of admission, by the formulas of docs/hash_table.md; they share no code with it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from tests.support.initial_value import MASK, mix64, mixed_seed
+from torchrec_hkv.hash_table import Admission, MinFrequency, Probability
+
+
+class EveryId:
+    """No admission."""
+
+    def begin_call(self, call: int) -> None:
+        """The call's number."""
+        self.call = call
+
+    def admitted(self, missing: Sequence[int]) -> set[int]:
+        """Which of the missing ids of a call, each as often as it is asked for, are admitted."""
+        return set(missing)
+
+    def clear(self) -> None:
+        """Forgets what was counted."""
+
+
+class CountedIds(EveryId):
+    """Counts in cells, ids in the order in which a call first names them (a CPU).
+
+    Args:
+        admission: with ``entries``.
+    """
+
+    def __init__(self, admission: MinFrequency) -> None:
+        assert admission.entries is not None
+        self.admission = admission
+        self.num_sets = -(-admission.entries // 8)
+        self.forgotten = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was counted."""
+        #: By set: 8 cells of an id, its count, and the call of the last time.
+        self.sets: dict[int, list[tuple[int, int, int] | None]] = {}
+
+    def begin_call(self, call: int) -> None:
+        """Halves the counts where it is the time to."""
+        self.call = call
+        every = self.admission.halve_every
+        if every is not None and call % every == 0:
+            for cells in self.sets.values():
+                for at, cell in enumerate(cells):
+                    if cell is not None:
+                        id_, count, last = cell
+                        cells[at] = (id_, count // 2, last) if count > 1 else None
+
+    def admitted(self, missing: Sequence[int]) -> set[int]:
+        """All occurrences are counted before anything is decided."""
+        asked = collections.Counter(missing)  # in order of the first occurrence
+        return {id_ for id_, times in asked.items() if self._count(id_, times)}
+
+    def _count(self, id_: int, times: int) -> bool:
+        hashed = mix64(id_ % 2**64 ^ 0xBB67AE8584CAA73B)
+        cells = self.sets.setdefault((hashed >> 32) * self.num_sets >> 32, [None] * 8)
+        own = next((at for at, cell in enumerate(cells) if cell and cell[0] == id_), None)
+        if own is not None:
+            times += cells[own][1]
+        if times >= self.admission.count:
+            if own is not None:
+                cells[own] = None
+            return True
+        if own is None and None in cells:
+            own = cells.index(None)
+        elif own is None:
+            self.forgotten += 1
+            older = [(*cell[1:], at) for at, cell in enumerate(cells) if cell[2] != self.call]
+            if not older:
+                return False
+            own = min(older)[-1]
+        cells[own] = (id_, times, self.call)
+        return False
+
+
+class SketchedIds(EveryId):
+    """Counts in a count-min sketch.
+
+    Args:
+        admission: with ``sketch_bytes``.
+    """
+
+    ROWS = 4
+
+    def __init__(self, admission: MinFrequency) -> None:
+        assert admission.sketch_bytes is not None
+        self.admission = admission
+        cell_bytes = 1 if admission.count <= 255 else 2
+        self.limit = 256**cell_bytes - 1
+        self.width = admission.sketch_bytes // 16 * 4 // cell_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was counted."""
+        self.cells: collections.Counter[tuple[int, int]] = collections.Counter()
+
+    def begin_call(self, call: int) -> None:
+        """Halves the counts where it is the time to."""
+        every = self.admission.halve_every
+        if every is not None and call % every == 0:
+            self.cells = collections.Counter({at: n // 2 for at, n in self.cells.items()})
+
+    def _places(self, id_: int) -> list[tuple[int, int]]:
+        key = mix64(id_ % 2**64 ^ 0x3C6EF372FE94F82B)
+        hashes = [mix64(key + row & MASK) for row in range(self.ROWS)]
+        return [(row, (hashed >> 32) * self.width >> 32) for row, hashed in enumerate(hashes)]
+
+    def admitted(self, missing: Sequence[int]) -> set[int]:
+        """All occurrences are counted before anything is decided."""
+        for id_ in missing:
+            for place in self._places(id_):
+                self.cells[place] = min(self.limit, self.cells[place] + 1)
+        return {id_ for id_ in missing if self.estimate(id_) >= self.admission.count}
+
+    def estimate(self, id_: int) -> int:
+        """How often the sketch says that an id was asked for."""
+        return min(self.cells[place] for place in self._places(id_))
+
+
+@dataclasses.dataclass
+class DrawnIds(EveryId):
+    """Draws.
+
+    Attributes:
+        p: probability.
+        table: the table's name.
+        seed: the table's seed.
+    """
+
+    p: float
+    table: str
+    seed: int
+
+    def admitted(self, missing: Sequence[int]) -> set[int]:
+        """One draw an id."""
+        return {id_ for id_ in missing if self._draw(id_) < self.p}
+
+    def _draw(self, id_: int) -> float:
+        seed = mixed_seed(self.table, self.seed)
+        key = mix64(seed ^ mix64(id_ + 0xA54FF53A5F1D36F1 & MASK))
+        return (mix64(key ^ mix64(self.call + 0x510E527FADE682D1 & MASK)) >> 11) / 2**53
+
+
+def admission_model(admission: Admission | None, table: str, seed: int) -> EveryId:
+    """The model of a table's admission."""
+    match admission:
+        case None:
+            return EveryId()
+        case MinFrequency(sketch_bytes=None):
+            return CountedIds(admission)
+        case MinFrequency():
+            return SketchedIds(admission)
+        case Probability(p):
+            return DrawnIds(p, table, seed)
+    raise AssertionError(admission)

@@ -1,0 +1,131 @@
+"""Admission: which new ids get a slot of a table.
+
+An id that is not there and not admitted has no slot: its lookup returns its initial row, it is not
+trained, and it is counted as ``unadmitted``. All occurrences of an id in one call share one fate:
+they are counted before anything is decided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torchrec_hkv import _C
+
+#: Cells that an id has to choose from.
+SET_ENTRIES = 8
+
+
+class Admission:
+    """Base of the ways to admit ids: :class:`MinFrequency` and :class:`Probability`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MinFrequency(Admission):
+    """Admits an id once training lookups and insertions have asked for it ``count`` times.
+
+    Every occurrence counts, those of the present call too; an id that a call asks for ``count``
+    times is admitted at once. Ids that are in the table are not counted. Exactly one of ``entries``
+    and ``sketch_bytes`` says where is counted:
+
+    - ``entries``: exactly, in cells of 16 bytes. An id has 8 cells to choose from. Where all are
+      taken, the lowest count makes room (among equals the one asked for longest ago; never one of
+      the same call) and starts anew if it comes back. So ids that are asked for rarely may be
+      admitted late, and none too early. Give twice as many entries as ids that wait at a time.
+      A cell is freed when its id is admitted.
+    - ``sketch_bytes``: in a count-min sketch of four rows, for any number of ids. A count is never
+      too low, so an id is admitted in time; it is too high by more than ``e * asked / width`` with
+      a probability of at most ``e ** -4``, 1.8 %, where ``asked`` are all occurrences counted so
+      far and ``width`` the cells of a row: ``sketch_bytes / 4`` for a ``count`` up to 255, else
+      ``sketch_bytes / 8``. Nothing leaves a sketch but by ``halve_every``: without it, it fills up
+      in time and admits every id.
+
+    The counts belong to the table: they count in its memory, ``clear`` forgets them, files do not
+    hold them.
+
+    Attributes:
+        count: occurrences, 2 to 65535.
+        entries: ids that can be counted at a time, 1 to 2^32; rounded up to a multiple of 8.
+        sketch_bytes: size of the sketch, 16 to 2^34; rounded down to a multiple of 16.
+        halve_every: halve all counts each so many counted calls, so that what was asked for long
+            ago weighs less; 1 to 2^32 - 1. None: never.
+    """
+
+    count: int
+    entries: int | None = None
+    sketch_bytes: int | None = None
+    halve_every: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("MinFrequency: count", self.count, 2, 65535)
+        if (self.entries is None) == (self.sketch_bytes is None):
+            given = "neither" if self.entries is None else "both"
+            raise ValueError(
+                f"MinFrequency: {given} of entries and sketch_bytes was given, but exactly one "
+                "must be: how many ids to count exactly, or the size of a sketch."
+            )
+        if self.entries is not None:
+            _check_int("MinFrequency: entries", self.entries, 1, 1 << 32)
+        if self.sketch_bytes is not None:
+            _check_int("MinFrequency: sketch_bytes", self.sketch_bytes, 16, 1 << 34)
+        if self.halve_every is not None:
+            _check_int("MinFrequency: halve_every", self.halve_every, 1, (1 << 32) - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probability(Admission):
+    """Admits each missing id with a probability, in each call anew.
+
+    The draw is a function of the table's seed and name, the id and the number of the call: the same
+    on every device, one for all occurrences of an id in a call. An id is admitted after ``1 / p``
+    calls on average.
+
+    Attributes:
+        p: above 0, at most 1.
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.p, (int, float)) and not isinstance(self.p, bool)
+        if not is_number or math.isnan(self.p) or not 0 < self.p <= 1:
+            raise ValueError(f"Probability: p is {self.p!r}, but must be above 0 and at most 1.")
+
+
+def admission_config(admission: Admission | None) -> _C.AdmissionConfig:
+    """What the kernels need to know of it.
+
+    Raises:
+        ValueError: it is none of this module's.
+    """
+    config = _C.AdmissionConfig()
+    if admission is None:
+        return config
+    if isinstance(admission, Probability):
+        config.kind = _C.AdmissionKind.PROBABILITY
+        config.probability = float(admission.p)
+    elif isinstance(admission, MinFrequency):
+        config.count = admission.count
+        config.halve_every = admission.halve_every or 0
+        if admission.entries is not None:
+            config.kind = _C.AdmissionKind.COUNTED
+            config.entries = admission.entries
+        else:
+            config.kind = _C.AdmissionKind.SKETCHED
+            config.sketch_bytes = admission.sketch_bytes
+    else:
+        raise ValueError(
+            f"admission is {admission!r}, but must be a MinFrequency or a Probability, or None."
+        )
+    return config
+
+
+def admission_bytes(admission: Admission | None) -> int:
+    """Bytes that a table's counts take."""
+    return _C.admission_bytes(admission_config(admission))
+
+
+def _check_int(what: str, value: object, least: int, most: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not least <= value <= most:
+        raise ValueError(f"{what} is {value!r}, but must be an integer from {least} to {most}.")

@@ -1,0 +1,46 @@
+"""What a table's spec may say of expiry and strictness, and what a strict table says."""
+
+from __future__ import annotations
+
+
+def check_expire_after(where: str, expire_after: object) -> None:
+    """Refuses what is no number of calls.
+
+    Raises:
+        ValueError: its sentence starts with ``where``.
+    """
+    if expire_after is None:
+        return
+    is_int = isinstance(expire_after, int) and not isinstance(expire_after, bool)
+    if not is_int or not 1 <= expire_after < 1 << 32:
+        raise ValueError(
+            f"{where}: expire_after is {expire_after!r}, but must be a number of calls from 1 to "
+            "2^32 - 1, or None."
+        )
+
+
+def check_strict(where: str, strict: object) -> None:
+    """Refuses what is no truth value.
+
+    Raises:
+        ValueError: its sentence starts with ``where``.
+    """
+    if not isinstance(strict, bool):
+        raise ValueError(f"{where}: strict is {strict!r}, but must be True or False.")
+
+
+def crowded_message(name: str, number: int, size: int, slots: int) -> str:
+    """Why a strict table raises.
+
+    Args:
+        name: of the table.
+        number: ids that found no place.
+        size: entries of the table.
+        slots: that it has.
+    """
+    return (
+        f"Table {name!r} is strict and had no place for {number} of this call's new ids: both "
+        "buckets of each are full of ids of this call or of calls whose backward is still to come. "
+        f"Its load is {size / slots:.3f} ({size} of {slots} slots): give it a larger capacity, use "
+        "smaller batches, or keep fewer of them in flight."
+    )
