@@ -38,8 +38,22 @@ inline const uint16_t* digest_line(const TableView& table, uint32_t bucket) {
   return table.digests + static_cast<int64_t>(bucket) * kBucketDigests;
 }
 
+inline void prefetch_line(const TableView& table, uint32_t bucket) {
+  const uint16_t* line = digest_line(table, bucket);
+  __builtin_prefetch(line);
+  __builtin_prefetch(line + 32);
+}
+
 inline int64_t first_slot_of(const TableView& table, uint32_t bucket) {
   return static_cast<int64_t>(bucket) * table.bucket_slots;
+}
+
+inline int64_t row_bytes(const TableView& table) {
+  return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
+}
+
+inline void prefetch_bytes(const void* from, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(from) + b);
 }
 
 // The id's slot in one bucket, or kNoSlot.

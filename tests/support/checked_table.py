@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -317,6 +318,12 @@ class CheckedTable:
         """Forgets all."""
         self.table.clear()
         self.model.entries.clear()
+        self.check()
+
+    def reload(self, folder: os.PathLike[str]) -> None:
+        """Saves the table and loads it again."""
+        self.table.save(folder)
+        self.table.load(folder)
         self.check()
 
     def next_epoch(self, by: int = 1) -> None:
