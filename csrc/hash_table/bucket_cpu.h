@@ -38,12 +38,6 @@ inline const uint16_t* digest_line(const TableView& table, uint32_t bucket) {
   return table.digests + static_cast<int64_t>(bucket) * kBucketDigests;
 }
 
-inline void prefetch_line(const TableView& table, uint32_t bucket) {
-  const uint16_t* line = digest_line(table, bucket);
-  __builtin_prefetch(line);
-  __builtin_prefetch(line + 32);
-}
-
 inline int64_t first_slot_of(const TableView& table, uint32_t bucket) {
   return static_cast<int64_t>(bucket) * table.bucket_slots;
 }
@@ -52,8 +46,17 @@ inline int64_t row_bytes(const TableView& table) {
   return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
 }
 
+// Reads ahead. GCC takes functions and loops that only prefetch for ones that do nothing, and drops
+// them: hence the empty statement, which it may not drop.
 inline void prefetch_bytes(const void* from, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(from) + b);
+  for (int64_t b = 0; b < bytes; b += 64) {
+    __builtin_prefetch(static_cast<const char*>(from) + b);
+    asm volatile("");
+  }
+}
+
+inline void prefetch_line(const TableView& table, uint32_t bucket) {
+  prefetch_bytes(digest_line(table, bucket), kBucketDigests * sizeof(uint16_t));
 }
 
 // The id's slot in one bucket, or kNoSlot.

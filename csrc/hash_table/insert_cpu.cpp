@@ -21,11 +21,15 @@ struct Place {
   bool evicts;
 };
 
+// `seen`: the lowest rank of the two buckets earlier in this call, or no slot. What has been
+// touched since then is pinned, so the slot is still the one to go if it has not been touched
+// itself.
 Place choose_place(const TableView& table, const BucketChoice& choice, const Visit& visit,
-                   bool refuse_lower, uint64_t own_score) {
+                   bool refuse_lower, uint64_t own_score, const Victim& seen) {
   const int64_t free = free_slot(table, choice);
   if (free != kNoSlot) return Place{free, false};
-  const Victim victim = lowest_rank(table, choice, visit.pinned_from);
+  const bool holds = seen.slot != kNoSlot && table.last_steps[seen.slot] == seen.rank.last_step;
+  const Victim victim = holds ? seen : lowest_rank(table, choice, visit.pinned_from);
   const bool refused = refuse_lower && own_score < victim.rank.score;
   return Place{refused ? kNoSlot : victim.slot, true};
 }
@@ -76,21 +80,22 @@ class Placing {
   void work() {
     const int64_t groups = missing_.groups();
     std::vector<Counts> counts(1);
-    const auto take = [&] {
-      const int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
-      if (group < groups) prefetch_lines(group);
-      return group;
-    };
-    int64_t following;
-    for (int64_t group = take(); group < groups; group = following) {
-      following = take();
+    bool full = false;
+    int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
+    if (group < groups) {
+      for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
+        prefetch_buckets(*it, full);
+      }
+    }
+    while (group < groups) {
+      const int64_t following = next_.fetch_add(1, std::memory_order_relaxed);
       for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
         wait_for(it->after_first);
         wait_for(it->after_second);
       }
-      prefetch_places(group);
-      insert_group(group, counts);
+      full = insert_group(group, following, full, counts);
       done_[group].store(true, std::memory_order_release);
+      group = following;
     }
     for (size_t t = 0; t < counts.size(); ++t) {
       count(tables_[t], kInserted, counts[t].inserted);
@@ -106,58 +111,79 @@ class Placing {
     }
   }
 
-  void prefetch_lines(int64_t group) const {
-    for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
-      prefetch_line(tables_[it->table], it->choice.first);
-      prefetch_line(tables_[it->table], it->choice.second);
+  // Places a group and meanwhile has the next one's buckets brought near, an id at a time: a
+  // processor drops prefetches that come in bursts. Returns whether a bucket pair was full.
+  bool insert_group(int64_t group, int64_t following, bool full, std::vector<Counts>& counts) {
+    constexpr int64_t kAhead = 6;
+    Missing* const first = missing_.begin(group);
+    const int64_t n = missing_.end(group) - first;
+    const bool more = following < missing_.groups();
+    const int64_t next = more ? missing_.end(following) - missing_.begin(following) : 0;
+    Victim seen[MissingIds::kGroup];
+    bool any_full = false;
+    for (int64_t i = 0; i < n + kAhead; ++i) {
+      if (i < next) prefetch_buckets(missing_.begin(following)[i], full);
+      if (i < n) {
+        seen[i] = look_ahead(first[i]);
+        any_full |= seen[i].slot != kNoSlot;
+      }
+      if (i >= kAhead) insert_missing(first[i - kAhead], seen[i - kAhead], counts);
     }
+    return any_full;
   }
 
-  // What insert_group is likely to read and write.
-  void prefetch_places(int64_t group) const {
-    for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
-      const TableView& table = tables_[it->table];
-      const int64_t free = free_slot(table, it->choice);
-      if (free == kNoSlot) {
-        prefetch_ranks(table, it->choice.first);
-        prefetch_ranks(table, it->choice.second);
-        continue;
-      }
-      __builtin_prefetch(&table.ids[free], 1);
-      __builtin_prefetch(&table.last_steps[free], 1);
-      if (table.scores != nullptr) __builtin_prefetch(&table.scores[free], 1);
-    }
+  void prefetch_buckets(const Missing& it, bool full) const {
+    const TableView& table = tables_[it.table];
+    prefetch_line(table, it.choice.first);
+    prefetch_line(table, it.choice.second);
+    if (!full) return;
+    prefetch_ranks(table, it.choice.first);
+    prefetch_ranks(table, it.choice.second);
   }
 
-  void insert_group(int64_t group, std::vector<Counts>& counts) const {
-    for (Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
-      const TableView& table = tables_[it->table];
-      if (counts.size() <= static_cast<size_t>(it->table)) counts.resize(it->table + 1);
-      Counts& counted = counts[it->table];
-      const int64_t id = batch_.ids[it->position];
-      const uint64_t given = visit_.given(it->position);
-      int64_t slot = find_slot(table, id, it->choice);
-      if (slot != kNoSlot) {  // placed earlier in this batch
-        touch(table, slot, visit_, given);
-      } else {
-        const uint64_t score = first_score(table.eviction, visit_.now, visit_.epoch, given);
-        const Place place = choose_place(table, it->choice, visit_, placement_.refuse_lower, score);
-        if (place.slot == kNoSlot) {
-          ++counted.refused;
-          note_leaver(*it, id, score, given_row(table, it->position));
-          continue;
-        }
-        slot = place.slot;
-        if (place.evicts) {
-          note_leaver(*it, table.ids[slot], rank_of(table, slot).score, table.rows.row(slot));
-        }
-        place_new(table, id, it->choice, slot, visit_.now, score);
-        it->placed = true;
-        ++counted.inserted;
-        counted.evicted += place.evicts;
-      }
-      slots_[it->position] = table.first_slot + slot;
+  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it.
+  Victim look_ahead(const Missing& it) const {
+    const TableView& table = tables_[it.table];
+    const int64_t free = free_slot(table, it.choice);
+    const Victim victim =
+        free != kNoSlot ? Victim{kNoSlot, {}} : lowest_rank(table, it.choice, visit_.pinned_from);
+    const int64_t slot = free != kNoSlot ? free : victim.slot;
+    if (slot != kNoSlot) {
+      __builtin_prefetch(&table.ids[slot], 1);
+      __builtin_prefetch(&table.last_steps[slot], 1);
+      if (table.scores != nullptr) __builtin_prefetch(&table.scores[slot], 1);
     }
+    return victim;
+  }
+
+  void insert_missing(Missing& it, const Victim& seen, std::vector<Counts>& counts) const {
+    const TableView& table = tables_[it.table];
+    if (counts.size() <= static_cast<size_t>(it.table)) counts.resize(it.table + 1);
+    Counts& counted = counts[it.table];
+    const int64_t id = batch_.ids[it.position];
+    const uint64_t given = visit_.given(it.position);
+    int64_t slot = find_slot(table, id, it.choice);
+    if (slot != kNoSlot) {  // placed earlier in this batch
+      touch(table, slot, visit_, given);
+    } else {
+      const uint64_t score = first_score(table.eviction, visit_.now, visit_.epoch, given);
+      const Place place =
+          choose_place(table, it.choice, visit_, placement_.refuse_lower, score, seen);
+      if (place.slot == kNoSlot) {
+        ++counted.refused;
+        note_leaver(it, id, score, given_row(table, it.position));
+        return;
+      }
+      slot = place.slot;
+      if (place.evicts) {
+        note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.rows.row(slot));
+      }
+      place_new(table, id, it.choice, slot, visit_.now, score);
+      it.placed = true;
+      ++counted.inserted;
+      counted.evicted += place.evicts;
+    }
+    slots_[it.position] = table.first_slot + slot;
   }
 
   const char* given_row(const TableView& table, int64_t position) const {

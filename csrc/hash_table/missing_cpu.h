@@ -14,7 +14,7 @@ namespace torchrec_hkv::hash_table::cpu {
 constexpr uint32_t kNoGroup = UINT32_MAX;
 
 struct Missing {
-  int64_t position;  // in the batch
+  uint32_t position;  // in the batch
   int32_t table;
   BucketChoice choice;
   uint32_t after_first;   // the last group before its own that may change its first bucket,
@@ -64,7 +64,7 @@ class MissingIds {
       for (; begin < stop; ++begin) {
         if (slots[begin] != kNoSlot) continue;
         const BucketChoice choice = choose_buckets(batch.ids[begin], tables[table].num_buckets);
-        *to++ = Missing{begin, table, choice, kNoGroup, kNoGroup, false};
+        *to++ = Missing{static_cast<uint32_t>(begin), table, choice, kNoGroup, kNoGroup, false};
       }
     }
   }
