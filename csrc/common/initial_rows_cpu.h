@@ -11,8 +11,6 @@
 
 namespace torchrec_hkv {
 
-constexpr int32_t kMostDraws = 64;
-
 // Four lanes of GCC's and Clang's vector extension: no machine must have them.
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 
@@ -24,19 +22,26 @@ inline void mix_lanes(Lanes& x) {  // mix64
   x ^= x >> 31;
 }
 
-// n draws of consecutive columns, from the first column of `block` on; n is rounded up to 16.
-inline void draw_columns(uint64_t of_id, uint64_t block, uint32_t n, uint32_t* draws) {
-  for (uint32_t done = 0; done < n; done += 16, block += 4) {
-    const Lanes blocks = {block, block + 1, block + 2, block + 3};
-    Lanes first = of_id ^ (blocks << 1);
-    mix_lanes(first);
-    Lanes second = first ^ 0xd1b54a32d192ed03ull;
-    mix_lanes(second);
-    const Lanes low = __builtin_shufflevector(first, second, 0, 4, 1, 5);
-    const Lanes high = __builtin_shufflevector(first, second, 2, 6, 3, 7);
-    std::memcpy(draws + done, &low, sizeof(low));
-    std::memcpy(draws + done + 8, &high, sizeof(high));
-  }
+typedef uint32_t Draws __attribute__((vector_size(32)));
+typedef float Values __attribute__((vector_size(32)));
+
+// The draws of 16 columns, from the first column of `block` on.
+inline void draw_columns(uint64_t of_id, uint64_t block, Draws& low, Draws& high) {
+  const Lanes blocks = {block, block + 1, block + 2, block + 3};
+  Lanes first = of_id ^ (blocks << 1);
+  mix_lanes(first);
+  Lanes second = first ^ 0xd1b54a32d192ed03ull;
+  mix_lanes(second);
+  low = (Draws)__builtin_shufflevector(first, second, 0, 4, 1, 5);
+  high = (Draws)__builtin_shufflevector(first, second, 2, 6, 3, 7);
+}
+
+// scale_uniform of eight draws.
+inline void store_uniform(const InitialRows& init, const Draws& draws, float* out) {
+  typedef int32_t Ints __attribute__((vector_size(32)));
+  const Values unit = __builtin_convertvector((Ints)(draws >> 8), Values) * (1.0f / 16777216.0f);
+  const Values values = init.low + (init.high - init.low) * unit;
+  std::memcpy(out, &values, sizeof(values));
 }
 
 // out[i] = the value of column `column` + i, for n columns.
@@ -49,18 +54,20 @@ inline void initial_row(const InitialRows& init, int64_t id, uint32_t column, in
   }
   const uint64_t of_id = id_bits(init, id);
   const uint32_t end = column + static_cast<uint32_t>(n);
-  uint32_t draws[kMostDraws];
-  for (uint32_t c = column; c < end;) {
-    const uint32_t skip = c & 3;
-    const uint32_t count = std::min<uint32_t>(kMostDraws - skip, end - c);
-    draw_columns(of_id, c >> 2, skip + count, draws);
-    float* to = out + (c - column);
-    if (uniform) {
-      for (uint32_t k = 0; k < count; ++k) to[k] = scale_uniform(init, draws[skip + k]);
-    } else {
-      for (uint32_t k = 0; k < count; ++k) to[k] = scale_normal(init, draws[skip + k]);
+  Draws draws[2];
+  uint32_t c = column;
+  // No detour over memory, where these stores would queue behind those to rows.
+  for (; uniform && c % 4 == 0 && end - c >= 16; c += 16) {
+    draw_columns(of_id, c >> 2, draws[0], draws[1]);
+    store_uniform(init, draws[0], out + (c - column));
+    store_uniform(init, draws[1], out + (c - column) + 8);
+  }
+  while (c < end) {
+    draw_columns(of_id, c >> 2, draws[0], draws[1]);
+    const auto* bits = reinterpret_cast<const uint32_t*>(draws);
+    for (uint32_t k = c & 3; k < 16 && c < end; ++k, ++c) {
+      out[c - column] = uniform ? scale_uniform(init, bits[k]) : scale_normal(init, bits[k]);
     }
-    c += count;
   }
 }
 
@@ -71,9 +78,10 @@ inline void store_initial_row(const InitialRows& init, int64_t id, uint32_t colu
     initial_row(init, id, column, n, reinterpret_cast<float*>(row));
     return;
   }
-  float values[kMostDraws];
-  for (int32_t c = 0; c < n; c += kMostDraws) {
-    const int32_t count = std::min(kMostDraws, n - c);
+  constexpr int32_t kPart = 64;
+  float values[kPart];
+  for (int32_t c = 0; c < n; c += kPart) {
+    const int32_t count = std::min(kPart, n - c);
     initial_row(init, id, column + static_cast<uint32_t>(c), count, values);
     for (int32_t k = 0; k < count; ++k) store_element(type, row, c + k, values[k]);
   }
