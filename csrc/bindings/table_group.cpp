@@ -202,22 +202,23 @@ int64_t TableGroup::state_width_of(const TableConfig& config) const {
 }
 
 TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
-  const auto options = at::device(device_);
   Memory memory;
   memory.geometry = hash_table::geometry_of(config.capacity);
   const int64_t slots = memory.geometry.num_slots();
   const int64_t on_host = slots - config.hbm_slots;
   const at::ScalarType row_type = scalar_type(config.row_type);
-  memory.digests =
-      at::empty({memory.geometry.num_buckets, kBucketDigests}, options.dtype(at::kShort));
+  const auto empty = [&](at::IntArrayRef sizes, at::ScalarType dtype) {
+    return table_memory(sizes, dtype, device_);
+  };
+  memory.digests = empty({memory.geometry.num_buckets, kBucketDigests}, at::kShort);
   // Empty slots are never read, but an export copies them: keep it free of other memory's contents.
-  memory.ids = at::zeros({slots}, options.dtype(at::kLong));
-  memory.last_steps = at::empty({slots}, options.dtype(at::kInt));
+  memory.ids = empty({slots}, at::kLong).zero_();
+  memory.last_steps = empty({slots}, at::kInt);
   free_all(memory);
-  memory.scores = at::zeros({keeps_scores(config.eviction) ? slots : 0}, options.dtype(at::kLong));
-  memory.rows = at::empty({config.hbm_slots, config.dim}, options.dtype(row_type));
+  memory.scores = empty({keeps_scores(config.eviction) ? slots : 0}, at::kLong).zero_();
+  memory.rows = empty({config.hbm_slots, config.dim}, row_type);
   const int64_t state_width = state_width_of(config);
-  memory.states = at::empty({config.hbm_slots, state_width}, options.dtype(at::kFloat));
+  memory.states = empty({config.hbm_slots, state_width}, at::kFloat);
   memory.rows_host = pinned_matrix(on_host, config.dim, row_type, device_);
   memory.states_host = pinned_matrix(on_host, state_width, at::kFloat, device_);
   return memory;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -329,6 +330,12 @@ class CheckedTable:
         self.table.clear()
         self.model.entries.clear()
         self.model.admission.clear()
+        self.check()
+
+    def reload(self, folder: os.PathLike[str]) -> None:
+        """Saves the table and loads it again."""
+        self.table.save(folder)
+        self.table.load(folder)
         self.check()
 
     def next_epoch(self, by: int = 1) -> None:
