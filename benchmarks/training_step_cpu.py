@@ -31,13 +31,13 @@ from torch import Tensor
 
 from benchmarks.environment import CsvFile
 from benchmarks.ids import power_law
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 WARM_UP = 3
 LEARNING_RATE, EPS = 0.01, 1e-8
 OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "sgd": (SGD(), EmbOptimType.EXACT_SGD),
+    "rowwise_adagrad": (RowWiseAdagrad(eps=EPS), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
 }
 #: Name, ids a bag, power of their law (0: uniform).
 STREAMS = [("uniform", 10, 0.0), ("power law", 10, 1.05), ("one id a bag", 1, 0.0)]
@@ -48,7 +48,7 @@ def make_fbgemm(args: argparse.Namespace, optimizer: str) -> SplitTableBatchedEm
     shape = (args.rows, args.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
     return SplitTableBatchedEmbeddingBagsCodegen(
         [shape] * args.tables,
-        optimizer=OPTIMIZERS[optimizer],
+        optimizer=OPTIMIZERS[optimizer][1],
         learning_rate=LEARNING_RATE,
         eps=EPS,
         pooling_mode=PoolingMode.SUM,
@@ -63,10 +63,10 @@ def make_group(args: argparse.Namespace, optimizer: str) -> TableGroup:
         TableSpec(name=f"t{t}", initializer=Uniform(-0.05, 0.05), **spec)
         for t in range(args.tables)
     ]
-    group = TableGroup(tables, list(range(args.tables)), optimizer, eps=EPS)
+    group = TableGroup(tables, list(range(args.tables)), OPTIMIZERS[optimizer][0])
     ids = torch.arange(args.rows).repeat(args.tables)
     offsets = torch.arange(args.tables + 1) * args.rows
-    if (group.find_or_insert(ids, offsets, 1, group.begin_step()) < 0).any():
+    if (group.find_or_insert(ids, offsets, 1) < 0).any():
         raise RuntimeError("a table has no room for an id; --load must be lower.")
     return group
 
@@ -104,14 +104,15 @@ class HashTables:
         self.group = group
         self.batch = batch
         self.anchor = torch.empty(0, requires_grad=True)
+        self.learning_rate = torch.tensor(LEARNING_RATE)
         self.found = now()
 
     def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        step = self.group.begin_step()
-        slots = self.group.find_or_insert(ids, offsets, self.batch, step)
+        pin = self.group.pin()
+        slots = self.group.find_or_insert(ids, offsets, self.batch, pin)
         self.found = now()
         return self.group.pooled_lookup(
-            self.anchor, ids, offsets, None, slots, self.batch, False, step, LEARNING_RATE
+            self.anchor, ids, offsets, None, slots, self.batch, False, pin, self.learning_rate
         )
 
 
