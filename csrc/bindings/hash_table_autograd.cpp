@@ -28,6 +28,18 @@ struct StepPin : torch::CustomClassHolder {
   bool released = false;
 };
 
+// The slots of a lookup, found again where a table has grown since. What is pinned is still there.
+at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const at::Tensor& ids,
+                         const at::Tensor& offsets, int64_t batch_size, int64_t step,
+                         int64_t growths) {
+  if (step > 0 ? !group.grown_since(step) : group.growths() == growths) return slots;
+  static const auto find = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("torchrec_hkv::find", "")
+                               .typed<at::Tensor(int64_t, const at::Tensor&,
+                                                 const std::optional<at::Tensor>&, int64_t)>();
+  return at::where(slots.lt(0), slots, find.call(group.handle(), ids, offsets, batch_size));
+}
+
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
   // `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
@@ -46,7 +58,8 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     ctx->saved_data["mean"] = mean;
     ctx->saved_data["learning_rate"] = learning_rate;
     ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
-    ctx->saved_data["training"] = step > 0;
+    ctx->saved_data["step"] = step;
+    ctx->saved_data["growths"] = TableGroup::from_handle(handle)->growths();
     if (step > 0) {
       ctx->saved_data["pin"] = at::IValue::make_capsule(c10::make_intrusive<StepPin>(handle, step));
     }
@@ -68,19 +81,22 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
             .typed<at::Tensor(int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                               const at::Tensor&, int64_t, bool)>();
     const variable_list saved = ctx->get_saved_variables();
-    const Variable &ids = saved[0], &offsets = saved[1], &slots = saved[2];
+    const Variable &ids = saved[0], &offsets = saved[1];
     std::optional<at::Tensor> weights;
     if (saved[3].defined()) weights = saved[3].detach();
     const int64_t handle = ctx->saved_data["handle"].toInt();
     const int64_t batch_size = ctx->saved_data["batch_size"].toInt();
     const bool mean = ctx->saved_data["mean"].toBool();
     const at::Tensor grad = grads[0].detach().contiguous();
+    const int64_t step = ctx->saved_data["step"].toInt();
+    const at::Tensor slots = present_slots(*TableGroup::from_handle(handle), saved[2], ids, offsets,
+                                           batch_size, step, ctx->saved_data["growths"].toInt());
     // The weights' gradient reads the rows of the forward: before they change.
     Variable weights_grad;
     if (ctx->saved_data["weights_grad"].toBool()) {
       weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean);
     }
-    if (ctx->saved_data["training"].toBool()) {
+    if (step > 0) {
       const auto pin =
           c10::static_intrusive_pointer_cast<StepPin>(ctx->saved_data["pin"].toCapsule());
       if (pin->group->optimizer().kind != Optimizer::kNone) {

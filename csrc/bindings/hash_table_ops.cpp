@@ -66,6 +66,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   const hash_table::Visit visit = group.visit(step);
   const hash_table::Placement placement{/*initialize=*/true, /*refuse_lower=*/false, {}};
+  owner->make_room(batch, ids, offsets);
   const at::Tensor scratch = insert_scratch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
@@ -148,19 +149,25 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
   return rows;
 }
 
-// Below autograd, `anchor`, `step` and `learning_rate` have nothing to say.
+// Below autograd, `anchor` and `learning_rate` have nothing to say. step: of the training lookup
+// that found the slots, 0 in evaluation.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
-                         const at::Tensor& slots, int64_t batch_size, bool mean, int64_t /*step*/,
+                         const at::Tensor& slots, int64_t batch_size, bool mean, int64_t step,
                          double /*learning_rate*/) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   check_slots(group, slots, ids);
+  // Other lookups may have made the table grow since.
+  const at::Tensor present =
+      step > 0 && group.grown_since(step)
+          ? at::where(slots.lt(0), slots, find(handle, ids, offsets, batch_size))
+          : slots;
   const Pooling pooling = make_pooling(group, weights, mean, ids);
   at::Tensor pooled = at::empty({batch_size, group.total_dim()}, ids.options().dtype(at::kFloat));
   const Output<float> out{pooled.data_ptr<float>(), group.total_dim()};
-  const int64_t* at = slots.const_data_ptr<int64_t>();
+  const int64_t* at = present.const_data_ptr<int64_t>();
   HKV_ON_DEVICE(group.device(),
                 hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
                 hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, stream));

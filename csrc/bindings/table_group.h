@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "bindings/initial_rows.h"
+#include "bindings/table_memory.h"
 #include "common/optimizers.h"
-#include "hash_table/geometry.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::bindings {
@@ -20,6 +20,7 @@ namespace torchrec_hkv::bindings {
 struct TableConfig {
   std::string name;
   int64_t capacity;
+  int64_t initial_capacity;  // the table grows from this to the capacity
   int64_t dim;
   int64_t column_offset;
   Eviction eviction;
@@ -29,7 +30,15 @@ struct TableConfig {
   int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
 };
 
-// One table's arrays, for export and load; first dimension num_slots.
+// What tables may take, in bytes, and what there is at all.
+struct AvailableMemory {
+  int64_t hbm_free;
+  int64_t hbm_total;
+  int64_t host_free;
+  int64_t host_total;
+};
+
+// One table's arrays, for export and load; first dimension the slots of the full capacity.
 struct TableState {
   at::Tensor occupied;    // bool
   at::Tensor ids;         // int64
@@ -42,11 +51,13 @@ struct TableState {
 class TableGroup {
  public:
   // Makes empty tables. feature_tables: the table of each feature, in the order of the output.
-  // state_dim: fp32 values of state a row keeps; by default what the optimizer needs.
+  // state_dim: fp32 values of state a row keeps; by default what the optimizer needs. Throws
+  // ValueError, before anything is allocated, where the tables need more than is available.
   static std::shared_ptr<TableGroup> make(std::vector<TableConfig> configs,
                                           std::vector<int64_t> feature_tables,
                                           OptimizerConfig optimizer,
-                                          std::optional<int64_t> state_dim, at::Device device);
+                                          std::optional<int64_t> state_dim, at::Device device,
+                                          const AvailableMemory& available);
   ~TableGroup();
   TableGroup(const TableGroup&) = delete;
   TableGroup& operator=(const TableGroup&) = delete;
@@ -61,6 +72,7 @@ class TableGroup {
   int64_t num_tables() const { return static_cast<int64_t>(configs_.size()); }
   int64_t num_features() const { return static_cast<int64_t>(feature_table_list_.size()); }
   int64_t total_dim() const { return total_dim_; }
+  // Of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
   bool four_wide() const { return four_wide_; }
   // Whether one of the tables needs a score with every id.
@@ -71,9 +83,10 @@ class TableGroup {
   const hash_table::TableView* views() const;
   // In host memory, its pointers on the group's device.
   const hash_table::TableView& view(int64_t table) const;
-  // The same, where the group has one table and one feature; otherwise null.
+  // The same, where the group has one table and one feature; otherwise null. Null too while the
+  // table may grow: a CUDA graph would keep the view that it was captured with.
   const hash_table::TableView* only_view() const {
-    return num_tables() == 1 && num_features() == 1 ? &host_views_[0] : nullptr;
+    return num_tables() == 1 && num_features() == 1 && !growing_ ? &host_views_[0] : nullptr;
   }
   at::ScalarType row_dtype(int64_t table) const;
   const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
@@ -90,10 +103,11 @@ class TableGroup {
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
   void clear_table(int64_t table);
-  at::Tensor occupied(int64_t table) const;    // bool [num_slots]
-  at::Tensor scores(int64_t table) const;      // int64 [num_slots]
-  at::Tensor last_steps(int64_t table) const;  // int64 [num_slots]
-  at::Tensor ids(int64_t table) const { return memory_.at(table).ids; }
+  // By slot, of the slots that there are at present.
+  at::Tensor occupied(int64_t table) const;    // bool
+  at::Tensor scores(int64_t table) const;      // int64
+  at::Tensor last_steps(int64_t table) const;  // int64
+  at::Tensor ids(int64_t table) const { return memory_.at(table).ids.tensor; }
   int64_t clock() const;
   // The last step begun, where another table's contents are loaded. Throws where a backward is
   // still to come: it would write to slots that others have then.
@@ -103,32 +117,52 @@ class TableGroup {
   int64_t hbm_bytes(int64_t table) const;
   int64_t host_bytes(int64_t table) const;
 
+  // Growth, in table_growth.cpp. A table that has not its full capacity doubles before its entries
+  // take more than 7/8 of its slots. Then its slots are others than before; nothing else changes.
+  // Waits for the device where a table grows or may have to, and throws where a CUDA graph is being
+  // captured.
+
+  // Before the ids of a batch are inserted.
+  void make_room(const hash_table::Batch& batch, const at::Tensor& ids,
+                 const std::optional<at::Tensor>& offsets);
+  // Before n entries are put into a table that has room for them.
+  void expect_entries(int64_t table, int64_t n);
+  // Grows a table now, so that it takes so many rows without growing.
+  void reserve(int64_t table, int64_t rows);
+  // The same, to the geometry of a file, if the table can have it.
+  bool reserve_buckets(int64_t table, int64_t num_buckets, int64_t bucket_slots);
+  int64_t present_slots(int64_t table) const;
+  int64_t full_slots(int64_t table) const;
+  // Growths until now: slots that were found at another number are stale.
+  int64_t growths() const { return growths_; }
+  // Whether a table has grown at this training step or later.
+  bool grown_since(int64_t step) const;
+
  private:
   TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
-             OptimizerConfig optimizer, std::optional<int64_t> state_dim, at::Device device);
-
-  struct Memory {
-    hash_table::Geometry geometry;
-    at::Tensor digests;     // int16 [num_buckets, 64]
-    at::Tensor ids;         // int64 [num_slots]
-    at::Tensor last_steps;  // int32 [num_slots]
-    at::Tensor scores;      // int64 [num_slots] or empty
-    at::Tensor rows;        // [hbm_slots, dim]
-    at::Tensor states;
-    at::Tensor rows_host;  // [num_slots - hbm_slots, dim], pinned
-    at::Tensor states_host;
-  };
+             OptimizerConfig optimizer, std::optional<int64_t> state_dim, at::Device device,
+             const AvailableMemory& available);
 
   void check_index(int64_t table) const;
-  Memory allocate(const TableConfig& config) const;
+  TableLayout layout(const TableConfig& config) const;
+  void check_memory(const AvailableMemory& available) const;
   hash_table::TableView make_view(int64_t table) const;
-  void free_all(const Memory& memory) const;
+  void upload_views();
+
+  int64_t buckets_for(int64_t table, int64_t entries) const;
+  std::vector<int64_t> count_new(const hash_table::Batch& batch, const at::Tensor& ids,
+                                 const std::optional<at::Tensor>& offsets) const;
+  void grow(int64_t table, int64_t num_buckets);
+  // The fewest buckets in which all of a state's ids stand where they are found, or all.
+  int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
+  // Gives a table that is going to be overwritten so many buckets, be they fewer than it has.
+  void begin_load(int64_t table, int64_t num_buckets);
 
   std::vector<TableConfig> configs_;
   std::vector<int64_t> feature_table_list_;
   OptimizerConfig optimizer_;
   at::Device device_;
-  std::vector<Memory> memory_;
+  std::vector<TableMemory> memory_;
   std::vector<int64_t> first_slots_;
   int64_t num_slots_ = 0;
   int64_t total_dim_ = 0;
@@ -141,6 +175,16 @@ class TableGroup {
   at::Tensor feature_tables_;   // int32, on the device
   at::Tensor feature_columns_;  // int32, on the device
   int64_t handle_ = 0;
+
+  // What the host knows of a table that grows.
+  struct Growth {
+    int64_t most_entries = 0;  // it has no more
+    int64_t looks = 0;         // calls in a row that had to look
+  };
+  std::vector<Growth> growth_;
+  bool growing_ = false;  // whether a table has not its full capacity
+  int64_t growths_ = 0;
+  int64_t grown_at_ = 0;  // the clock at the last one
 
   mutable std::mutex mutex_;
   int64_t clock_ = 0;

@@ -30,8 +30,9 @@ void check_slots(const TableGroup& group, const at::Tensor& slots) {
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
   if (group.device().is_cuda() || slots.numel() == 0) return;  // looking would wait for the device
   const int64_t highest = slots.max().item<int64_t>(), lowest = slots.min().item<int64_t>();
-  TORCH_CHECK_VALUE(lowest >= -1 && highest < group.num_slots(), "slots must be from -1 to ",
-                    group.num_slots() - 1, ", but go from ", lowest, " to ", highest, ".");
+  const int64_t end = group.present_slots(0);
+  TORCH_CHECK_VALUE(lowest >= -1 && highest < end, "slots must be from -1 to ", end - 1,
+                    ", but go from ", lowest, " to ", highest, ".");
 }
 
 const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::Tensor>& scores,
@@ -82,6 +83,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const hash_table::Visit visit = make_visit(group, step, epoch, score_pointer(group, scores, n));
   const char* given_rows = rows ? row_pointer(group, *rows, n) : nullptr;
   TORCH_CHECK_VALUE(!leavers || rows, "rows must be given where what leaves is wanted.");
+  owner->make_room(batch, ids, std::nullopt);
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   const int64_t room = leavers ? n : 0;

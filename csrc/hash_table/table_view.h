@@ -23,7 +23,8 @@ namespace torchrec_hkv::hash_table {
 constexpr int64_t kNoSlot = -1;
 
 // The last step of free slots. It is later than any other, so that nobody takes a slot that is just
-// being filled for the oldest of its bucket.
+// being filled for the oldest of its bucket. On a CPU, where one thread fills a table, nobody looks
+// at it, and a slot that was never filled holds anything: a large table's memory is not touched.
 constexpr uint32_t kFreeStep = 0xFFFFFFFFu;
 
 // Device counters of a table, counted since it was made.

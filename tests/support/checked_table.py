@@ -64,6 +64,7 @@ class CheckedTable:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: of rows.
         initializer: of initial rows.
+        initial_capacity: as for the table.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class CheckedTable:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         initializer: Uniform | Constant = SYMMETRIC,
+        initial_capacity: int | None = None,
     ) -> None:
         self.table = HashTable(
             dim,
@@ -84,6 +86,7 @@ class CheckedTable:
             name="checked",
             seed=5,
             initializer=initializer,
+            initial_capacity=initial_capacity,
         )
 
         @functools.cache
@@ -95,8 +98,9 @@ class CheckedTable:
             return tuple((torch.tensor(row) + torch.tensor(other)).to(dtype).tolist())
 
         self.on_cpu = device == "cpu"
-        self.model = TableModel(policy, capacity, initial_row, add, self.on_cpu)
+        self.model = TableModel(policy, capacity, initial_row, add, self.on_cpu, initial_capacity)
         assert self.table.capacity == self.model.num_slots
+        self.slots = self.table.num_slots
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.table.device)
@@ -132,8 +136,19 @@ class CheckedTable:
         self, ids: Sequence[int], scores: Sequence[int] | None
     ) -> tuple[Insertion, dict[int, Seen]]:
         after = observe(self.table)
+        self._notice_growth()
         self.model.check_nothing_moved(after)
-        return self.model.insert(ids, scores, after), after
+        insertion = self.model.insert(ids, scores, after)
+        slots, capacity = self.table.num_slots, self.table.capacity
+        assert slots == capacity or len(self.model.entries) <= slots - slots // 8
+        assert slots == capacity or all(placed is not False for placed in insertion.placed)
+        return insertion, after
+
+    def _notice_growth(self) -> None:
+        if self.table.num_slots != self.slots:
+            assert self.table.num_slots % (2 * self.slots) == 0
+            self.slots = self.table.num_slots
+            self.model.forget_slots()
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -317,6 +332,12 @@ class CheckedTable:
         """Forgets all."""
         self.table.clear()
         self.model.entries.clear()
+        self.check()
+
+    def reserve(self, rows: int) -> None:
+        """Grows the table where it has to."""
+        self.table.reserve(rows)
+        self._notice_growth()
         self.check()
 
     def next_epoch(self, by: int = 1) -> None:

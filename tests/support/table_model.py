@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from tests.support.geometry import geometry
+
 POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
 TAKES_SCORES = ("lfu", "epoch_lfu", "customized")
 UINT32_MAX, UINT64_MAX = 2**32 - 1, 2**64 - 1
@@ -80,6 +82,7 @@ class TableModel:
         initial_row: the row that an id starts from.
         add: the sum of two rows as the table rounds it.
         in_order: whether the real table places ids in the order of a call.
+        initial: capacity that the real table begins with.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class TableModel:
         initial_row: Callable[[int], Row],
         add: Callable[[Row, Row], Row],
         in_order: bool,
+        initial: int | None = None,
     ) -> None:
         self.policy = policy
         self.initial_row = initial_row
         self.add = add
         self.in_order = in_order
-        buckets = -(-capacity // 64)
-        self.bucket_slots = -(-capacity // buckets)
+        _, buckets, self.bucket_slots = geometry(capacity, capacity if initial is None else initial)
         self.num_slots = buckets * self.bucket_slots
         # Two buckets: an id's two candidates are all there are.
         self.exact = in_order and buckets <= 2
@@ -216,6 +219,8 @@ class TableModel:
             if entry is not None and entry.touched != self.calls:
                 lowest[bucket] = min(entry.order, lowest.get(bucket, entry.order))
         for id_, entry in evicted.items():
+            if id_ not in self.slots:  # the table has grown in this call
+                continue
             slot = self.slots[id_]
             bucket = slot // self.bucket_slots
             assert filled[bucket] == self.bucket_slots, "an id left a bucket that has room"
@@ -325,6 +330,10 @@ class TableModel:
         slots = {id_: seen.slot for id_, seen in after.items()}
         assert len(set(slots.values())) == len(slots), "two ids share a slot"
         self.slots = slots
+
+    def forget_slots(self) -> None:
+        """The real table has grown: its ids stand elsewhere."""
+        self.slots, self.buckets = {}, {}
 
     def check_nothing_moved(self, after: dict[int, Seen]) -> None:
         """Ids that were there before and are still have their slots."""

@@ -51,12 +51,16 @@ class HKVOptions(BackendOptions):
             :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
             ``Constant``. None: uniform from the config's ``weight_init_min`` to its
             ``weight_init_max``.
+        initial_capacity: rows that the table must hold at first, over all ranks, 1 to
+            ``num_embeddings``. It doubles before it gets too full, until it has its whole capacity;
+            the planner counts that. None: all from the start.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
     hbm_bytes: int | None = None
     seed: int = 0
     initializer: Initializer | None = None
+    initial_capacity: int | None = None
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -76,6 +80,12 @@ class HKVOptions(BackendOptions):
             raise ValueError(
                 f"HKVOptions: initializer is {self.initializer!r}, but must be a Uniform, Normal, "
                 "TruncatedNormal or Constant, or None."
+            )
+        initial = self.initial_capacity
+        if initial is not None and not (_is_int(initial) and initial > 0):
+            raise ValueError(
+                f"HKVOptions: initial_capacity is {initial!r}, but must be None or a positive "
+                "number of rows."
             )
 
 
@@ -110,8 +120,26 @@ def _initializer(shard: TableShard) -> Initializer:
 
 
 def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
-    eviction = _options(shard).eviction
-    return table_memory(shard.capacity, shard.dim, _state_width(optimizer), eviction)
+    return table_memory(
+        shard.capacity,
+        shard.dim,
+        _state_width(optimizer),
+        _options(shard).eviction,
+        initial_capacity=_initial_capacity(shard),
+    )
+
+
+def _initial_capacity(shard: TableShard) -> int | None:
+    """The shard's part, rounded up."""
+    initial = _options(shard).initial_capacity
+    if initial is None:
+        return None
+    if initial > shard.num_embeddings:
+        raise ValueError(
+            f"table '{shard.name}': initial_capacity is {initial}, but must not exceed "
+            f"num_embeddings, {shard.num_embeddings}."
+        )
+    return -(-initial * shard.capacity // shard.num_embeddings)
 
 
 class HKVLookup(GroupLookup):
@@ -210,6 +238,7 @@ def _table_spec(shard: TableShard) -> TableSpec:
         seed=options.seed,
         initializer=_initializer(shard),
         column_offset=shard.column_offset,
+        initial_capacity=_initial_capacity(shard),
     )
 
 

@@ -80,6 +80,9 @@ class HashTable:
     Args:
         dim: columns of a row, 1 to 2048.
         capacity: rows the table must hold.
+        initial_capacity: rows it must hold at first. It doubles before it gets too full, so that
+            nothing is evicted before it has all its capacity; memory it takes as it grows. None:
+            all from the start.
         device: a CPU or CUDA device.
         dtype: of rows: float32, float16 or bfloat16.
         eviction: the policy.
@@ -109,6 +112,7 @@ class HashTable:
         name: str = "table",
         seed: int = 0,
         initializer: Initializer | None = None,
+        initial_capacity: int | None = None,
     ) -> None:
         spec = TableSpec(
             name=name,
@@ -119,6 +123,7 @@ class HashTable:
             seed=seed,
             initializer=initializer,
             dtype=dtype,
+            initial_capacity=initial_capacity,
         )
         self._make(spec, state_dim, device)
 
@@ -153,7 +158,7 @@ class HashTable:
     def find_slots(self, ids: Tensor) -> Tensor:
         """Slots of ids, int64 ``[n]``, -1 where an id is not there; changes nothing.
 
-        A slot is valid until its id is evicted or erased.
+        A slot is valid until its id is evicted or erased, or the table grows.
         """
         return self._group.find(ids.contiguous(), None, 1)
 
@@ -370,6 +375,7 @@ class HashTable:
         path: str | os.PathLike[str],
         *,
         capacity: int | None = None,
+        initial_capacity: int | None = None,
         device: torch.device | str = "cpu",
         hbm_bytes: int | None = None,
         allow_loss: bool = False,
@@ -379,6 +385,8 @@ class HashTable:
         Args:
             path: as it was saved to.
             capacity: by default that of the saved table.
+            initial_capacity: as for a new table; by default that of the saved table, where
+                ``capacity`` is, too. The table grows at once as far as the files need it.
             device: as for a new table.
             hbm_bytes: as for a new table.
             allow_loss: as for :meth:`load`.
@@ -387,9 +395,13 @@ class HashTable:
             ValueError: as for :meth:`load`.
         """
         spec, state_dim = files.saved_spec(path)
-        capacity = spec.capacity if capacity is None else capacity
+        changes: dict[str, int | None] = {"hbm_bytes": hbm_bytes}
+        if capacity is not None:
+            changes |= {"capacity": capacity, "initial_capacity": initial_capacity}
+        elif initial_capacity is not None:
+            changes["initial_capacity"] = initial_capacity
         table = cls.__new__(cls)
-        spec = dataclasses.replace(spec, capacity=capacity, hbm_bytes=hbm_bytes)
+        spec = dataclasses.replace(spec, **changes)
         table._make(spec, state_dim, device)
         table.load(path, allow_loss=allow_loss)
         return table
@@ -403,12 +415,32 @@ class HashTable:
 
     @property
     def capacity(self) -> int:
-        """Slots: the capacity asked for, rounded up by less than one slot a bucket."""
+        """Slots when it has grown: the capacity asked for, rounded up.
+
+        Rounded by less than one slot a bucket where the table has all from the start.
+        """
         return self._group.num_slots
 
     @property
+    def num_slots(self) -> int:
+        """Slots at present; the table grows up to its capacity."""
+        return self._group.present_slots(0)
+
+    def reserve(self, rows: int) -> None:
+        """Grows the table now, so that it takes ``rows`` rows in all without growing.
+
+        Slots that were found before are not valid any more. Waits for the device.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity.
+            RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
+                changed.
+        """
+        self._group.reserve(0, rows)
+
+    @property
     def load_factor(self) -> float:
-        """Entries over slots (waits for the device)."""
+        """Entries over capacity (waits for the device)."""
         return self.size / self.capacity
 
     def counters(self) -> dict[str, int]:

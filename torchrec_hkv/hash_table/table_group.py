@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import Initializer, op_arguments
 from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
@@ -36,11 +37,6 @@ _SIGN_BIT = -(1 << 63)
 _COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused")
 
 
-def _slots(capacity: int) -> int:
-    buckets, bucket_slots = _C.geometry(capacity)
-    return buckets * bucket_slots
-
-
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
     """One table of a group.
@@ -58,6 +54,10 @@ class TableSpec:
         initializer: distribution of the values of initial rows. None: zeros.
         column_offset: first column, where a table's columns are sharded.
         dtype: of rows: float32, float16 or bfloat16.
+        initial_capacity: rows it must hold at first, 1 to ``capacity``; it doubles before it gets
+            too full, until it has all its capacity. Rounded up, to 16 buckets of 64 rows if need
+            be, since the final number of buckets is a power of two times that at first. None: all
+            from the start.
     """
 
     name: str
@@ -69,11 +69,14 @@ class TableSpec:
     initializer: Initializer | None = None
     column_offset: int = 0
     dtype: torch.dtype = torch.float32
+    initial_capacity: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TableState:
-    """All that a table holds, by slot; first dimension ``num_slots``, zeros in free slots.
+    """All that a table holds, by slot; zeros in free slots, and in those that it has yet to get.
+
+    The first dimension ``num_slots`` is that of the full capacity.
 
     Attributes:
         occupied: bool.
@@ -122,11 +125,13 @@ class TableGroup:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        on_gpu = self.device.type == "cuda" and _C.has_cuda
+        available = (*(gpu_memory(self.device) if on_gpu else (0, 0)), *host_memory())
         kind = _OPTIMIZERS[optimizer]
         width = _C.state_width(kind) if state_dim is None else state_dim
         configs = [self._config(spec, width) for spec in self.tables]
         self._group = _C.TableGroup(
-            configs, list(feature_tables), kind, eps, state_dim, self.device
+            configs, list(feature_tables), kind, eps, state_dim, self.device, available
         )
 
     def _config(self, spec: TableSpec, state_dim: int) -> _C.TableConfig:
@@ -141,7 +146,12 @@ class TableGroup:
                 f"{', '.join(map(str, _ROW_TYPES))}."
             )
         memory = table_memory(
-            spec.capacity, spec.dim, state_dim, spec.eviction, spec.dtype.itemsize
+            spec.capacity,
+            spec.dim,
+            state_dim,
+            spec.eviction,
+            spec.dtype.itemsize,
+            spec.initial_capacity,
         )
         if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
             raise ValueError(
@@ -150,9 +160,11 @@ class TableGroup:
                 "rows."
             )
         hbm_bytes = spec.hbm_bytes if self.device.type == "cuda" else None
+        initial = spec.capacity if spec.initial_capacity is None else spec.initial_capacity
         return _C.TableConfig(
             name=spec.name,
             capacity=spec.capacity,
+            initial_capacity=initial,
             dim=spec.dim,
             column_offset=spec.column_offset,
             eviction=_EVICTIONS[spec.eviction],
@@ -174,8 +186,33 @@ class TableGroup:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all tables."""
+        """Slots of all tables at their full capacities; slot numbers are below this."""
         return self._group.num_slots
+
+    def present_slots(self, table: int) -> int:
+        """Slots that a table has at present; it grows up to its capacity."""
+        return self._group.present_slots(table)
+
+    def full_slots(self, table: int) -> int:
+        """Slots of a table at its full capacity."""
+        return self._group.full_slots(table)
+
+    def reserve(self, table: int, rows: int) -> None:
+        """Grows a table now, so that it takes ``rows`` rows in all without growing.
+
+        Slots that were found before are not valid any more, but those of lookups whose backward is
+        to come are found again. Waits for the device.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity.
+            RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
+                changed.
+        """
+        self._group.reserve(table, rows)
+
+    def reserve_buckets(self, table: int, num_buckets: int, bucket_slots: int) -> bool:
+        """Grows a table to this geometry; False, and nothing is done, where it can't have it."""
+        return self._group.reserve_buckets(table, num_buckets, bucket_slots)
 
     @property
     def counter_tensor(self) -> Tensor:
@@ -221,6 +258,7 @@ class TableGroup:
     def find_or_insert(self, ids: Tensor, offsets: Tensor, batch_size: int, step: int) -> Tensor:
         """As :meth:`find`, and inserts missing ids with their initial rows.
 
+        A table that has not its full capacity yet may grow before (and then waits for the device).
         An id finds no place, and gets -1, where both of its buckets are full of ids that were
         looked up in this step or in one whose backward is still to come.
         """
@@ -278,6 +316,9 @@ class TableGroup:
     def load_table(self, table: int, state: TableState) -> None:
         """Replaces all that a table holds by an exported state of a table of the same capacity.
 
+        The state may be of a table that has grown more or less far. This one grows as far; it does
+        not shrink.
+
         Raises:
             ValueError: a tensor has another shape or dtype, or an id stands where the table would
                 not find it; nothing has changed then.
@@ -334,17 +375,17 @@ class TableGroup:
         return chosen.nonzero().flatten()
 
     def counters(self) -> list[dict[str, int]]:
-        """For each table, counts since it was made, its size and its capacity in slots.
+        """For each table, counts since it was made, its size and its full capacity in slots.
 
         Waits for the device.
         """
         counts = self._group.counters.tolist()
         sizes = self._group.sizes().tolist()
         result = []
-        for spec, count, size in zip(self.tables, counts, sizes, strict=True):
+        for table, (count, size) in enumerate(zip(counts, sizes, strict=True)):
             counted = dict(zip(_COUNTERS, count, strict=True))
             counted["hits"] = counted["lookups"] - counted.pop("misses")
-            result.append({**counted, "size": size, "capacity": _slots(spec.capacity)})
+            result.append({**counted, "size": size, "capacity": self._group.full_slots(table)})
         return result
 
     def hbm_bytes(self, table: int) -> int:

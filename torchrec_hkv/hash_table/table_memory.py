@@ -9,16 +9,18 @@ from torchrec_hkv import _C
 
 @dataclasses.dataclass(frozen=True)
 class TableMemory:
-    """Memory of a table of a given capacity.
+    """Memory of a table of a given capacity, when it has grown to that.
 
     Attributes:
         num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
+        initial_slots: slots it begins with.
         bucket_slots: slots of one bucket, at most 64.
         index_bytes: digests, ids, steps and scores; always in HBM on a GPU.
         row_bytes: one row with its optimizer state.
     """
 
     num_slots: int
+    initial_slots: int
     bucket_slots: int
     index_bytes: int
     row_bytes: int
@@ -38,7 +40,12 @@ class TableMemory:
 
 
 def table_memory(
-    capacity: int, dim: int, state_width: int, eviction: str, element_bytes: int = 4
+    capacity: int,
+    dim: int,
+    state_width: int,
+    eviction: str,
+    element_bytes: int = 4,
+    initial_capacity: int | None = None,
 ) -> TableMemory:
     """Memory of a table.
 
@@ -48,12 +55,14 @@ def table_memory(
         state_width: fp32 values of optimizer state a row.
         eviction: the policy; all but ``"lru"`` keep 8 bytes of score a slot.
         element_bytes: of a value of a row.
+        initial_capacity: rows it must hold before it grows; None: all from the start.
     """
-    buckets, bucket_slots = _C.geometry(capacity)
+    buckets, bucket_slots = _C.geometry(capacity, initial_capacity)
     return TableMemory(
         num_slots=buckets * bucket_slots,
+        initial_slots=_C.initial_slots(capacity, initial_capacity),
         bucket_slots=bucket_slots,
-        index_bytes=_C.index_bytes(capacity, eviction != "lru"),
+        index_bytes=_C.index_bytes(capacity, eviction != "lru", initial_capacity),
         row_bytes=element_bytes * dim + 4 * state_width,
     )
 

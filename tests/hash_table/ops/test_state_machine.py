@@ -61,17 +61,28 @@ class HashTableMachine(RuleBasedStateMachine):
         self.rows_made = 0
 
     @initialize(
-        capacity=st.one_of(st.integers(1, 8), st.integers(1, 128), st.integers(129, 300)),
+        capacity=st.one_of(st.integers(1, 8), st.integers(1, 128), st.integers(129, 512)),
         dim=st.sampled_from([1, 2, 3]),
         dtype=st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]),
         initializer=st.sampled_from([Uniform(-1, 1), Constant(0.25), Constant(0)]),
+        initial=st.one_of(st.none(), st.integers(1, 64), st.integers(1, 300)),
     )
     def make(
-        self, capacity: int, dim: int, dtype: torch.dtype, initializer: Uniform | Constant
+        self,
+        capacity: int,
+        dim: int,
+        dtype: torch.dtype,
+        initializer: Uniform | Constant,
+        initial: int | None,
     ) -> None:
         self.capacity, self.dim = capacity, dim
         self.checked = CheckedTable(
-            self.policy, capacity, dim, dtype=dtype, initializer=initializer
+            self.policy,
+            capacity,
+            dim,
+            dtype=dtype,
+            initializer=initializer,
+            initial_capacity=None if initial is None else min(initial, capacity),
         )
         # Sums of several rows don't depend on their order where all are small whole numbers.
         self.exact_sums = dtype == torch.float32 and isinstance(initializer, Constant)
@@ -172,6 +183,10 @@ class HashTableMachine(RuleBasedStateMachine):
     @rule(data=st.data(), batch_size=st.sampled_from([1, 2, 7, 64, 1000]))
     def export_if(self, data: st.DataObject, batch_size: int) -> None:
         self.checked.export_if(batch_size, **self.draw_conditions(data))
+
+    @rule(share=st.floats(0, 1))
+    def reserve(self, share: float) -> None:
+        self.checked.reserve(int(share * self.checked.table.capacity))
 
     @rule()
     def clear(self) -> None:
