@@ -34,6 +34,16 @@ def test_a_rank_begins_with_its_part(device_type, capacity):
     assert part <= lookup._group.present_slots(0) < 2 * part
 
 
+def test_reserve(device_type):
+    one = shard(options=INITIAL)
+    lookup = backends.get("hkv").create_lookup([one], [0], ADAGRAD, torch.device(device_type))
+    capacity = lookup.counters("user")["capacity"]
+    with pytest.raises(ValueError, match=f"'user': {capacity + 1} rows .* {capacity}"):
+        lookup.reserve("user", capacity + 1)
+    lookup.reserve("user", capacity)
+    assert lookup._group.present_slots(0) == capacity
+
+
 def test_storage_is_that_of_the_full_capacity(device_type):
     backend, one = backends.get("hkv"), shard(options=INITIAL)
     lookup = backend.create_lookup([one], [0], ADAGRAD, torch.device(device_type))

@@ -30,12 +30,16 @@ def test_10_to_the_8_slots_on_a_cpu():
     make_and_use("cpu", 10**8, 2)
 
 
-def test_bucket_shares_that_are_not_full():
-    """Buckets of 63 slots have a digest each that is closed."""
-    capacity = 63 * 10**6
-    table = HashTable(1, capacity + 10**6, device="cpu")
-    assert table.capacity == 64 * 10**6
-    make_and_use("cpu", 10**7 + 1, 2)
+def test_10_to_the_8_slots_that_grow():
+    table = HashTable(1, 10**8, initial_capacity=1000, initializer=Uniform(-1, 1))
+    assert table.num_slots < 10**5
+    ids = distinct_ids(1000, "cpu")
+    table.find_or_insert(ids)
+    start = time.perf_counter()
+    table.reserve(10**6)
+    assert time.perf_counter() - start < 2
+    assert 10**6 < table.num_slots < 4 * 10**6
+    assert table.contains(ids).all()
 
 
 @pytest.mark.gpu

@@ -210,6 +210,14 @@ class HKVLookup(GroupLookup):
     def counters(self, name: str) -> dict[str, int]:
         return self._group.counters()[self._index[name]]
 
+    def reserve(self, name: str, rows: int) -> None:
+        """Grows a table now, so that this rank takes ``rows`` rows in all without growing.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity on this rank.
+        """
+        self._group.reserve(self._index[name], rows)
+
     def memory(self, name: str) -> StorageBytes:
         """Bytes the table takes on this rank."""
         index = self._index[name]
