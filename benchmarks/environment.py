@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -26,12 +27,22 @@ def describe() -> dict[str, str]:
         device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
         "device": device,
+        "cpu": _cpu_model(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "torchrec_hkv": __version__,
         "commit": _commit(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
     }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def _commit() -> str:
@@ -50,12 +61,43 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
+class CsvFile:
+    """Rows of a benchmark with :func:`describe`'s columns after their own, written as they come.
+
+    Args:
+        path: the file; None writes nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._writer: csv.DictWriter[str] | None = None
+
+    def __enter__(self) -> CsvFile:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w", newline="")
+            self._about = describe()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, row: Mapping[str, object]) -> None:
+        """Adds a row; all rows have the same columns."""
+        if self._file is None:
+            return
+        row = {**row, **self._about}
+        if self._writer is None:
+            self._writer = csv.DictWriter(self._file, fieldnames=list(row))
+            self._writer.writeheader()
+        self._writer.writerow(row)
+        self._file.flush()
+
+
 def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Writes rows, each with :func:`describe`'s columns after its own."""
-    about = describe()
-    rows = [{**row, **about} for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    with CsvFile(path) as file:
+        for row in rows:
+            file.write(row)

@@ -9,6 +9,8 @@
 
 namespace torchrec_hkv::bindings {
 
+// In huge pages where the system grants them: ids hit pages at random, and with small ones nearly
+// every access to a large table would first have to find its page.
 class GrowingHostMemory : public GrowingMemory {
  public:
   explicit GrowingHostMemory(int64_t most_bytes);
@@ -17,6 +19,8 @@ class GrowingHostMemory : public GrowingMemory {
 
  private:
   int64_t reserved_ = 0;
+  char* mapped_ = nullptr;  // data_, and what is before it up to a huge page's border
+  size_t mapped_bytes_ = 0;
 };
 
 #ifdef TORCHREC_HKV_CUDA

@@ -169,7 +169,8 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
 #ifdef TORCHREC_HKV_CUDA
   at::Tensor scratch;
   if (group.device().is_cuda()) {
-    const size_t bytes = hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots());
+    const size_t bytes =
+        hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots(), group.widest());
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif
@@ -178,7 +179,8 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
                                             group.optimizer(), rate, num_tables, threads),
                hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
                                              group.optimizer(), rate, num_tables, group.num_slots(),
-                                             group.four_wide(), scratch.data_ptr(), stream));
+                                             group.widest(), group.four_wide(), scratch.data_ptr(),
+                                             stream));
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,

@@ -122,6 +122,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     num_slots_ += memory_.back().full_slots();
     const int64_t width = state_width_of(config);
     four_wide_ = four_wide_ && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
+    widest_ = std::max(widest_, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
   clock_ = std::make_shared<GroupClock>(device);

@@ -82,6 +82,8 @@ class TableGroup {
   // Of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
   bool four_wide() const { return four_wide_; }
+  // Columns of the widest table.
+  int32_t widest() const { return widest_; }
   // Whether one of the tables needs a score with every id.
   bool needs_scores() const { return needs_scores_; }
   const at::Tensor& counters() const { return counters_; }
@@ -184,6 +186,7 @@ class TableGroup {
   int64_t total_dim_ = 0;
   std::optional<int64_t> state_dim_;
   bool four_wide_ = true;
+  int32_t widest_ = 0;
   bool needs_scores_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;

@@ -115,31 +115,4 @@ HKV_HOST_DEVICE float initial_value(const InitialRows& init, int64_t id, uint32_
                                                      : scale_normal(init, draw);
 }
 
-// Calls visit(i, value) for n columns from `column` on, i counted from there; for CPUs, which mix
-// once an id and once a block.
-template <typename Visit>
-inline void for_each_initial_value(const InitialRows& init, int64_t id, uint32_t column, int32_t n,
-                                   const Visit& visit) {
-  const uint64_t of_id = id_bits(init, id);
-  const auto for_each_draw = [&](const auto& scale) {
-    const uint32_t end = column + static_cast<uint32_t>(n);
-    for (uint32_t c = column; c < end;) {
-      const InitialBits bits = block_bits(of_id, c >> 2);
-      if (c % 4 == 0 && end - c >= 4) {
-        for (uint32_t k = 0; k < 4; ++k) visit(c + k - column, scale(init, draw_of(bits, k)));
-        c += 4;
-      } else {
-        do {
-          visit(c - column, scale(init, draw_of(bits, c)));
-        } while (++c < end && c % 4 != 0);
-      }
-    }
-  };
-  if (init.distribution == Distribution::kUniform) {
-    for_each_draw([](const InitialRows& of, uint32_t draw) { return scale_uniform(of, draw); });
-  } else {
-    for_each_draw([](const InitialRows& of, uint32_t draw) { return scale_normal(of, draw); });
-  }
-}
-
 }  // namespace torchrec_hkv

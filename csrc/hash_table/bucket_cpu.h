@@ -42,6 +42,23 @@ inline int64_t first_slot_of(const TableView& table, uint32_t bucket) {
   return static_cast<int64_t>(bucket) * table.bucket_slots;
 }
 
+inline int64_t row_bytes(const TableView& table) {
+  return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
+}
+
+// Reads ahead. GCC takes functions and loops that only prefetch for ones that do nothing, and drops
+// them: hence the empty statement, which it may not drop.
+inline void prefetch_bytes(const void* from, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) {
+    __builtin_prefetch(static_cast<const char*>(from) + b);
+    asm volatile("");
+  }
+}
+
+inline void prefetch_line(const TableView& table, uint32_t bucket) {
+  prefetch_bytes(digest_line(table, bucket), kBucketDigests * sizeof(uint16_t));
+}
+
 // The id's slot in one bucket, or kNoSlot.
 inline int64_t find_in_bucket(const TableView& table, int64_t id, uint32_t bucket,
                               uint16_t digest) {

@@ -61,6 +61,18 @@ __device__ __forceinline__ void store_l2(uint16_t* to, uint16_t value) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
 }
 
+// Has memory brought into the second-level cache: bytes and address multiples of 16, or one sector.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+__device__ __forceinline__ void prefetch_l2(const void* address, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
+#else
+  for (uint32_t b = 0; b < bytes; b += 32) prefetch_l2(static_cast<const char*>(address) + b);
+#endif
+}
+
 // Bit p of the result: digest p of the vector's eight equals the wanted one.
 __device__ __forceinline__ uint32_t match_vector(uint4 digests, uint16_t wanted) {
   const uint32_t pattern = wanted * 0x00010001u;

@@ -17,9 +17,9 @@ __device__ __forceinline__ void prefetch_ranks(const TableView& table, const Buc
   if (table.bucket_slots != kBucketDigests) return;  // a prefetch begins at sixteen bytes
   for (const uint32_t bucket : {choice.first, choice.second}) {
     const int64_t first = static_cast<int64_t>(bucket) * kBucketDigests;
-    prefetch(table.last_steps + first, kBucketDigests * sizeof(uint32_t));
+    prefetch_l2(table.last_steps + first, kBucketDigests * sizeof(uint32_t));
     if (table.scores != nullptr) {
-      prefetch(table.scores + first, kBucketDigests * sizeof(uint64_t));
+      prefetch_l2(table.scores + first, kBucketDigests * sizeof(uint64_t));
     }
   }
 }

@@ -9,8 +9,36 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// Ids whose cache misses overlap.
-constexpr int kInFlight = 16;
+// An id goes through four steps, each kAhead ids behind the one before, so that what a step reads
+// has arrived in the cache when it is the id's turn.
+constexpr int kAhead = 8;
+constexpr int kInFlight = 32;  // a power of two, at least 3 * kAhead + 1
+
+struct InFlight {
+  BucketChoice choice;
+  uint64_t mask;  // the digest's matches in the bucket that is looked at
+  bool in_second;
+};
+
+// Where a table's match is likely to be: nearly always the first that the digest gives.
+template <bool kTouch>
+void prefetch_match(const TableView& table, uint32_t bucket, uint64_t mask) {
+  const int64_t slot = first_slot_of(table, bucket) + __builtin_ctzll(mask);
+  __builtin_prefetch(&table.ids[slot]);
+  if (kTouch) {
+    __builtin_prefetch(&table.last_steps[slot], 1);
+    if (table.scores != nullptr) __builtin_prefetch(&table.scores[slot], 1);
+  }
+}
+
+int64_t check_matches(const TableView& table, int64_t id, uint32_t bucket, uint64_t mask) {
+  const int64_t base = first_slot_of(table, bucket);
+  for (; mask != 0; mask &= mask - 1) {
+    const int64_t slot = base + __builtin_ctzll(mask);
+    if (table.ids[slot] == id) return slot;
+  }
+  return kNoSlot;
+}
 
 // Finds the ids at positions [begin, end), all of one table; touches what it finds. Returns the
 // number found.
@@ -18,47 +46,42 @@ template <bool kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
                    const Visit& visit, int64_t* slots, bool* found_at) {
   int64_t found = 0;
-  BucketChoice choices[kInFlight];
-  uint64_t masks[kInFlight];
-  for (int64_t at = begin; at < end; at += kInFlight) {
-    const int n = static_cast<int>(std::min<int64_t>(kInFlight, end - at));
-    for (int k = 0; k < n; ++k) {
-      choices[k] = choose_buckets(ids[at + k], table.num_buckets);
-      const uint16_t* line = digest_line(table, choices[k].first);
-      __builtin_prefetch(line);
-      __builtin_prefetch(line + 32);
+  InFlight flying[kInFlight];
+  for (int64_t at = begin; at < end + 3 * kAhead; ++at) {
+    if (at < end) {  // the first bucket's line
+      InFlight& it = flying[at % kInFlight];
+      it.choice = choose_buckets(ids[at], table.num_buckets);
+      prefetch_line(table, it.choice.first);
     }
-    for (int k = 0; k < n; ++k) {
-      masks[k] = match_digests(digest_line(table, choices[k].first), choices[k].digest);
-      if (masks[k] != 0) {
-        const int64_t slot = first_slot_of(table, choices[k].first) + __builtin_ctzll(masks[k]);
-        __builtin_prefetch(&table.ids[slot]);
-        if (kTouch) __builtin_prefetch(&table.last_steps[slot], 1);
+    if (const int64_t then = at - kAhead; then >= begin && then < end) {  // its match
+      InFlight& it = flying[then % kInFlight];
+      it.mask = match_digests(digest_line(table, it.choice.first), it.choice.digest);
+      it.in_second = it.mask == 0;
+      if (it.in_second) {
+        prefetch_line(table, it.choice.second);
       } else {
-        const uint16_t* line = digest_line(table, choices[k].second);
-        __builtin_prefetch(line);
-        __builtin_prefetch(line + 32);
+        prefetch_match<kTouch>(table, it.choice.first, it.mask);
       }
     }
-    for (int k = 0; k < n; ++k) {
-      const int64_t id = ids[at + k];
-      int64_t slot = kNoSlot;
-      const int64_t base = first_slot_of(table, choices[k].first);
-      for (uint64_t mask = masks[k]; mask != 0 && slot == kNoSlot; mask &= mask - 1) {
-        const int64_t candidate = base + __builtin_ctzll(mask);
-        if (table.ids[candidate] == id) slot = candidate;
+    if (const int64_t then = at - 2 * kAhead; then >= begin && then < end) {  // the second's match
+      InFlight& it = flying[then % kInFlight];
+      if (it.in_second) {
+        it.mask = match_digests(digest_line(table, it.choice.second), it.choice.digest);
+        if (it.mask != 0) prefetch_match<kTouch>(table, it.choice.second, it.mask);
       }
-      if (slot == kNoSlot) {
-        slot = find_in_bucket(table, id, choices[k].second, choices[k].digest);
+    }
+    if (const int64_t then = at - 3 * kAhead; then >= begin && then < end) {  // the id
+      const InFlight& it = flying[then % kInFlight];
+      const int64_t id = ids[then];
+      const uint32_t bucket = it.in_second ? it.choice.second : it.choice.first;
+      int64_t slot = check_matches(table, id, bucket, it.mask);
+      if (slot == kNoSlot && !it.in_second) {
+        slot = find_in_bucket(table, id, it.choice.second, it.choice.digest);
       }
-      if (slot != kNoSlot) {
-        ++found;
-        if (kTouch) touch(table, slot, visit, visit.given(at + k));
-        slots[at + k] = table.first_slot + slot;
-      } else {
-        slots[at + k] = kNoSlot;
-      }
-      if (kTouch && found_at != nullptr) found_at[at + k] = slot != kNoSlot;
+      slots[then] = slot == kNoSlot ? kNoSlot : table.first_slot + slot;
+      if (kTouch && slot != kNoSlot) touch(table, slot, visit, visit.given(then));
+      if (kTouch && found_at != nullptr) found_at[then] = slot != kNoSlot;
+      found += slot != kNoSlot;
     }
   }
   return found;

@@ -1,7 +1,11 @@
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <memory>
+#include <thread>
 #include <vector>
 
+#include "common/initial_rows_cpu.h"
 #include "common/parallel.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
@@ -9,6 +13,7 @@
 #include "hash_table/find_cpu.h"
 #include "hash_table/highest_given_cpu.h"
 #include "hash_table/kernels.h"
+#include "hash_table/missing_cpu.h"
 #include "hash_table/place_cpu.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -20,92 +25,197 @@ struct Place {
   bool outranked;  // there is none for so low a score
 };
 
+// `seen`: the lowest rank of the two buckets earlier in this call, or no slot. What has been
+// touched since then is pinned, so the slot is still the one to go if it has not been touched
+// itself.
 Place choose_place(const TableView& table, const BucketChoice& choice, const Visit& visit,
-                   bool refuse_lower, uint64_t own_score) {
+                   bool refuse_lower, uint64_t own_score, const Victim& seen) {
   const int64_t free = free_slot(table, choice);
   if (free != kNoSlot) return Place{free, false, false};
-  const Victim victim = lowest_rank(table, choice, visit.pinned_from());
+  const bool holds = seen.slot != kNoSlot && table.last_steps[seen.slot] == seen.rank.last_step;
+  const Victim victim = holds ? seen : lowest_rank(table, choice, visit.pinned_from());
   const bool outranked = refuse_lower && victim.slot != kNoSlot && own_score < victim.rank.score;
   return Place{outranked ? kNoSlot : victim.slot, true, outranked};
 }
 
-void write_initial_row(const TableView& table, int64_t id, char* row) {
-  for_each_initial_value(
-      table.initial_rows, id, static_cast<uint32_t>(table.column_offset), table.dim(),
-      [&](int32_t c, float value) { store_element(table.rows.type, row, c, value); });
-}
-
+// All but the row and the state, which come when all ids are placed.
 void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,
-               uint32_t step, uint64_t score, bool initialize) {
+               uint32_t step, uint64_t score) {
   const int64_t bucket = slot / table.bucket_slots;
   table.digests[bucket * kBucketDigests + slot % table.bucket_slots] = choice.digest;
   table.ids[slot] = id;
   table.last_steps[slot] = step;
   if (table.scores != nullptr) table.scores[slot] = score;
-  if (initialize) write_initial_row(table, id, table.rows.row(slot));
-  std::fill_n(table.state(slot), table.states.width, 0.0f);
 }
 
-void note_leaver(const TableView& table, const Leavers& leavers, int64_t id, uint64_t score,
-                 const char* row) {
-  if (leavers.number == nullptr) return;
-  const uint64_t at = (*leavers.number)++;
-  const int64_t bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
-  leavers.ids[at] = id;
-  leavers.scores[at] = score;
-  std::memcpy(leavers.rows + at * bytes, row, bytes);
-}
+// What a missing id made leave: the old id of its slot, or itself.
+struct Leaver {
+  int64_t id;
+  uint64_t score;
+  const char* row;  // null: nothing left
+};
 
-// Places the ids of one table that the find phase missed, in the order of the batch.
-void insert_missing(const TableView* tables, int32_t table_index, const Batch& batch,
-                    const Visit& visit, const Placement& placement, int64_t* slots) {
-  const TableView& table = tables[table_index];
-  const int64_t row_bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
-  const bool initialize = placement.rows != NewRows::kUntouched;
+struct Counts {
   uint64_t inserted = 0, evicted = 0, refused = 0, crowded = 0;
-  HighestGiven highest(batch, visit, slots);
-  for (int32_t feature = 0; feature < batch.num_features; ++feature) {
-    if (batch.feature_tables[feature] != table_index) continue;
-    const int64_t end = batch.feature_start(feature + 1);
-    for (int64_t at = batch.feature_start(feature); at < end; ++at) {
-      if (slots[at] != kNoSlot) continue;
-      const int64_t id = batch.ids[at];
-      const uint64_t given = visit.given(at);
-      const BucketChoice choice = choose_buckets(id, table.num_buckets);
-      int64_t slot = find_slot(table, id, choice);
-      if (slot != kNoSlot) {  // placed earlier in this batch
-        touch(table, slot, visit, given);
-      } else {
-        const uint64_t score = first_score(table.eviction, visit.now(), visit.epoch(), given);
-        Place place = choose_place(table, choice, visit, placement.refuse_lower, score);
-        if (place.outranked && visit.scores != nullptr) {
-          const uint64_t best =
-              first_score(table.eviction, visit.now(), visit.epoch(), highest.of(id));
-          place = choose_place(table, choice, visit, placement.refuse_lower, best);
-        }
-        if (place.slot == kNoSlot) {
-          ++refused;
-          crowded += !place.outranked;
-          note_leaver(table, placement.leavers, id, score, placement.given_rows + at * row_bytes);
-          continue;
-        }
-        slot = place.slot;
-        if (place.evicts) {
-          note_leaver(table, placement.leavers, table.ids[slot], rank_of(table, slot).score,
-                      table.rows.row(slot));
-        }
-        place_new(table, id, choice, slot, visit.now(), score, initialize);
-        ++inserted;
-        evicted += place.evicts;
+};
+
+// Places missing ids as one thread would in the order of the batch. Threads take groups in that
+// order, and a group waits for the earlier ones that may look at its buckets. The first group that
+// is not done waits for none, so that one always goes on.
+class Placing {
+ public:
+  Placing(const TableView* tables, const Batch& batch, const Visit& visit,
+          const Placement& placement, const MissingIds& missing, int64_t* slots, Leaver* leavers)
+      : tables_(tables),
+        batch_(batch),
+        visit_(visit),
+        placement_(placement),
+        missing_(missing),
+        slots_(slots),
+        leavers_(leavers),
+        highest_(batch, visit, slots),
+        done_(new std::atomic<bool>[missing.groups()]()) {}
+
+  void run(int threads) {
+    const int64_t workers = std::min<int64_t>(threads, missing_.groups());
+    parallel_for(workers, 1, threads, [this](int64_t, int64_t) { work(); });
+  }
+
+ private:
+  void work() {
+    const int64_t groups = missing_.groups();
+    std::vector<Counts> counts(1);
+    bool full = false;
+    int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
+    if (group < groups) {
+      for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
+        prefetch_buckets(*it, full);
       }
-      slots[at] = table.first_slot + slot;
+    }
+    while (group < groups) {
+      const int64_t following = next_.fetch_add(1, std::memory_order_relaxed);
+      for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
+        wait_for(it->after_first);
+        wait_for(it->after_second);
+      }
+      full = insert_group(group, following, full, counts);
+      done_[group].store(true, std::memory_order_release);
+      group = following;
+    }
+    for (size_t t = 0; t < counts.size(); ++t) {
+      count(tables_[t], kInserted, counts[t].inserted);
+      count(tables_[t], kEvicted, counts[t].evicted);
+      count(tables_[t], kRefused, counts[t].refused);
+      count(tables_[t], kCrowded, counts[t].crowded);
     }
   }
-  count(table, kInserted, inserted);
-  count(table, kEvicted, evicted);
-  count(table, kRefused, refused);
-  count(table, kCrowded, crowded);
-}
+
+  void wait_for(uint32_t group) const {
+    if (group == kNoGroup) return;
+    for (int tries = 0; !done_[group].load(std::memory_order_acquire); ++tries) {
+      if (tries > 1000) std::this_thread::yield();
+    }
+  }
+
+  // Places a group and meanwhile has the next one's buckets brought near, an id at a time: a
+  // processor drops prefetches that come in bursts. Returns whether a bucket pair was full.
+  bool insert_group(int64_t group, int64_t following, bool full, std::vector<Counts>& counts) {
+    constexpr int64_t kAhead = 6;
+    Missing* const first = missing_.begin(group);
+    const int64_t n = missing_.end(group) - first;
+    const bool more = following < missing_.groups();
+    const int64_t next = more ? missing_.end(following) - missing_.begin(following) : 0;
+    Victim seen[MissingIds::kGroup];
+    bool any_full = false;
+    for (int64_t i = 0; i < n + kAhead; ++i) {
+      if (i < next) prefetch_buckets(missing_.begin(following)[i], full);
+      if (i < n) {
+        seen[i] = look_ahead(first[i]);
+        any_full |= seen[i].slot != kNoSlot;
+      }
+      if (i >= kAhead) insert_missing(first[i - kAhead], seen[i - kAhead], counts);
+    }
+    return any_full;
+  }
+
+  void prefetch_buckets(const Missing& it, bool full) const {
+    const TableView& table = tables_[it.table];
+    prefetch_line(table, it.choice.first);
+    prefetch_line(table, it.choice.second);
+    if (!full) return;
+    prefetch_ranks(table, it.choice.first);
+    prefetch_ranks(table, it.choice.second);
+  }
+
+  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it.
+  Victim look_ahead(const Missing& it) const {
+    const TableView& table = tables_[it.table];
+    const int64_t free = free_slot(table, it.choice);
+    const Victim victim =
+        free != kNoSlot ? Victim{kNoSlot, {}} : lowest_rank(table, it.choice, visit_.pinned_from());
+    const int64_t slot = free != kNoSlot ? free : victim.slot;
+    if (slot != kNoSlot) {
+      __builtin_prefetch(&table.ids[slot], 1);
+      __builtin_prefetch(&table.last_steps[slot], 1);
+      if (table.scores != nullptr) __builtin_prefetch(&table.scores[slot], 1);
+    }
+    return victim;
+  }
+
+  void insert_missing(Missing& it, const Victim& seen, std::vector<Counts>& counts) {
+    const TableView& table = tables_[it.table];
+    if (counts.size() <= static_cast<size_t>(it.table)) counts.resize(it.table + 1);
+    Counts& counted = counts[it.table];
+    const int64_t id = batch_.ids[it.position];
+    const uint64_t given = visit_.given(it.position);
+    int64_t slot = find_slot(table, id, it.choice);
+    if (slot != kNoSlot) {  // placed earlier in this batch
+      touch(table, slot, visit_, given);
+    } else {
+      const uint64_t score = first_score(table.eviction, visit_.now(), visit_.epoch(), given);
+      Place place = choose_place(table, it.choice, visit_, placement_.refuse_lower, score, seen);
+      if (place.outranked && visit_.scores != nullptr) {
+        const uint64_t best =
+            first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(id));
+        place = choose_place(table, it.choice, visit_, placement_.refuse_lower, best, seen);
+      }
+      if (place.slot == kNoSlot) {
+        ++counted.refused;
+        counted.crowded += !place.outranked;
+        note_leaver(it, id, score, given_row(table, it.position));
+        return;
+      }
+      slot = place.slot;
+      if (place.evicts) {
+        note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.rows.row(slot));
+      }
+      place_new(table, id, it.choice, slot, visit_.now(), score);
+      it.placed = true;
+      ++counted.inserted;
+      counted.evicted += place.evicts;
+    }
+    slots_[it.position] = table.first_slot + slot;
+  }
+
+  const char* given_row(const TableView& table, int64_t position) const {
+    return placement_.given_rows + position * row_bytes(table);
+  }
+
+  void note_leaver(const Missing& it, int64_t id, uint64_t score, const char* row) const {
+    if (leavers_ != nullptr) leavers_[&it - missing_.begin()] = Leaver{id, score, row};
+  }
+
+  const TableView* tables_;
+  const Batch& batch_;
+  const Visit& visit_;
+  const Placement& placement_;
+  const MissingIds& missing_;
+  int64_t* slots_;
+  Leaver* leavers_;  // by missing id; null: not wanted
+  HighestGiven highest_;
+  std::unique_ptr<std::atomic<bool>[]> done_;
+  std::atomic<int64_t> next_{0};
+};
 
 // Where Placement::believed is given: touches what is there and should be, and passes over ids that
 // are not as believed.
@@ -126,6 +236,51 @@ void find_and_choose(const TableView* tables, const Batch& batch, const Visit& v
   }
 }
 
+// Hands out what left, in the order of the batch.
+void write_leavers(const TableView& table, const std::vector<Leaver>& all, const Leavers& out,
+                   int threads) {
+  std::vector<Leaver> gone;
+  std::copy_if(all.begin(), all.end(), std::back_inserter(gone),
+               [](const Leaver& leaver) { return leaver.row != nullptr; });
+  const uint64_t first = *out.number;
+  const int64_t bytes = row_bytes(table);
+  parallel_for(static_cast<int64_t>(gone.size()), 256, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      out.ids[first + i] = gone[i].id;
+      out.scores[first + i] = gone[i].score;
+      std::memcpy(out.rows + (first + i) * bytes, gone[i].row, bytes);
+    }
+  });
+  *out.number = first + gone.size();
+}
+
+// Rows and states of the ids that were placed.
+void start_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
+                const int64_t* slots, bool initialize, int threads) {
+  constexpr int64_t kAhead = 8;
+  const auto row_of = [&](const Missing& it) {
+    const TableView& table = tables[it.table];
+    return table.rows.row(slots[it.position] - table.first_slot);
+  };
+  parallel_for(missing.size(), 256, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (const int64_t then = i + kAhead; initialize && then < end) {
+        const Missing& it = missing.begin()[then];
+        if (it.placed) prefetch_bytes(row_of(it), row_bytes(tables[it.table]));
+      }
+      const Missing& it = missing.begin()[i];
+      if (!it.placed) continue;
+      const TableView& table = tables[it.table];
+      if (initialize) {
+        store_initial_row(table.initial_rows, batch.ids[it.position],
+                          static_cast<uint32_t>(table.column_offset), table.dim(), table.rows.type,
+                          row_of(it));
+      }
+      std::fill_n(table.state(slots[it.position] - table.first_slot), table.states.width, 0.0f);
+    }
+  });
+}
+
 }  // namespace
 
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
@@ -140,15 +295,14 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   if (placement.admissions != nullptr) {
     admit(tables, batch, visit, *placement.admissions, slots, threads);
   }
-  std::vector<int32_t> used(batch.feature_tables, batch.feature_tables + batch.num_features);
-  std::sort(used.begin(), used.end());
-  used.erase(std::unique(used.begin(), used.end()), used.end());
-  // One thread a table: placing depends on the order.
-  parallel_for(static_cast<int64_t>(used.size()), 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      insert_missing(tables, used[t], batch, visit, placement, slots);
-    }
-  });
+  const MissingIds missing(tables, batch, slots, threads);
+  const bool wanted = placement.leavers.number != nullptr;
+  std::vector<Leaver> leavers(wanted ? missing.size() : 0, Leaver{0, 0, nullptr});
+  Placing(tables, batch, visit, placement, missing, slots, wanted ? leavers.data() : nullptr)
+      .run(threads);
+  // Before rows are written: what leaves still has its own.
+  if (wanted) write_leavers(tables[missing.begin()->table], leavers, placement.leavers, threads);
+  start_rows(tables, batch, missing, slots, placement.rows != NewRows::kUntouched, threads);
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, placement, slots, threads);
   }

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       id = batch.ids[position];
       const BucketChoice choice = choose_buckets(id, table.num_buckets);
       if (was != kMissingFromFull) {
-        prefetch(digest_line(table, choice.first), kBucketDigests * sizeof(uint16_t));
+        prefetch_l2(digest_line(table, choice.first), kBucketDigests * sizeof(uint16_t));
       }
       if (!deduplicated) {
         const int64_t other =

@@ -14,16 +14,6 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Brings what placing an id will read into the second-level cache.
-__device__ __forceinline__ void prefetch(const void* address, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
-#else
-  for (uint32_t b = 0; b < bytes; b += 32) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(address) + b));
-  }
-#endif
-}
 // The table of a lane of the warp.
 template <bool kOneTable>
 __device__ __forceinline__ const TableView* table_of_lane(const TableView* mine, int lane) {

@@ -141,14 +141,15 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const float> grad, float* weights_grad, cudaStream_t stream);
 
-// Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots.
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots);
+// Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots, and
+// tables of at most `widest` columns.
+size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, int32_t widest);
 
 // group_four_wide: all dims and state widths of the group are multiples of four (or rows have less
 // than two values of state). `scratch` must be aligned to 256 bytes.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const float> grad, const OptimizerConfig& optimizer,
-                 const float* learning_rate, int32_t num_tables, int64_t num_slots,
+                 const float* learning_rate, int32_t num_tables, int64_t num_slots, int32_t widest,
                  bool group_four_wide, void* scratch, cudaStream_t stream);
 
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,

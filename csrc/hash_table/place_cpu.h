@@ -1,6 +1,7 @@
 // Where an id goes, on the CPU.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "hash_table/bucket_cpu.h"
@@ -24,20 +25,49 @@ struct Victim {
   Rank rank;
 };
 
-// The slot of the lowest rank in two full buckets. Pinned slots do not take part.
+// Last steps and scores of a bucket.
+inline void prefetch_ranks(const TableView& table, uint32_t bucket) {
+  const int64_t base = first_slot_of(table, bucket);
+  prefetch_bytes(&table.last_steps[base], table.bucket_slots * sizeof(uint32_t));
+  if (table.scores != nullptr) {
+    prefetch_bytes(&table.scores[base], table.bucket_slots * sizeof(uint64_t));
+  }
+}
+
+// The first slot of the lowest rank in a full bucket. Pinned slots do not take part. Loops without
+// branches, so that a compiler can vectorise them.
+inline Victim lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t pinned_from) {
+  const int64_t base = first_slot_of(table, bucket);
+  const int32_t n = table.bucket_slots;
+  const uint32_t* steps = table.last_steps + base;
+  uint64_t low = UINT64_MAX;
+  uint32_t step = UINT32_MAX;
+  if (table.scores == nullptr) {
+    for (int32_t p = 0; p < n; ++p) step = std::min(step, steps[p]);
+    if (step >= pinned_from) return Victim{kNoSlot, {UINT64_MAX, UINT32_MAX}};
+    low = step;
+  } else {
+    const uint64_t* scores = table.scores + base;
+    for (int32_t p = 0; p < n; ++p) {
+      low = std::min(low, steps[p] < pinned_from ? scores[p] : UINT64_MAX);
+    }
+    for (int32_t p = 0; p < n; ++p) {
+      if (scores[p] == low && steps[p] < pinned_from) step = std::min(step, steps[p]);
+    }
+    if (step == UINT32_MAX) return Victim{kNoSlot, {UINT64_MAX, UINT32_MAX}};
+  }
+  int32_t at = 0;
+  while (steps[at] != step || (table.scores != nullptr && table.scores[base + at] != low)) ++at;
+  return Victim{base + at, {low, step}};
+}
+
+// The same in two full buckets.
 inline Victim lowest_rank(const TableView& table, const BucketChoice& choice,
                           uint32_t pinned_from) {
-  Victim lowest{kNoSlot, {UINT64_MAX, UINT32_MAX}};
-  const uint32_t buckets[2] = {choice.first, choice.second};
-  const int num = choice.first == choice.second ? 1 : 2;
-  for (int b = 0; b < num; ++b) {
-    const int64_t base = first_slot_of(table, buckets[b]);
-    for (int64_t slot = base; slot < base + table.bucket_slots; ++slot) {
-      const Rank rank = rank_of(table, slot);
-      if (rank.last_step < pinned_from && rank < lowest.rank) lowest = Victim{slot, rank};
-    }
-  }
-  return lowest;
+  const Victim first = lowest_rank_in(table, choice.first, pinned_from);
+  if (choice.first == choice.second) return first;
+  const Victim second = lowest_rank_in(table, choice.second, pinned_from);
+  return second.rank < first.rank ? second : first;
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

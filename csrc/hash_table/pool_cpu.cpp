@@ -1,52 +1,134 @@
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
+#include "common/initial_rows_cpu.h"
 #include "common/parallel.h"
+#include "hash_table/bucket_cpu.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-constexpr int kPrefetchAhead = 4;
+// Rows that are on their way from memory; counted in ids, over the ends of bags.
+constexpr int64_t kAhead = 16;
 
-// Calls visit(feature, sample, table, first position, one past the last) for each bag in the range
-// of bag numbers feature * batch_size + sample.
+float dot(const float* a, const float* b, int32_t n) {
+  constexpr int kLanes = 8;  // partial sums that the compiler can keep in one vector
+  float lanes[kLanes] = {};
+  int32_t c = 0;
+  for (; c + kLanes <= n; c += kLanes) {
+    for (int k = 0; k < kLanes; ++k) lanes[k] += a[c + k] * b[c + k];
+  }
+  float sum = 0.0f;
+  for (; c < n; ++c) sum += a[c] * b[c];
+  for (const float lane : lanes) sum += lane;
+  return sum;
+}
+
+// Rows of one table, as floats.
+class Rows {
+ public:
+  // For positions [first, last), in this order.
+  Rows(const TableView& table, const Batch& batch, const int64_t* slots, int64_t first,
+       int64_t last, float* buffer)
+      : table_(table), batch_(batch), slots_(slots), last_(last), buffer_(buffer) {
+    for (int64_t at = first; at < std::min(first + kAhead, last); ++at) prefetch(at);
+  }
+
+  // Columns [column, column + n) of the id at a position, of its initial row where it has none.
+  // Valid until the next call.
+  const float* columns(int64_t at, int32_t column, int32_t n) const {
+    if (column == 0 && at + kAhead < last_) prefetch(at + kAhead);
+    if (slots_[at] == kNoSlot) {
+      initial_row(table_.initial_rows, batch_.ids[at],
+                  static_cast<uint32_t>(table_.column_offset + column), n, buffer_);
+      return buffer_;
+    }
+    if (table_.rows.type == RowType::kFloat32) {
+      return reinterpret_cast<const float*>(row(at)) + column;
+    }
+    const char* from = row(at);
+    if (table_.rows.type == RowType::kFloat16) {
+      for (int32_t c = 0; c < n; ++c) {
+        buffer_[c] = load_element(RowType::kFloat16, from, column + c);
+      }
+    } else {
+      for (int32_t c = 0; c < n; ++c) {
+        buffer_[c] = load_element(RowType::kBFloat16, from, column + c);
+      }
+    }
+    return buffer_;
+  }
+
+ private:
+  void prefetch(int64_t at) const {
+    if (slots_[at] != kNoSlot) prefetch_bytes(row(at), row_bytes(table_));
+  }
+  const char* row(int64_t at) const { return table_.rows.row(slots_[at] - table_.first_slot); }
+
+  const TableView& table_;
+  const Batch& batch_;
+  const int64_t* slots_;
+  int64_t last_;
+  float* buffer_;  // [dim]
+};
+
+// Calls visit(feature, sample, table, rows, first position, one past the last) for each bag in the
+// range of bag numbers feature * batch_size + sample.
 template <typename Visit>
-void for_each_bag(const TableView* tables, const Batch& batch, int64_t begin, int64_t end,
-                  const Visit& visit) {
-  int32_t feature = static_cast<int32_t>(begin / batch.batch_size);
-  int64_t sample = begin % batch.batch_size;
-  for (int64_t bag = begin; bag < end; ++bag) {
-    visit(feature, sample, tables[batch.feature_tables[feature]], batch.offsets[bag],
-          batch.offsets[bag + 1]);
-    if (++sample == batch.batch_size) {
-      sample = 0;
-      ++feature;
+void for_each_bag(const TableView* tables, const Batch& batch, const int64_t* slots, int64_t begin,
+                  int64_t end, const Visit& visit) {
+  std::vector<float> buffer;
+  while (begin < end) {
+    const auto feature = static_cast<int32_t>(begin / batch.batch_size);
+    const int64_t start = feature * batch.batch_size;
+    const int64_t stop = std::min(end, start + batch.batch_size);
+    const TableView& table = tables[batch.feature_tables[feature]];
+    buffer.resize(std::max<size_t>(buffer.size(), table.dim()));
+    const Rows rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop], buffer.data());
+    for (int64_t bag = begin; bag < stop; ++bag) {
+      const int64_t first = batch.offsets[bag], last = batch.offsets[bag + 1];
+      visit(feature, bag - start, table, rows, first, last);
+    }
+    begin = stop;
+  }
+}
+
+// Eight columns, of GCC's and Clang's vector extension.
+typedef float Columns __attribute__((vector_size(32)));
+
+// to[c] = the sum of the rows' columns column + c, for 8 * kVectors columns, which stay in
+// registers. scale(at) multiplies the row of a position.
+template <int kVectors, typename Scale>
+void sum_columns(const Rows& rows, int64_t first, int64_t last, const Scale& scale, int32_t column,
+                 float* to) {
+  Columns sums[kVectors] = {};
+  for (int64_t at = first; at < last; ++at) {
+    const float* from = rows.columns(at, column, 8 * kVectors);
+    const float by = scale(at);
+    for (int v = 0; v < kVectors; ++v) {
+      Columns values;
+      std::memcpy(&values, from + 8 * v, sizeof(values));
+      sums[v] += by * values;
     }
   }
+  std::memcpy(to, sums, sizeof(sums));
 }
 
-void prefetch_row(const TableView& table, const int64_t* slots, int64_t at, int64_t end) {
-  if (at >= end || slots[at] == kNoSlot) return;
-  const char* row = table.rows.row(slots[at] - table.first_slot);
-  const int32_t bytes = table.dim() * element_size(table.rows.type);
-  for (int32_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b);
-}
-
-// Calls visit(column, value) for the columns of an id's row, or of its initial row where it has
-// none. The common type has a loop of its own, which the compiler can vectorise.
-template <typename VisitColumn>
-void for_each_column(const TableView& table, int64_t slot, int64_t id, const VisitColumn& visit) {
-  if (slot == kNoSlot) {
-    for_each_initial_value(table.initial_rows, id, static_cast<uint32_t>(table.column_offset),
-                           table.dim(), visit);
-    return;
-  }
-  const char* row = table.rows.row(slot - table.first_slot);
-  if (table.rows.type == RowType::kFloat32) {
-    const float* values = reinterpret_cast<const float*>(row);
-    for (int32_t c = 0; c < table.dim(); ++c) visit(c, values[c]);
-  } else {
-    for (int32_t c = 0; c < table.dim(); ++c) visit(c, load_element(table.rows.type, row, c));
+template <typename Scale>
+void sum_rows(const Rows& rows, int64_t first, int64_t last, const Scale& scale, int32_t dim,
+              float* to) {
+  int32_t c = 0;
+  for (; dim - c >= 64; c += 64) sum_columns<8>(rows, first, last, scale, c, to + c);
+  if (dim - c >= 32) sum_columns<4>(rows, first, last, scale, c, to + c), c += 32;
+  if (dim - c >= 16) sum_columns<2>(rows, first, last, scale, c, to + c), c += 16;
+  if (dim - c >= 8) sum_columns<1>(rows, first, last, scale, c, to + c), c += 8;
+  if (c == dim) return;
+  std::fill_n(to + c, dim - c, 0.0f);
+  for (int64_t at = first; at < last; ++at) {
+    const float* from = rows.columns(at, c, dim - c);
+    for (int32_t k = 0; k < dim - c; ++k) to[c + k] += scale(at) * from[k];
   }
 }
 
@@ -55,19 +137,17 @@ void for_each_column(const TableView& table, int64_t slot, int64_t id, const Vis
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<float> out, int threads) {
   parallel_for(batch.num_features * batch.batch_size, 64, threads, [&](int64_t begin, int64_t end) {
-    for_each_bag(
-        tables, batch, begin, end,
-        [&](int32_t feature, int64_t sample, const TableView& table, int64_t first, int64_t last) {
-          float* to = out.data + sample * out.stride + batch.feature_columns[feature];
-          std::fill_n(to, table.dim(), 0.0f);
-          const float bag_scale = pooling.mean && last > first ? 1.0f / (last - first) : 1.0f;
-          for (int64_t at = first; at < last; ++at) {
-            prefetch_row(table, slots, at + kPrefetchAhead, last);
-            const float scale = pooling.weights ? pooling.weights[at] * bag_scale : bag_scale;
-            for_each_column(table, slots[at], batch.ids[at],
-                            [&](int32_t c, float value) { to[c] += scale * value; });
-          }
-        });
+    for_each_bag(tables, batch, slots, begin, end,
+                 [&](int32_t feature, int64_t sample, const TableView& table, const Rows& rows,
+                     int64_t first, int64_t last) {
+                   float* to = out.data + sample * out.stride + batch.feature_columns[feature];
+                   const float bag_scale =
+                       pooling.mean && last > first ? 1.0f / (last - first) : 1.0f;
+                   const auto scale = [&](int64_t at) {
+                     return pooling.weights ? pooling.weights[at] * bag_scale : bag_scale;
+                   };
+                   sum_rows(rows, first, last, scale, table.dim(), to);
+                 });
   });
 }
 
@@ -75,15 +155,13 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
                        Output<const float> grad, float* weights_grad, int threads) {
   parallel_for(batch.num_features * batch.batch_size, 64, threads, [&](int64_t begin, int64_t end) {
     for_each_bag(
-        tables, batch, begin, end,
-        [&](int32_t feature, int64_t sample, const TableView& table, int64_t first, int64_t last) {
+        tables, batch, slots, begin, end,
+        [&](int32_t feature, int64_t sample, const TableView& table, const Rows& rows,
+            int64_t first, int64_t last) {
           const float* from = grad.data + sample * grad.stride + batch.feature_columns[feature];
           const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
           for (int64_t at = first; at < last; ++at) {
-            float dot = 0.0f;
-            for_each_column(table, slots[at], batch.ids[at],
-                            [&](int32_t c, float value) { dot += from[c] * value; });
-            weights_grad[at] = dot * bag_scale;
+            weights_grad[at] = dot(from, rows.columns(at, 0, table.dim()), table.dim()) * bag_scale;
           }
         });
   });
@@ -93,9 +171,7 @@ void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_
                   int32_t column_offset, float* out, int threads) {
   parallel_for(n, 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      float* to = out + i * dim;
-      for_each_initial_value(init, ids[i], static_cast<uint32_t>(column_offset), dim,
-                             [to](int32_t c, float value) { to[c] = value; });
+      initial_row(init, ids[i], static_cast<uint32_t>(column_offset), dim, out + i * dim);
     }
   });
 }

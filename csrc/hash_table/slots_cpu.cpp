@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/initial_rows_cpu.h"
 #include "common/parallel.h"
 #include "hash_table/bucket_cpu.h"
 #include "hash_table/kernels.h"
@@ -15,7 +16,7 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
     constexpr int64_t kAhead = 8;
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end && slots[i + kAhead] != kNoSlot) {
-        __builtin_prefetch(store.row(slots[i + kAhead]));
+        prefetch_bytes(store.row(slots[i + kAhead]), bytes);
       }
       char* to = rows + i * bytes;
       if (found != nullptr) found[i] = slots[i] != kNoSlot;
@@ -24,9 +25,8 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
       } else if (ids == nullptr) {
         std::memset(to, 0, bytes);
       } else {
-        for_each_initial_value(
-            table.initial_rows, ids[i], static_cast<uint32_t>(table.column_offset), store.width,
-            [&](int32_t c, float value) { store_element(store.type, to, c, value); });
+        store_initial_row(table.initial_rows, ids[i], static_cast<uint32_t>(table.column_offset),
+                          store.width, store.type, to);
       }
     }
   });

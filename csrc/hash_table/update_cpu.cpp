@@ -1,83 +1,71 @@
-// The backward on the CPU: positions are partitioned by slot, each partition is sorted and its runs
-// of equal slots are reduced and applied by one thread. Sums run in the order of the batch, so the
-// result does not depend on the number of threads.
+// The backward on the CPU: positions are grouped by slot, each group is summed and applied by one
+// thread. Sums run in the order of the batch, so the result does not depend on the number of
+// threads.
 #include <algorithm>
 #include <vector>
 
 #include "common/parallel.h"
 #include "hash_table/apply_row_cpu.h"
+#include "hash_table/bucket_cpu.h"
+#include "hash_table/group_cpu.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-struct Occurrence {
-  int64_t slot;
-  uint32_t position;
-  uint32_t bag;
+// Where an occurrence's gradient is, and what multiplies it.
+class Gradients {
+ public:
+  Gradients(const TableView* tables, const Batch& batch, Pooling pooling, Output<const float> grad)
+      : tables_(tables), batch_(batch), pooling_(pooling), grad_(grad) {}
+
+  const TableView& table(const Occurrence& it) const {
+    return tables_[batch_.feature_tables[feature(it)]];
+  }
+  const float* from(const Occurrence& it) const {
+    const uint32_t sample = it.bag - feature(it) * static_cast<uint32_t>(batch_.batch_size);
+    return grad_.data + sample * grad_.stride + batch_.feature_columns[feature(it)];
+  }
+  float scale(const Occurrence& it) const {
+    const float weight = pooling_.weights ? pooling_.weights[it.position] : 1.0f;
+    if (!pooling_.mean) return weight;
+    return weight * (1.0f / (batch_.offsets[it.bag + 1] - batch_.offsets[it.bag]));
+  }
+
+ private:
+  uint32_t feature(const Occurrence& it) const {
+    return it.bag / static_cast<uint32_t>(batch_.batch_size);
+  }
+
+  const TableView* tables_;
+  const Batch& batch_;
+  Pooling pooling_;
+  Output<const float> grad_;
 };
 
-// Positions in a partition, about: small enough to sort in the second-level cache.
-constexpr int64_t kPartitionSize = 4096;
-constexpr int kMaxPartitionBits = 12;
-
-struct Partitions {
-  std::vector<Occurrence> entries;  // partition by partition
-  std::vector<int64_t> starts;      // [partitions + 1]
-};
-
-// Multiplicative hashing spreads neighbouring slots over the partitions.
-inline uint32_t partition_of(int64_t slot, int bits) {
-  return bits == 0 ? 0
-                   : static_cast<uint32_t>((static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ull) >>
-                                           (64 - bits));
+// A group's row, state and first gradient.
+void prefetch_group(const Gradients& gradients, const SlotGroups& groups,
+                    const SlotGroups::Group& group) {
+  const Occurrence& first = groups.occurrence(group.first);
+  const TableView& table = gradients.table(first);
+  const int64_t slot = group.slot - table.first_slot;
+  prefetch_bytes(table.rows.row(slot), row_bytes(table));
+  prefetch_bytes(table.state(slot), table.states.width * sizeof(float));
+  prefetch_bytes(gradients.from(first), table.dim() * sizeof(float));
 }
 
-// A stable counting sort of all positions that have a slot.
-Partitions partition_by_slot(const Batch& batch, const int64_t* slots, int threads) {
-  int bits = 0;
-  while (bits < kMaxPartitionBits && (batch.num_ids >> bits) > kPartitionSize) ++bits;
-  const int64_t partitions = int64_t{1} << bits;
-  const int64_t bags = batch.num_features * batch.batch_size;
-  const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(threads, bags / 64));
-  const auto block_bounds = [&](int64_t block) { return bags * block / blocks; };
-  // counts[block][partition], then the place of the block's first entry there.
-  std::vector<int64_t> counts(blocks * partitions, 0);
-  parallel_for(blocks, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      int64_t* mine = counts.data() + block * partitions;
-      const int64_t last = batch.offsets[block_bounds(block + 1)];
-      for (int64_t at = batch.offsets[block_bounds(block)]; at < last; ++at) {
-        if (slots[at] != kNoSlot) ++mine[partition_of(slots[at], bits)];
-      }
+void sum_gradients(const Gradients& gradients, const SlotGroups& groups,
+                   const SlotGroups::Group& group, int32_t dim, float* sum) {
+  std::fill_n(sum, dim, 0.0f);
+  for (uint32_t i = group.first; i != SlotGroups::kEnd; i = groups.next(i)) {
+    const uint32_t next = groups.next(i);
+    if (next != SlotGroups::kEnd) {
+      prefetch_bytes(gradients.from(groups.occurrence(next)), dim * sizeof(float));
     }
-  });
-  Partitions result;
-  result.starts.resize(partitions + 1);
-  int64_t total = 0;
-  for (int64_t p = 0; p < partitions; ++p) {
-    result.starts[p] = total;
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t here = counts[block * partitions + p];
-      counts[block * partitions + p] = total;
-      total += here;
-    }
+    const float* from = gradients.from(groups.occurrence(i));
+    const float scale = gradients.scale(groups.occurrence(i));
+    for (int32_t c = 0; c < dim; ++c) sum[c] += scale * from[c];
   }
-  result.starts[partitions] = total;
-  result.entries.resize(total);
-  parallel_for(blocks, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      int64_t* mine = counts.data() + block * partitions;
-      for (int64_t bag = block_bounds(block); bag < block_bounds(block + 1); ++bag) {
-        for (int64_t at = batch.offsets[bag]; at < batch.offsets[bag + 1]; ++at) {
-          if (slots[at] == kNoSlot) continue;
-          result.entries[mine[partition_of(slots[at], bits)]++] =
-              Occurrence{slots[at], static_cast<uint32_t>(at), static_cast<uint32_t>(bag)};
-        }
-      }
-    }
-  });
-  return result;
 }
 
 }  // namespace
@@ -86,39 +74,28 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
                  Output<const float> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int threads) {
   for (int32_t t = 0; t < num_tables; ++t) ++*tables[t].optimizer_step;
-  Partitions parts = partition_by_slot(batch, slots, threads);
+  const Partitions partitions(batch, slots, threads);
+  const Gradients gradients(tables, batch, pooling, grad);
   int32_t widest = 0;
   for (int32_t f = 0; f < batch.num_features; ++f) {
     widest = std::max(widest, tables[batch.feature_tables[f]].dim());
   }
-  parallel_for(
-      static_cast<int64_t>(parts.starts.size()) - 1, 1, threads, [&](int64_t begin, int64_t end) {
-        std::vector<float> sum(widest);
-        RowUpdater updater(optimizer, *learning_rate, widest);
-        for (int64_t p = begin; p < end; ++p) {
-          Occurrence* first = parts.entries.data() + parts.starts[p];
-          Occurrence* const last = parts.entries.data() + parts.starts[p + 1];
-          std::sort(first, last, [](const Occurrence& a, const Occurrence& b) {
-            return a.slot != b.slot ? a.slot < b.slot : a.position < b.position;
-          });
-          while (first != last) {
-            const int64_t slot = first->slot;
-            const TableView& table = tables[batch.feature_tables[first->bag / batch.batch_size]];
-            std::fill_n(sum.data(), table.dim(), 0.0f);
-            for (; first != last && first->slot == slot; ++first) {
-              const int64_t feature = first->bag / batch.batch_size;
-              const int64_t sample = first->bag - feature * batch.batch_size;
-              const float* from = grad.data + sample * grad.stride + batch.feature_columns[feature];
-              float scale = pooling.weights ? pooling.weights[first->position] : 1.0f;
-              if (pooling.mean) {
-                scale *= 1.0f / (batch.offsets[first->bag + 1] - batch.offsets[first->bag]);
-              }
-              for (int32_t c = 0; c < table.dim(); ++c) sum[c] += scale * from[c];
-            }
-            updater.update(table, slot - table.first_slot, sum.data());
-          }
-        }
-      });
+  parallel_for(partitions.size(), 1, threads, [&](int64_t begin, int64_t end) {
+    constexpr size_t kAhead = 4;
+    std::vector<float> sum(widest);
+    RowUpdater updater(optimizer, *learning_rate, widest);
+    SlotGroups groups;
+    for (int64_t p = begin; p < end; ++p) {
+      groups.assign(partitions, p);
+      const std::vector<SlotGroups::Group>& all = groups.groups();
+      for (size_t g = 0; g < all.size(); ++g) {
+        if (g + kAhead < all.size()) prefetch_group(gradients, groups, all[g + kAhead]);
+        const TableView& table = gradients.table(groups.occurrence(all[g].first));
+        sum_gradients(gradients, groups, all[g], table.dim(), sum.data());
+        updater.update(table, all[g].slot - table.first_slot, sum.data());
+      }
+    }
+  });
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -1,6 +1,8 @@
-// The backward on the GPU: one radix sort of (slot, position) brings equal slots together; the warp
-// that stands at the first of a run adds up the run's gradients in the order of the batch and
-// updates the row once. No gradient is stored for each id. Deterministic.
+// The backward on the GPU. One radix sort of (slot, position) brings equal slots together. A warp
+// has eight neighbours of the sorted order: it has their rows brought near all at once, then adds
+// up each run that begins among them in the order of the batch and updates its row once. Runs that
+// are too long for one warp are cut in pieces whose sums are added up by a block. No gradient is
+// stored for each id. Deterministic.
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
@@ -12,6 +14,10 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
+constexpr int kNeighbours = 8;       // of the sorted order, a warp's
+constexpr int64_t kLongest = 128;    // run that one warp adds up
+constexpr int64_t kPieceSize = 256;  // of a longer run
+
 // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
 // comes last.
 int sort_bits(int64_t num_slots) {
@@ -20,35 +26,93 @@ int sort_bits(int64_t num_slots) {
   return bits;
 }
 
+// Slots as sort keys, of 32 bits where that is enough.
+struct Keys {
+  void* values;
+  bool wide;
+
+  __device__ __forceinline__ uint64_t operator[](int64_t i) const {
+    return wide ? static_cast<const uint64_t*>(values)[i] : static_cast<const uint32_t*>(values)[i];
+  }
+  __device__ __forceinline__ void set(int64_t i, uint64_t key) const {
+    if (wide) {
+      static_cast<uint64_t*>(values)[i] = key;
+    } else {
+      static_cast<uint32_t*>(values)[i] = static_cast<uint32_t>(key);
+    }
+  }
+};
+
+struct LongRun {
+  uint32_t first;  // in the sorted order
+  uint32_t length;
+  uint32_t first_piece;
+};
+
+// Runs longer than kLongest, and their pieces.
+struct LongRuns {
+  uint32_t* number;  // of runs
+  uint32_t* pieces;  // their number
+  LongRun* runs;     // in the order of their finding
+  uint32_t* run_of;  // by piece
+  float* sums;       // [pieces][widest]
+  int32_t widest;
+};
+
 struct Scratch {
-  uint64_t* keys_in;
-  uint64_t* keys;
+  Keys keys_in;
+  Keys keys;
   uint32_t* positions_in;
   uint32_t* positions;
   uint32_t* bags;  // by position
+  LongRuns long_runs;
   void* sort;
   size_t sort_bytes;
 };
 
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-size_t layout(int64_t n, int64_t num_slots, char* base, Scratch* scratch) {
+template <typename Key>
+cudaError_t sort_pairs(const Scratch& scratch, void* memory, size_t* bytes, int64_t n, int bits,
+                       cudaStream_t stream) {
+  return cub::DeviceRadixSort::SortPairs(
+      memory, *bytes, static_cast<const Key*>(scratch.keys_in.values),
+      static_cast<Key*>(scratch.keys.values), static_cast<const uint32_t*>(scratch.positions_in),
+      scratch.positions, n, 0, bits, stream);
+}
+void sort(const Scratch& scratch, void* memory, size_t* bytes, int64_t n, int bits,
+          cudaStream_t stream) {
+  HKV_CUDA_CHECK(scratch.keys.wide ? sort_pairs<uint64_t>(scratch, memory, bytes, n, bits, stream)
+                                   : sort_pairs<uint32_t>(scratch, memory, bytes, n, bits, stream));
+}
+
+size_t layout(int64_t n, int64_t num_slots, int32_t widest, char* base, Scratch* scratch) {
   size_t at = 0;
   const auto take = [&](size_t bytes) {
     char* place = base + at;
     at += aligned(bytes);
     return place;
   };
-  scratch->keys_in = reinterpret_cast<uint64_t*>(take(n * sizeof(uint64_t)));
-  scratch->keys = reinterpret_cast<uint64_t*>(take(n * sizeof(uint64_t)));
+  const int bits = sort_bits(num_slots);
+  const bool wide = bits > 32;
+  const size_t key_bytes = wide ? sizeof(uint64_t) : sizeof(uint32_t);
+  scratch->keys_in = Keys{take(n * key_bytes), wide};
+  scratch->keys = Keys{take(n * key_bytes), wide};
   scratch->positions_in = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
   scratch->positions = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
   scratch->bags = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
+  // A run longer than kLongest has at most a piece for each kLongest of its positions.
+  static_assert(kPieceSize >= 2 * kLongest);
+  const size_t most = n / kLongest + 1;
+  LongRuns& runs = scratch->long_runs;
+  runs.number = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t)));
+  runs.pieces = runs.number + 1;
+  runs.runs = reinterpret_cast<LongRun*>(take(most * sizeof(LongRun)));
+  runs.run_of = reinterpret_cast<uint32_t*>(take(most * sizeof(uint32_t)));
+  runs.sums = reinterpret_cast<float*>(take(most * widest * sizeof(float)));
+  runs.widest = widest;
   scratch->sort_bytes = 0;
-  HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
-      nullptr, scratch->sort_bytes, static_cast<const uint64_t*>(nullptr),
-      static_cast<uint64_t*>(nullptr), static_cast<const uint32_t*>(nullptr),
-      static_cast<uint32_t*>(nullptr), n, 0, sort_bits(num_slots)));
+  sort(*scratch, nullptr, &scratch->sort_bytes, n, bits, nullptr);
   scratch->sort = take(scratch->sort_bytes);
   return at;
 }
@@ -67,17 +131,19 @@ __global__ void __launch_bounds__(kThreads)
 // A warp a bag: writes each position's sort key and its bag.
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const TableView* tables, int32_t num_tables, Batch batch,
-                   const int64_t* __restrict__ slots, uint64_t no_slot, uint64_t* __restrict__ keys,
-                   uint32_t* __restrict__ positions, uint32_t* __restrict__ bags) {
+                   const int64_t* __restrict__ slots, uint64_t no_slot, const Scratch scratch) {
   count_update(tables, num_tables);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
+  }
   const int64_t bag = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (bag >= batch.num_features * batch.batch_size) return;
   const int64_t end = batch.offsets[bag + 1];
   for (int64_t at = batch.offsets[bag] + threadIdx.x % kWarp; at < end; at += kWarp) {
     const int64_t slot = slots[at];
-    keys[at] = slot == kNoSlot ? no_slot : static_cast<uint64_t>(slot);
-    positions[at] = static_cast<uint32_t>(at);
-    bags[at] = static_cast<uint32_t>(bag);
+    scratch.keys_in.set(at, slot == kNoSlot ? no_slot : static_cast<uint64_t>(slot));
+    scratch.positions_in[at] = static_cast<uint32_t>(at);
+    scratch.bags[at] = static_cast<uint32_t>(bag);
   }
 }
 
@@ -126,63 +192,226 @@ __device__ __forceinline__ void update_row(const TableView& table, int64_t slot,
   apply_row<kWidth, kColumnStates>(table, slot, optimizer, learning_rate, gradient);
 }
 
-__device__ bool all_four_wide(const Run& run, const TableView& table, const Batch& batch,
-                              int64_t stride) {
+// Whether a row and its gradients can be worked on four columns at a time. Features of one table
+// may stand at columns of different alignment; dims that are multiples of four in every table of
+// the group make this true for all.
+__device__ __forceinline__ bool all_four_wide(const Run& run, const TableView& table,
+                                              const Batch& batch, int64_t stride) {
   if (table.states.width > 1 && table.states.width % 4 != 0) return false;
-  // Features of one table may stand at columns of different alignment; dims that are multiples of
-  // four in every table of the group make this true for all.
   for (int64_t k = 0; k < run.length; ++k) {
     const uint32_t bag = run.bags[run.positions[k]];
-    if (!four_wide(table.dim(), batch.feature_columns[bag / batch.batch_size], stride))
+    if (!four_wide(table.dim(), batch.feature_columns[bag / batch.batch_size], stride)) {
       return false;
+    }
   }
   return true;
 }
 
+// What the kernels of an update share.
+struct Update {
+  Batch batch;
+  Pooling pooling;
+  Output<const float> grad;
+  OptimizerConfig optimizer;
+  const float* learning_rate;
+  uint64_t no_slot;
+  bool group_four_wide;
+};
+
+__device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
+                                                     uint32_t bag) {
+  return tables[update.batch.feature_tables[bag / update.batch.batch_size]];
+}
+
+// The end of a run: 32 keys at a time.
+__device__ __forceinline__ int64_t end_of_run(const Keys& keys, int64_t at, int64_t n,
+                                              uint64_t slot) {
+  for (int64_t end = at + 1;; end += kWarp) {
+    const int64_t look = end + threadIdx.x % kWarp;
+    const unsigned same = __ballot_sync(kAllLanes, look < n && keys[look] == slot);
+    if (same != kAllLanes) return end + __ffs(static_cast<int>(~same)) - 1;
+  }
+}
+
+__device__ __forceinline__ void note_long_run(const LongRuns& runs, int64_t first, int64_t length) {
+  const auto pieces = static_cast<uint32_t>((length + kPieceSize - 1) / kPieceSize);
+  uint32_t number = 0, first_piece = 0;
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) {
+    number = atomicAdd(runs.number, 1u);
+    first_piece = atomicAdd(runs.pieces, pieces);
+    runs.runs[number] =
+        LongRun{static_cast<uint32_t>(first), static_cast<uint32_t>(length), first_piece};
+  }
+  number = __shfl_sync(kAllLanes, number, 0);
+  first_piece = __shfl_sync(kAllLanes, first_piece, 0);
+  for (uint32_t p = lane; p < pieces; p += kWarp) runs.run_of[first_piece + p] = number;
+}
+
+// Has what an update of one position's row reads brought into the second-level cache.
+__device__ __forceinline__ void prefetch_update(const TableView& table, int64_t slot,
+                                                const Update& update, uint32_t bag) {
+  const auto bytes_of = [](const RowStore& store) {
+    return static_cast<uint32_t>(store.width) * element_size(store.type);
+  };
+  const uint32_t row_bytes = bytes_of(table.rows), state_bytes = bytes_of(table.states);
+  if (slot < table.rows.hbm_slots && row_bytes % 16 == 0) {
+    prefetch_l2(table.rows.row(slot), row_bytes);
+  }
+  if (slot < table.states.hbm_slots && state_bytes > 0) {
+    if (state_bytes % 16 == 0) {
+      prefetch_l2(table.state(slot), state_bytes);
+    } else {
+      prefetch_l2(table.state(slot));
+    }
+  }
+  if (update.group_four_wide) {
+    const int32_t feature = static_cast<int32_t>(bag / update.batch.batch_size);
+    const int64_t sample = bag - feature * update.batch.batch_size;
+    prefetch_l2(
+        update.grad.data + sample * update.grad.stride + update.batch.feature_columns[feature],
+        static_cast<uint32_t>(table.dim()) * sizeof(float));
+  }
+}
+
 template <bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
-    update_kernel(const TableView* __restrict__ tables, Batch batch, Pooling pooling,
-                  Output<const float> grad, OptimizerConfig optimizer,
-                  const float* __restrict__ learning_rate, uint64_t no_slot, bool group_four_wide,
-                  const uint64_t* __restrict__ keys, const uint32_t* __restrict__ positions,
-                  const uint32_t* __restrict__ bags) {
-  const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (at >= batch.num_ids) return;
-  const uint64_t slot = keys[at];
-  if (slot == no_slot || (at > 0 && keys[at - 1] == slot)) return;
-  // The run's end: 32 keys at a time.
-  int64_t end = at + 1;
-  for (;;) {
-    const int64_t look = end + threadIdx.x % kWarp;
-    const unsigned same = __ballot_sync(kAllLanes, look < batch.num_ids && keys[look] == slot);
-    if (same != kAllLanes) {
-      end += __ffs(static_cast<int>(~same)) - 1;
-      break;
+    update_kernel(const TableView* __restrict__ tables, const Update update,
+                  const Scratch scratch) {
+  const int64_t n = update.batch.num_ids;
+  const int64_t first =
+      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kNeighbours;
+  if (first >= n) return;
+  // Lane 0 looks at the one before, lanes 1 to kNeighbours at the warp's own.
+  const int lane = threadIdx.x % kWarp;
+  const int64_t mine = first + lane - 1;
+  uint64_t key = update.no_slot;
+  if (lane <= kNeighbours && mine >= 0 && mine < n) key = scratch.keys[mine];
+  const uint64_t before = __shfl_up_sync(kAllLanes, key, 1);
+  const bool own = lane >= 1 && lane <= kNeighbours && mine < n && key != update.no_slot;
+  const bool begins = own && (mine == 0 || key != before);
+  uint32_t bag = 0;
+  if (begins) {
+    bag = scratch.bags[scratch.positions[mine]];
+    const TableView& table = table_of(tables, update, bag);
+    prefetch_update(table, static_cast<int64_t>(key) - table.first_slot, update, bag);
+  }
+  for (unsigned left = __ballot_sync(kAllLanes, begins); left; left &= left - 1) {
+    const int source = __ffs(static_cast<int>(left)) - 1;
+    const int64_t at = first + source - 1;
+    const uint64_t slot = __shfl_sync(kAllLanes, key, source);
+    const uint32_t of_bag = __shfl_sync(kAllLanes, bag, source);
+    const int64_t length = end_of_run(scratch.keys, at, n, slot) - at;
+    if (length > kLongest) {
+      note_long_run(scratch.long_runs, at, length);
+      continue;
     }
-    end += kWarp;
+    const Run run{scratch.positions + at, length, scratch.bags};
+    const TableView& table = table_of(tables, update, of_bag);
+    const int64_t local = static_cast<int64_t>(slot) - table.first_slot;
+    if (update.group_four_wide || all_four_wide(run, table, update.batch, update.grad.stride)) {
+      update_row<4, kColumnStates>(table, local, run, update.batch, update.pooling, update.grad,
+                                   update.optimizer, *update.learning_rate);
+    } else {
+      update_row<1, kColumnStates>(table, local, run, update.batch, update.pooling, update.grad,
+                                   update.optimizer, *update.learning_rate);
+    }
   }
-  const Run run{positions + at, end - at, bags};
-  const TableView& table = tables[batch.feature_tables[bags[positions[at]] / batch.batch_size]];
-  const int64_t local = static_cast<int64_t>(slot) - table.first_slot;
-  if (group_four_wide || all_four_wide(run, table, batch, grad.stride)) {
-    update_row<4, kColumnStates>(table, local, run, batch, pooling, grad, optimizer,
-                                 *learning_rate);
-  } else {
-    update_row<1, kColumnStates>(table, local, run, batch, pooling, grad, optimizer,
-                                 *learning_rate);
+}
+
+template <int kWidth>
+__device__ __forceinline__ void sum_piece(const Run& piece, const Update& update, int32_t dim,
+                                          float* to) {
+  for_my_columns<kWidth>(dim, [&](int32_t column) {
+    sum_run<kWidth>(piece, update.batch, update.pooling, update.grad, column).store(to + column);
+  });
+}
+
+// A warp a piece of a long run.
+__global__ void __launch_bounds__(kThreads, 4)
+    piece_kernel(const TableView* __restrict__ tables, const Update update, const Scratch scratch) {
+  const LongRuns& runs = scratch.long_runs;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kThreads / kWarp;
+  const int64_t pieces = *runs.pieces;
+  for (int64_t p = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp; p < pieces;
+       p += warps) {
+    const LongRun& whole = runs.runs[runs.run_of[p]];
+    const int64_t begin = (p - whole.first_piece) * kPieceSize;
+    const Run piece{scratch.positions + whole.first + begin,
+                    min(kPieceSize, static_cast<int64_t>(whole.length) - begin), scratch.bags};
+    const TableView& table = table_of(tables, update, scratch.bags[piece.positions[0]]);
+    float* to = runs.sums + p * runs.widest;
+    // The sums' rows are aligned as their width is.
+    if (update.group_four_wide && runs.widest % 4 == 0) {
+      sum_piece<4>(piece, update, table.dim(), to);
+    } else {
+      sum_piece<1>(piece, update, table.dim(), to);
+    }
   }
+}
+
+// A block a long run: its warps add up shares of the pieces, the first one the shares, and it
+// updates the row.
+template <bool kColumnStates>
+__global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
+    long_run_kernel(const TableView* __restrict__ tables, const Update update,
+                    const Scratch scratch) {
+  constexpr int kWarps = kThreads / kWarp;
+  const LongRuns& runs = scratch.long_runs;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const uint32_t number = *runs.number;
+  for (uint32_t r = blockIdx.x; r < number; r += gridDim.x) {
+    const LongRun run = runs.runs[r];
+    const TableView& table = table_of(tables, update, scratch.bags[scratch.positions[run.first]]);
+    const int64_t pieces = (run.length + kPieceSize - 1) / kPieceSize;
+    const int64_t begin = pieces * warp / kWarps, end = pieces * (warp + 1) / kWarps;
+    float* const sums = runs.sums + static_cast<int64_t>(run.first_piece) * runs.widest;
+    // A share's sum replaces its first piece's.
+    if (begin < end) {
+      for (int32_t column = lane; column < table.dim(); column += kWarp) {
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int64_t p = begin; p < end; ++p) sum += sums[p * runs.widest + column];
+        sums[begin * runs.widest + column] = sum;
+      }
+    }
+    __syncthreads();
+    if (warp == 0) {
+      for (int32_t column = lane; column < table.dim(); column += kWarp) {
+        float sum = 0.0f;
+        for (int w = 0; w < kWarps; ++w) {
+          const int64_t from = pieces * w / kWarps;
+          if (from < pieces * (w + 1) / kWarps) sum += sums[from * runs.widest + column];
+        }
+        sums[column] = sum;
+      }
+      __syncwarp();
+      const int64_t slot = static_cast<int64_t>(scratch.keys[run.first]) - table.first_slot;
+      const auto gradient = [&](int32_t column) { return Columns<1>::load(sums + column); };
+      apply_row<1, kColumnStates>(table, slot, update.optimizer, *update.learning_rate, gradient);
+    }
+    __syncthreads();
+  }
+}
+
+// Blocks for work whose amount only the device knows.
+unsigned few_blocks() {
+  int device = 0, processors = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  return static_cast<unsigned>(4 * processors);
 }
 
 }  // namespace
 
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots) {
+size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, int32_t widest) {
   Scratch scratch;
-  return layout(num_ids, num_slots, nullptr, &scratch);
+  return layout(num_ids, num_slots, widest, nullptr, &scratch);
 }
 
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const float> grad, const OptimizerConfig& optimizer,
-                 const float* learning_rate, int32_t num_tables, int64_t num_slots,
+                 const float* learning_rate, int32_t num_tables, int64_t num_slots, int32_t widest,
                  bool group_four_wide, void* memory, cudaStream_t stream) {
   if (batch.num_ids == 0) {
     count_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables);
@@ -190,22 +419,26 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     return;
   }
   Scratch scratch;
-  layout(batch.num_ids, num_slots, static_cast<char*>(memory), &scratch);
+  layout(batch.num_ids, num_slots, widest, static_cast<char*>(memory), &scratch);
   const int bits = sort_bits(num_slots);
-  const uint64_t no_slot = (uint64_t{1} << bits) - 1;
+  const Update update{
+      batch, pooling, grad, optimizer, learning_rate, (uint64_t{1} << bits) - 1, group_four_wide};
   const int64_t num_bags = batch.num_features * batch.batch_size;
   prepare_kernel<<<grid_for(num_bags * kWarp), kThreads, 0, stream>>>(
-      tables, num_tables, batch, slots, no_slot, scratch.keys_in, scratch.positions_in,
-      scratch.bags);
+      tables, num_tables, batch, slots, update.no_slot, scratch);
   HKV_CUDA_CHECK_LAUNCH();
-  HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
-      scratch.sort, scratch.sort_bytes, static_cast<const uint64_t*>(scratch.keys_in), scratch.keys,
-      static_cast<const uint32_t*>(scratch.positions_in), scratch.positions, batch.num_ids, 0, bits,
-      stream));
-  const auto kernel = has_column_states(optimizer) ? update_kernel<true> : update_kernel<false>;
-  kernel<<<grid_for(batch.num_ids * kWarp), kThreads, 0, stream>>>(
-      tables, batch, pooling, grad, optimizer, learning_rate, no_slot, group_four_wide,
-      scratch.keys, scratch.positions, scratch.bags);
+  sort(scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
+  const bool column_states = has_column_states(optimizer);
+  const int64_t warps = (batch.num_ids + kNeighbours - 1) / kNeighbours;
+  const auto kernel = column_states ? update_kernel<true> : update_kernel<false>;
+  kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, update, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+  if (batch.num_ids <= kLongest) return;
+  const unsigned blocks = std::min(few_blocks(), grid_for(warps * kWarp));
+  piece_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+  const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
+  long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -37,7 +37,8 @@ def step(lookup: GroupLookup, ids: list[int], features: int = 1) -> torch.Tensor
     device = lookup._group.device
     batch = torch.tensor(ids, device=device).repeat(features)
     offsets = torch.arange(len(batch) + 1, device=device)
-    out = lookup(batch, offsets, None, len(ids), 0.5)
+    learning_rate = torch.full((), 0.5, device=batch.device)
+    out = lookup(batch, offsets, None, len(ids), learning_rate)
     if out.requires_grad:
         out.backward(torch.ones_like(out))
     return out.detach()

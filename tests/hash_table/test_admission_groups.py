@@ -4,8 +4,10 @@ import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
 from torchrec_hkv.hash_table import (
+    SGD,
     MinFrequency,
     Probability,
+    RowWiseAdagrad,
     TableGroup,
     TableSpec,
     Uniform,
@@ -21,13 +23,13 @@ ADMISSIONS = {
 }
 
 
-def make(device: str, optimizer: str = "sgd") -> TableGroup:
+def make(device: str) -> TableGroup:
     specs = [
         TableSpec(name, 2000, 4, initializer=Uniform(-1, 1), admission=admission)
         for name, admission in ADMISSIONS.items()
     ]
     # The third and the last feature are of one table.
-    return TableGroup(specs, [0, 1, 2, 3, 4, 2], optimizer, device=device)
+    return TableGroup(specs, [0, 1, 2, 3, 4, 2], SGD(), device=device)
 
 
 def test_each_table_has_its_own(device_type):
@@ -57,7 +59,7 @@ def test_each_table_has_its_own(device_type):
 
 def test_unadmitted_ids_count_with_their_initial_rows_and_are_not_trained(device_type):
     spec = TableSpec("t", 100, 4, initializer=Uniform(-1, 1), admission=MinFrequency(2, entries=64))
-    group = TableGroup([spec], [0], "rowwise_adagrad", device=device_type)
+    group = TableGroup([spec], [0], RowWiseAdagrad(), device=device_type)
     ids = random_ids(10)
     ids = torch.cat([ids, ids[:5]])  # five of them twice
     bags = Bags(ids, torch.arange(16), 15).to(device_type)

@@ -3,7 +3,7 @@
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rows_by_id
-from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 
 def test_each_table_has_its_own(device_type):
@@ -31,7 +31,7 @@ def test_each_table_has_its_own(device_type):
 
 def test_pinned_rows_stay_until_their_backward(device_type):
     spec = TableSpec("t", 128, 2, initializer=Uniform(-1, 1), expire_after=2)
-    group = TableGroup([spec], [0], "sgd", device=device_type)
+    group = TableGroup([spec], [0], SGD(), device=device_type)
     ids = random_ids(50).to(device_type)
     insert(group, Bags.flat(ids[:20]))
     out = lookup(group, Bags.flat(ids[20:40]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids
-from torchrec_hkv.hash_table import TableGroup, TableSpec
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec
 
 
 def make(device: str, strict: tuple[bool, bool]) -> TableGroup:
@@ -12,7 +12,7 @@ def make(device: str, strict: tuple[bool, bool]) -> TableGroup:
         TableSpec(name, capacity, 4, strict=its)
         for name, capacity, its in zip(("user", "page"), (64, 128), strict, strict=True)
     ]
-    return TableGroup(specs, [0, 1], "sgd", device=device)
+    return TableGroup(specs, [0, 1], SGD(), device=device)
 
 
 def batch(users: int, pages: int, device: str) -> Bags:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -356,6 +357,13 @@ class CheckedTable:
     def reserve(self, rows: int) -> None:
         """Grows the table where it has to."""
         self.table.reserve(rows)
+        self._notice_growth()
+        self.check()
+
+    def reload(self, folder: os.PathLike[str]) -> None:
+        """Saves the table and loads it again."""
+        self.table.save(folder)
+        self.table.load(folder)
         self._notice_growth()
         self.check()
 

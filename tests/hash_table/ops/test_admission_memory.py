@@ -2,7 +2,14 @@
 
 import pytest
 
-from torchrec_hkv.hash_table import MinFrequency, Probability, TableGroup, TableSpec, table_memory
+from torchrec_hkv.hash_table import (
+    MinFrequency,
+    Probability,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+    table_memory,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +31,7 @@ def test_announced_bytes_are_what_the_table_takes(device_type, admission, counts
     assert memory.index_bytes == plain.index_bytes + counts
     spec = TableSpec("t", 1000, 4, admission=admission)
     other = TableSpec("u", 1000, 4)
-    group = TableGroup([other, spec], [0, 1], "rowwise_adagrad", device=device_type)
+    group = TableGroup([other, spec], [0, 1], RowWiseAdagrad(), device=device_type)
     for table, announced in ((0, plain), (1, memory)):
         taken = group.hbm_bytes(table), group.host_bytes(table)
         assert taken == ((announced.bytes, 0) if device_type == "cuda" else (0, announced.bytes))

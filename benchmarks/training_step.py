@@ -1,0 +1,207 @@
+"""Forward, backward and optimizer on a GPU: a ``TableGroup`` beside FBGEMM's static tables.
+
+    python -m benchmarks.training_step --out benchmarks/results/training_step.csv
+
+Both sides run in one process on the same ids, eager through torch, FBGEMM's on the row numbers, the
+group finding or inserting them as ids in every step; all are there. ``ms`` are milliseconds a step
+of 20 steps back to back, ``single_ms`` those of a step that begins when the device is idle, and
+``replayed_ms`` those of the group's step as a CUDA graph, back to back. ``ratio`` is the group's
+over FBGEMM's back to back. The group's tables are filled to a load factor of ``--load``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fbgemm_gpu
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+
+from benchmarks.environment import CsvFile
+from benchmarks.ids import power_law
+from torchrec_hkv.hash_table import AdamW, RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+LEARNING_RATE = 0.01
+OPTIMIZERS = {
+    "rowwise_adagrad": (RowWiseAdagrad(eps=1e-8), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+    "adam": (AdamW(eps=1e-8), EmbOptimType.ADAM),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Tables of one shape and how their ids are drawn."""
+
+    tables: int
+    rows: int
+    dim: int
+    batch: int
+    bag: int
+    power: float = 0.0  # 0: uniform
+    hot: float = 0.0  # share of the ids that are one id
+
+    def draw(self, device: torch.device) -> Tensor:
+        """Row numbers of one batch, feature-major."""
+        n = self.tables * self.batch * self.bag
+        if self.power:
+            ids = power_law(n, self.rows, self.power, device)
+        else:
+            ids = torch.randint(self.rows, (n,), device=device)
+        return ids.where(torch.rand(n, device=device) >= self.hot, 7)
+
+
+WORKLOADS = {
+    "S1": Workload(26, 1_000_000, 128, 8192, 10),
+    "S2": Workload(26, 1_000_000, 128, 8192, 10, power=1.05),
+    "S3": Workload(1, 10_000_000, 128, 1 << 20, 1),
+    "S2 hot": Workload(26, 1_000_000, 128, 8192, 10, power=1.05, hot=0.5),
+    "S4": Workload(26, 1_000_000, 64, 8192, 1),
+}
+
+
+class HashTables:
+    """The group's side."""
+
+    def __init__(self, work: Workload, optimizer: str, load: float, device: torch.device) -> None:
+        capacity = int(work.rows / load)
+        specs = [
+            TableSpec(f"t{t}", capacity, work.dim, initializer=Uniform(-0.05, 0.05))
+            for t in range(work.tables)
+        ]
+        self.batch = work.batch
+        self.group = TableGroup(
+            specs, list(range(work.tables)), OPTIMIZERS[optimizer][0], device=device
+        )
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self.learning_rate = torch.full((), LEARNING_RATE, device=device)
+        for part in torch.arange(work.rows, device=device).split(1 << 18):
+            ends = torch.arange(work.tables + 1, device=device) * len(part)
+            self.group.find_or_insert(part.repeat(work.tables), ends, 1)
+        counted = self.group.counters()
+        if any(table["size"] != work.rows for table in counted):
+            raise RuntimeError("a table has no room for an id; --load must be lower.")
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Pooled rows."""
+        pin = self.group.pin()
+        slots = self.group.find_or_insert(ids, offsets, self.batch, pin)
+        return self.group.pooled_lookup(
+            self.anchor, ids, offsets, None, slots, self.batch, False, pin, self.learning_rate
+        )
+
+
+def make_fbgemm(
+    work: Workload, optimizer: str, device: torch.device
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """FBGEMM's side."""
+    shape = (work.rows, work.dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [shape] * work.tables,
+        optimizer=OPTIMIZERS[optimizer][1],
+        learning_rate=LEARNING_RATE,
+        eps=1e-8,
+        pooling_mode=PoolingMode.SUM,
+        device=device,
+    )
+    tables.init_embedding_weights_uniform(-0.05, 0.05)
+    return tables
+
+
+def milliseconds(step: Callable[[int], None], steps: int, rounds: int = 5) -> tuple[float, float]:
+    """Of a step: back to back, and single."""
+
+    def timed(first: int, last: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for at in range(first, last):
+            step(at)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / (last - first)
+
+    timed(0, 3)
+    together = [timed(0, steps) for _ in range(rounds)]
+    single = [timed(at, at + 1) for at in range(steps)]
+    return statistics.median(together), statistics.median(single)
+
+
+def replayed(tables: HashTables, ids: list[Tensor], offsets: Tensor, grad: Tensor) -> float:
+    """Milliseconds of the group's step as a CUDA graph, back to back."""
+    static = ids[0].clone()
+
+    def run() -> None:
+        tables.forward(static, offsets).backward(grad)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return milliseconds(lambda at: graph.replay(), 20)[0]
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """One row a workload and optimizer."""
+    device = torch.device("cuda")
+    for name in args.workloads:
+        work = WORKLOADS[name]
+        batches = [work.draw(device) for _ in range(4)]
+        offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
+        grad = torch.randn(work.batch, work.tables * work.dim, device=device)
+        for optimizer in args.optimizers:
+            result: dict[str, object] = {"workload": name, "optimizer": optimizer}
+            fbgemm = make_fbgemm(work, optimizer, device)
+
+            def theirs(at: int, fbgemm: torch.nn.Module = fbgemm) -> None:
+                fbgemm(batches[at % 4], offsets).backward(grad)
+
+            result["fbgemm_ms"], result["fbgemm_single_ms"] = milliseconds(theirs, 20)
+            del fbgemm, theirs
+            tables = HashTables(work, optimizer, args.load, device)
+
+            def ours(at: int, tables: HashTables = tables) -> None:
+                tables.forward(batches[at % 4], offsets).backward(grad)
+
+            result["hkv_ms"], result["hkv_single_ms"] = milliseconds(ours, 20)
+            result["hkv_replayed_ms"] = replayed(tables, batches, offsets, grad)
+            del tables, ours
+            torch.cuda.empty_cache()
+            result["ratio"] = result["hkv_ms"] / result["fbgemm_ms"]
+            yield {
+                key: round(value, 3) if isinstance(value, float) else value
+                for key, value in result.items()
+            } | {"fbgemm_gpu": fbgemm_gpu.__version__}
+
+
+def main() -> None:
+    """Parses arguments, measures, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
+    )
+    parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
+    parser.add_argument("--out", type=Path, help="CSV file")
+    args = parser.parse_args()
+    with CsvFile(args.out) as file:
+        for row in measure(args):
+            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            file.write(row)
+
+
+if __name__ == "__main__":
+    main()

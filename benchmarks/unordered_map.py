@@ -1,0 +1,100 @@
+"""``std::unordered_map`` from id to row on several threads, compiled when it is asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import ROOT
+from torchrec_hkv.hash_table import Uniform
+from torchrec_hkv.hash_table.initial_rows import table_seed
+
+
+def compiler() -> str:
+    """The C++ compiler: ``CXX``, or ``c++``."""
+    return os.environ.get("CXX", "c++")
+
+
+def compiler_version() -> str:
+    """Its first line about itself."""
+    done = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[0]
+
+
+def _library() -> ctypes.CDLL:
+    source = ROOT / "benchmarks" / "unordered_map.cpp"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "unordered_map.so"
+        command = [compiler(), "-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-shared"]
+        command += ["-fPIC", "-pthread", f"-I{ROOT / 'csrc'}", str(source), "-o", str(path)]
+        subprocess.run(command, check=True)
+        library = ctypes.CDLL(str(path))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.maps_make.restype = pointer
+    library.maps_make.argtypes = [ctypes.c_int, number, number, number, ctypes.c_uint64]
+    library.maps_make.argtypes += [ctypes.c_float, ctypes.c_float]
+    library.maps_size.restype = number
+    for name in ("find_or_insert", "find", "erase"):
+        getattr(library, f"maps_{name}").argtypes = [pointer, pointer, number, pointer]
+    library.maps_erase.argtypes = [pointer, pointer, number]
+    library.maps_delete.argtypes = library.maps_size.argtypes = [pointer]
+    return library
+
+
+class UnorderedMaps:
+    """One map a thread.
+
+    Args:
+        threads: how many.
+        entries: for which the maps have buckets from the start.
+        most: rows there is room for.
+        dim: columns of a row.
+        name: of the table whose initial rows new ids get.
+        initializer: the distribution of these.
+    """
+
+    def __init__(
+        self, threads: int, entries: int, most: int, dim: int, name: str, initializer: Uniform
+    ) -> None:
+        self._library = _library()
+        self.dim = dim
+        seed = table_seed(0, name) % (1 << 64)
+        low, high = initializer.low, initializer.high
+        self._maps = self._library.maps_make(threads, entries, most, dim, seed, low, high)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._library.maps_delete(self._maps)
+        self._maps = None
+
+    def __len__(self) -> int:
+        return self._library.maps_size(self._maps)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """Addresses of rows, int64 ``[n]``, 0 where there is none."""
+        out = torch.empty_like(ids)
+        self._library.maps_find(self._maps, ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+    def find_or_insert(self, ids: Tensor) -> Tensor:
+        """Addresses of rows, int64 ``[n]``; new ids get initial rows."""
+        out = torch.empty_like(ids)
+        if not self._library.maps_find_or_insert(
+            self._maps, ids.data_ptr(), len(ids), out.data_ptr()
+        ):
+            raise RuntimeError("the maps have no room for more rows.")
+        return out
+
+    def erase(self, ids: Tensor) -> None:
+        """Forgets ids."""
+        self._library.maps_erase(self._maps, ids.data_ptr(), len(ids))
+
+    def row(self, address: int) -> Tensor:
+        """A copy of the row at an address, float32 ``[dim]``."""
+        return torch.tensor((ctypes.c_float * self.dim).from_address(address)[:])

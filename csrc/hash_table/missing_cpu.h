@@ -1,0 +1,95 @@
+// The ids that a find missed, in an order that several threads can keep.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "common/parallel.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+constexpr uint32_t kNoGroup = UINT32_MAX;
+
+struct Missing {
+  uint32_t position;  // in the batch
+  int32_t table;
+  BucketChoice choice;
+  uint32_t after_first;   // the last group before its own that may change its first bucket,
+  uint32_t after_second;  // and its second; kNoGroup: none
+  bool placed;            // whether it got a slot of its own; an id may be there several times
+};
+
+// Missing ids in the order of the batch, in groups of which one thread does each.
+class MissingIds {
+ public:
+  static constexpr int64_t kGroup = 32;
+
+  MissingIds(const TableView* tables, const Batch& batch, const int64_t* slots, int threads) {
+    constexpr int64_t kPart = 4096;
+    const int64_t parts = (batch.num_ids + kPart - 1) / kPart;
+    const auto stop_of = [&](int64_t part) { return std::min(batch.num_ids, (part + 1) * kPart); };
+    std::vector<int64_t> starts(parts + 1, 0);
+    parallel_for(parts, 4, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        starts[part + 1] = std::count(slots + part * kPart, slots + stop_of(part), kNoSlot);
+      }
+    });
+    for (int64_t part = 0; part < parts; ++part) starts[part + 1] += starts[part];
+    size_ = starts[parts];
+    ids_ = std::make_unique_for_overwrite<Missing[]>(size_);
+    parallel_for(parts, 4, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        if (starts[part] == starts[part + 1]) continue;
+        collect(tables, batch, slots, part * kPart, stop_of(part), ids_.get() + starts[part]);
+      }
+    });
+    order();
+  }
+
+  int64_t size() const { return size_; }
+  int64_t groups() const { return (size_ + kGroup - 1) / kGroup; }
+  Missing* begin() const { return ids_.get(); }
+  Missing* begin(int64_t group) const { return ids_.get() + group * kGroup; }
+  Missing* end(int64_t group) const { return ids_.get() + std::min(size_, (group + 1) * kGroup); }
+
+ private:
+  static void collect(const TableView* tables, const Batch& batch, const int64_t* slots,
+                      int64_t begin, int64_t end, Missing* to) {
+    for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
+      const int32_t table = batch.feature_tables[feature];
+      const int64_t stop = std::min(end, batch.feature_start(feature + 1));
+      for (; begin < stop; ++begin) {
+        if (slots[begin] != kNoSlot) continue;
+        const BucketChoice choice = choose_buckets(batch.ids[begin], tables[table].num_buckets);
+        *to++ = Missing{static_cast<uint32_t>(begin), table, choice, kNoGroup, kNoGroup, false};
+      }
+    }
+  }
+
+  // Buckets share the entries of an array that fits the second-level cache: a group may wait for
+  // one that it need not wait for, but never for a later one.
+  void order() {
+    const uint32_t entries = size_ < (1 << 12) ? 1 << 12 : 1 << 17;
+    std::vector<uint32_t> last(entries, kNoGroup);
+    const auto visit = [&](int32_t table, uint32_t bucket, uint32_t group) {
+      uint32_t& entry = last[(bucket + static_cast<uint32_t>(table) * 0x9e3779b9u) % entries];
+      const uint32_t before = entry;
+      entry = group;
+      return before == group ? kNoGroup : before;
+    };
+    for (int64_t i = 0; i < size_; ++i) {
+      Missing& it = ids_[i];
+      const auto group = static_cast<uint32_t>(i / kGroup);
+      it.after_first = visit(it.table, it.choice.first, group);
+      it.after_second = visit(it.table, it.choice.second, group);
+    }
+  }
+
+  std::unique_ptr<Missing[]> ids_;
+  int64_t size_ = 0;
+};
+
+}  // namespace torchrec_hkv::hash_table::cpu
