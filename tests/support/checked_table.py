@@ -160,7 +160,7 @@ class CheckedTable:
         insertion = self.model.insert(ids, scores, after)
         slots, capacity = self.table.num_slots, self.table.capacity
         assert slots == capacity or len(self.model.entries) <= slots - slots // 8
-        assert slots == capacity or all(placed is not False for placed in insertion.placed)
+        assert slots == capacity or self.table.counters()["refused"] == 0
         return insertion, after
 
     def _notice_growth(self) -> None:

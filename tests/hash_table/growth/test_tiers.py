@@ -13,7 +13,7 @@ CAPACITY, INITIAL, DIM = 6400, 800, 6
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.125, 0.3, 0.5, 0.77, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_splits(device_type, share, dtype):
-    memory = table_memory(CAPACITY, DIM, 2, "lru", dtype.itemsize, INITIAL)
+    memory = table_memory(CAPACITY, DIM, 2, "lru", dtype.itemsize, initial_capacity=INITIAL)
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
     hbm_bytes = max(hbm_bytes, memory.least_hbm_bytes)
     options = {"dim": DIM, "dtype": dtype, "state_dim": 2, "initial_capacity": INITIAL}
