@@ -154,37 +154,36 @@ def replayed(tables: HashTables, ids: list[Tensor], offsets: Tensor, grad: Tenso
     return milliseconds(lambda at: graph.replay(), 20)[0]
 
 
+def compare(work: Workload, optimizer: str, load: float) -> dict[str, float]:
+    """Milliseconds of both sides."""
+    device = torch.device("cuda")
+    batches = [work.draw(device) for _ in range(4)]
+    offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
+    grad = torch.randn(work.batch, work.tables * work.dim, device=device)
+
+    def step_of(forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int], None]:
+        return lambda at: forward(batches[at % 4], offsets).backward(grad)
+
+    result = {}
+    step = step_of(make_fbgemm(work, optimizer, device))
+    result["fbgemm_ms"], result["fbgemm_single_ms"] = milliseconds(step, 20)
+    del step
+    tables = HashTables(work, optimizer, load, device)
+    step = step_of(tables.forward)
+    result["hkv_ms"], result["hkv_single_ms"] = milliseconds(step, 20)
+    result["hkv_replayed_ms"] = replayed(tables, batches, offsets, grad)
+    result["ratio"] = result["hkv_ms"] / result["fbgemm_ms"]
+    return {key: round(value, 3) for key, value in result.items()}
+
+
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """One row a workload and optimizer."""
-    device = torch.device("cuda")
     for name in args.workloads:
-        work = WORKLOADS[name]
-        batches = [work.draw(device) for _ in range(4)]
-        offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
-        grad = torch.randn(work.batch, work.tables * work.dim, device=device)
         for optimizer in args.optimizers:
-            result: dict[str, object] = {"workload": name, "optimizer": optimizer}
-            fbgemm = make_fbgemm(work, optimizer, device)
-
-            def theirs(at: int, fbgemm: torch.nn.Module = fbgemm) -> None:
-                fbgemm(batches[at % 4], offsets).backward(grad)
-
-            result["fbgemm_ms"], result["fbgemm_single_ms"] = milliseconds(theirs, 20)
-            del fbgemm, theirs
-            tables = HashTables(work, optimizer, args.load, device)
-
-            def ours(at: int, tables: HashTables = tables) -> None:
-                tables.forward(batches[at % 4], offsets).backward(grad)
-
-            result["hkv_ms"], result["hkv_single_ms"] = milliseconds(ours, 20)
-            result["hkv_replayed_ms"] = replayed(tables, batches, offsets, grad)
-            del tables, ours
+            times = compare(WORKLOADS[name], optimizer, args.load)
             torch.cuda.empty_cache()
-            result["ratio"] = result["hkv_ms"] / result["fbgemm_ms"]
-            yield {
-                key: round(value, 3) if isinstance(value, float) else value
-                for key, value in result.items()
-            } | {"fbgemm_gpu": fbgemm_gpu.__version__}
+            versions = {"fbgemm_gpu": fbgemm_gpu.__version__}
+            yield {"workload": name, "optimizer": optimizer, **times, **versions}
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ struct RowPlace {
 template <int kWidth, typename Gradient>
 __device__ __forceinline__ RowTerms terms_of(const RowPlace& row, const OptimizerConfig& optimizer,
                                              float learning_rate, int64_t table_step,
-                                             const Gradient& gradient) {
+                                             float old_square, const Gradient& gradient) {
   const int lane = threadIdx.x % kWarp;
   float step = static_cast<float>(table_step);
   if (optimizer.own_steps) {
@@ -102,20 +102,21 @@ __device__ __forceinline__ RowTerms terms_of(const RowPlace& row, const Optimize
     });
     squares = warp_sum(squares);
     float* row_square = row.state + row_square_column(optimizer.kind, row.dim);
-    const float old = *row_square;
     __syncwarp();  // all lanes have read it
-    const float renewed = adapt_row(optimizer, squares, row.dim, old, &terms);
+    const float renewed = adapt_row(optimizer, squares, row.dim, old_square, &terms);
     if (lane == 0) *row_square = renewed;
   }
   return terms;
 }
 
+// `early`: the lane's first columns, loaded before the row parts, which wait for other lanes.
 template <Optimizer kKind, int kWidth, typename Gradient>
 __device__ __forceinline__ void apply_columns(const RowPlace& row, const OptimizerConfig& optimizer,
-                                              const RowTerms& terms, const Gradient& gradient) {
+                                              const RowTerms& terms, const Gradient& gradient,
+                                              const Columns<kWidth>& early) {
   for_my_columns<kWidth>(row.dim, [&](int32_t column) {
     const Columns<kWidth> raw = gradient(column);
-    Columns<kWidth> value = row.load<kWidth>(column);
+    Columns<kWidth> value = column < kWarp * kWidth ? early : row.load<kWidth>(column);
     Columns<kWidth> first = Columns<kWidth>::zero();
     Columns<kWidth> second = Columns<kWidth>::zero();
     float* const first_state = row.state + column;
@@ -189,22 +190,31 @@ __device__ __forceinline__ void apply_row(const TableView& table, int64_t slot,
   row.key = row.by_chance ? rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
                                          table.ids[slot], step)
                           : 0;
-  const RowTerms terms = terms_of<kWidth>(row, optimizer, learning_rate, step, gradient);
+  const int32_t mine = threadIdx.x % kWarp * kWidth;
+  Columns<kWidth> early = Columns<kWidth>::zero();
+  if (mine < row.dim) early = row.load<kWidth>(mine);
+  float old_square = 0.0f;
+  if (adapts_by_row(optimizer.kind)) {
+    old_square = row.state[row_square_column(optimizer.kind, row.dim)];
+  }
+  const RowTerms terms =
+      terms_of<kWidth>(row, optimizer, learning_rate, step, old_square, gradient);
   if constexpr (!kColumnStates) {
     // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
-    apply_columns<Optimizer::kSgd, kWidth>(row, optimizer, terms, gradient);
+    apply_columns<Optimizer::kSgd, kWidth>(row, optimizer, terms, gradient, early);
   } else {
     switch (optimizer.kind) {
       case Optimizer::kMomentum:
-        return apply_columns<Optimizer::kMomentum, kWidth>(row, optimizer, terms, gradient);
+        return apply_columns<Optimizer::kMomentum, kWidth>(row, optimizer, terms, gradient, early);
       case Optimizer::kAdagrad:
-        return apply_columns<Optimizer::kAdagrad, kWidth>(row, optimizer, terms, gradient);
+        return apply_columns<Optimizer::kAdagrad, kWidth>(row, optimizer, terms, gradient, early);
       case Optimizer::kAdam:
-        return apply_columns<Optimizer::kAdam, kWidth>(row, optimizer, terms, gradient);
+        return apply_columns<Optimizer::kAdam, kWidth>(row, optimizer, terms, gradient, early);
       case Optimizer::kRowWiseAdam:
-        return apply_columns<Optimizer::kRowWiseAdam, kWidth>(row, optimizer, terms, gradient);
+        return apply_columns<Optimizer::kRowWiseAdam, kWidth>(row, optimizer, terms, gradient,
+                                                              early);
       case Optimizer::kFtrl:
-        return apply_columns<Optimizer::kFtrl, kWidth>(row, optimizer, terms, gradient);
+        return apply_columns<Optimizer::kFtrl, kWidth>(row, optimizer, terms, gradient, early);
       case Optimizer::kLamb:
         return apply_lamb<kWidth>(row, optimizer, terms, gradient);
       default:

@@ -16,7 +16,8 @@ struct Bag {
 };
 
 __device__ __forceinline__ Bag bag_at(const Batch& batch, int64_t number, bool mean) {
-  const int32_t feature = static_cast<int32_t>(number / batch.batch_size);
+  // Numbers of bags fit 32 bits, whose division is much quicker.
+  const uint32_t feature = static_cast<uint32_t>(number) / static_cast<uint32_t>(batch.batch_size);
   Bag bag;
   bag.sample = number - feature * batch.batch_size;
   bag.first = batch.offsets[number];
@@ -50,19 +51,42 @@ __device__ void pool_bag(const TableView& table, const Batch& batch, const int64
   }
 }
 
-// A warp a bag.
+constexpr int kBagsOfWarp = 4;
+
+// Has the rows of a warp's bags brought into the second-level cache all at once: a lane an id.
+__device__ __forceinline__ void prefetch_rows(const TableView& table, const int64_t* slots,
+                                              int64_t first, int64_t last) {
+  const uint32_t bytes = static_cast<uint32_t>(table.dim()) * element_size(table.rows.type);
+  if (bytes % 16 != 0) return;
+  constexpr int64_t kMost = 2 * kWarp;  // of long bags the first ids will do
+  for (int64_t at = first + threadIdx.x % kWarp; at < min(last, first + kMost); at += kWarp) {
+    const int64_t slot = slots[at];
+    if (slot == kNoSlot || slot - table.first_slot >= table.rows.hbm_slots) continue;
+    prefetch_l2(table.rows.row(slot - table.first_slot), bytes);
+  }
+}
+
+// A warp takes a few neighbouring bags.
 __global__ void __launch_bounds__(kThreads)
     pool_kernel(const TableView* __restrict__ tables, Batch batch,
                 const int64_t* __restrict__ slots, Pooling pooling, Output<float> out) {
-  const int64_t number = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (number >= batch.num_features * batch.batch_size) return;
-  const Bag bag = bag_at(batch, number, pooling.mean);
-  const TableView& table = tables[batch.feature_tables[number / batch.batch_size]];
-  float* to = out.data + bag.sample * out.stride + bag.column;
-  if (four_wide(table.dim(), bag.column, out.stride)) {
-    pool_bag<4>(table, batch, slots, pooling.weights, bag, to);
-  } else {
-    pool_bag<1>(table, batch, slots, pooling.weights, bag, to);
+  const int64_t first =
+      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kBagsOfWarp;
+  const int64_t end = min(first + kBagsOfWarp, batch.num_features * batch.batch_size);
+  if (first >= end) return;
+  const int64_t feature = first / batch.batch_size;
+  const int64_t last_of_feature = min(end, (feature + 1) * batch.batch_size);
+  prefetch_rows(tables[batch.feature_tables[feature]], slots, batch.offsets[first],
+                batch.offsets[last_of_feature]);
+  for (int64_t number = first; number < end; ++number) {
+    const Bag bag = bag_at(batch, number, pooling.mean);
+    const TableView& table = tables[batch.feature_tables[number / batch.batch_size]];
+    float* to = out.data + bag.sample * out.stride + bag.column;
+    if (four_wide(table.dim(), bag.column, out.stride)) {
+      pool_bag<4>(table, batch, slots, pooling.weights, bag, to);
+    } else {
+      pool_bag<1>(table, batch, slots, pooling.weights, bag, to);
+    }
   }
 }
 
@@ -111,7 +135,8 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
                Output<float> out, cudaStream_t stream) {
   const int64_t bags = batch.num_features * batch.batch_size;
   if (bags == 0) return;
-  pool_kernel<<<grid_for(bags * kWarp), kThreads, 0, stream>>>(tables, batch, slots, pooling, out);
+  const int64_t warps = (bags + kBagsOfWarp - 1) / kBagsOfWarp;
+  pool_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, batch, slots, pooling, out);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

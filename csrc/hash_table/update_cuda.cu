@@ -164,8 +164,8 @@ __device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& 
   for (int64_t k = 0; k < run.length; ++k) {
     const uint32_t position = run.positions[k];
     const uint32_t bag = run.bags[position];
-    const int32_t feature = static_cast<int32_t>(bag / batch.batch_size);
-    const int64_t sample = bag - feature * batch.batch_size;
+    const uint32_t feature = bag / static_cast<uint32_t>(batch.batch_size);
+    const int64_t sample = bag - feature * static_cast<uint32_t>(batch.batch_size);
     float scale = pooling.weights != nullptr ? pooling.weights[position] : 1.0f;
     if (pooling.mean) {
       scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
@@ -248,75 +248,147 @@ __device__ __forceinline__ void note_long_run(const LongRuns& runs, int64_t firs
   for (uint32_t p = lane; p < pieces; p += kWarp) runs.run_of[first_piece + p] = number;
 }
 
-// Has what an update of one position's row reads brought into the second-level cache.
-__device__ __forceinline__ void prefetch_update(const TableView& table, int64_t slot,
-                                                const Update& update, uint32_t bag) {
+// One position of the sorted order, as the lane that looks at it sees it.
+struct Neighbour {
+  uint32_t table;
+  int64_t slot;      // in its table
+  int64_t gradient;  // offset of its bag's gradient
+  float scale;       // of it
+};
+
+__device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const Update& update,
+                                                  const Scratch& scratch, int64_t at,
+                                                  uint64_t key) {
+  const Batch& batch = update.batch;
+  const uint32_t position = scratch.positions[at];
+  const uint32_t bag = scratch.bags[position];
+  const auto batch_size = static_cast<uint32_t>(batch.batch_size);
+  const uint32_t feature = bag / batch_size;
+  Neighbour it;
+  it.table = batch.feature_tables[feature];
+  it.slot = static_cast<int64_t>(key) - tables[it.table].first_slot;
+  it.gradient = static_cast<int64_t>(bag - feature * batch_size) * update.grad.stride +
+                batch.feature_columns[feature];
+  it.scale = update.pooling.weights != nullptr ? update.pooling.weights[position] : 1.0f;
+  if (update.pooling.mean) {
+    it.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+  }
+  return it;
+}
+__device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, int lane) {
+  return Neighbour{
+      __shfl_sync(kAllLanes, mine.table, lane), __shfl_sync(kAllLanes, mine.slot, lane),
+      __shfl_sync(kAllLanes, mine.gradient, lane), __shfl_sync(kAllLanes, mine.scale, lane)};
+}
+
+// Has what the update of a row reads brought into the second-level cache.
+__device__ __forceinline__ void prefetch_update(const TableView& table, const Neighbour& it,
+                                                const Update& update) {
   const auto bytes_of = [](const RowStore& store) {
     return static_cast<uint32_t>(store.width) * element_size(store.type);
   };
   const uint32_t row_bytes = bytes_of(table.rows), state_bytes = bytes_of(table.states);
-  if (slot < table.rows.hbm_slots && row_bytes % 16 == 0) {
-    prefetch_l2(table.rows.row(slot), row_bytes);
+  if (it.slot < table.rows.hbm_slots && row_bytes % 16 == 0) {
+    prefetch_l2(table.rows.row(it.slot), row_bytes);
   }
-  if (slot < table.states.hbm_slots && state_bytes > 0) {
+  if (it.slot < table.states.hbm_slots && state_bytes > 0) {
     if (state_bytes % 16 == 0) {
-      prefetch_l2(table.state(slot), state_bytes);
+      prefetch_l2(table.state(it.slot), state_bytes);
     } else {
-      prefetch_l2(table.state(slot));
+      prefetch_l2(table.state(it.slot));
     }
   }
   if (update.group_four_wide) {
-    const int32_t feature = static_cast<int32_t>(bag / update.batch.batch_size);
-    const int64_t sample = bag - feature * update.batch.batch_size;
-    prefetch_l2(
-        update.grad.data + sample * update.grad.stride + update.batch.feature_columns[feature],
-        static_cast<uint32_t>(table.dim()) * sizeof(float));
+    prefetch_l2(update.grad.data + it.gradient, static_cast<uint32_t>(table.dim()) * sizeof(float));
+  }
+}
+
+// Updates the rows of runs that are longer than one position, or wide, or not aligned; of a warp's
+// neighbours those in `left`. Out of line, so that it takes no registers from the simple ones.
+template <bool kColumnStates>
+__device__ __noinline__ void update_runs(const TableView* __restrict__ tables, const Update& update,
+                                         const Scratch& scratch, int64_t first, uint64_t key,
+                                         unsigned left) {
+  const int64_t n = update.batch.num_ids;
+  const float rate = *update.learning_rate;
+  for (; left; left &= left - 1) {
+    const int source = __ffs(static_cast<int>(left)) - 1;
+    const int64_t begin = first + source - 1;
+    const uint64_t run_key = __shfl_sync(kAllLanes, key, source);
+    const int64_t length = end_of_run(scratch.keys, begin, n, run_key) - begin;
+    if (length > kLongest) {
+      note_long_run(scratch.long_runs, begin, length);
+      continue;
+    }
+    const Run run{scratch.positions + begin, length, scratch.bags};
+    const TableView& table = table_of(tables, update, scratch.bags[run.positions[0]]);
+    const int64_t slot = static_cast<int64_t>(run_key) - table.first_slot;
+    if (update.group_four_wide || all_four_wide(run, table, update.batch, update.grad.stride)) {
+      update_row<4, kColumnStates>(table, slot, run, update.batch, update.pooling, update.grad,
+                                   update.optimizer, rate);
+    } else {
+      update_row<1, kColumnStates>(table, slot, run, update.batch, update.pooling, update.grad,
+                                   update.optimizer, rate);
+    }
   }
 }
 
 template <bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
-    update_kernel(const TableView* __restrict__ tables, const Update update,
-                  const Scratch scratch) {
+    update_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+                  const __grid_constant__ Scratch scratch) {
   const int64_t n = update.batch.num_ids;
   const int64_t first =
       (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kNeighbours;
   if (first >= n) return;
-  // Lane 0 looks at the one before, lanes 1 to kNeighbours at the warp's own.
+  // Lanes 1 to kNeighbours look at the warp's own positions, those beside them at the next ones.
   const int lane = threadIdx.x % kWarp;
-  const int64_t mine = first + lane - 1;
+  const int64_t at = first + lane - 1;
   uint64_t key = update.no_slot;
-  if (lane <= kNeighbours && mine >= 0 && mine < n) key = scratch.keys[mine];
+  if (lane <= kNeighbours + 1 && at >= 0 && at < n) key = scratch.keys[at];
   const uint64_t before = __shfl_up_sync(kAllLanes, key, 1);
-  const bool own = lane >= 1 && lane <= kNeighbours && mine < n && key != update.no_slot;
-  const bool begins = own && (mine == 0 || key != before);
-  uint32_t bag = 0;
+  const uint64_t after = __shfl_down_sync(kAllLanes, key, 1);
+  const bool own = lane >= 1 && lane <= kNeighbours && at < n && key != update.no_slot;
+  const bool begins = own && (at == 0 || key != before);
+  Neighbour mine{};
   if (begins) {
-    bag = scratch.bags[scratch.positions[mine]];
-    const TableView& table = table_of(tables, update, bag);
-    prefetch_update(table, static_cast<int64_t>(key) - table.first_slot, update, bag);
+    mine = neighbour_at(tables, update, scratch, at, key);
+    prefetch_update(tables[mine.table], mine, update);
   }
-  for (unsigned left = __ballot_sync(kAllLanes, begins); left; left &= left - 1) {
-    const int source = __ffs(static_cast<int>(left)) - 1;
-    const int64_t at = first + source - 1;
-    const uint64_t slot = __shfl_sync(kAllLanes, key, source);
-    const uint32_t of_bag = __shfl_sync(kAllLanes, bag, source);
-    const int64_t length = end_of_run(scratch.keys, at, n, slot) - at;
-    if (length > kLongest) {
-      note_long_run(scratch.long_runs, at, length);
-      continue;
+  // A run of one, at most a column vector a lane wide, whose gradient is loaded ahead.
+  constexpr int32_t kMost = 4 * kWarp;
+  const bool simple = begins && key != after && update.group_four_wide &&
+                      tables[mine.table].dim() <= kMost &&
+                      (!kColumnStates || tables[mine.table].states.width % 4 == 0);
+  const unsigned simple_lanes = __ballot_sync(kAllLanes, simple);
+  const float rate = *update.learning_rate;
+  const auto load_gradient = [&](const Neighbour& it) {
+    Columns<4> gradient = Columns<4>::zero();
+    if (lane * 4 < tables[it.table].dim()) {
+      gradient.add(it.scale, Columns<4>::load(update.grad.data + it.gradient + lane * 4));
     }
-    const Run run{scratch.positions + at, length, scratch.bags};
-    const TableView& table = table_of(tables, update, of_bag);
-    const int64_t local = static_cast<int64_t>(slot) - table.first_slot;
-    if (update.group_four_wide || all_four_wide(run, table, update.batch, update.grad.stride)) {
-      update_row<4, kColumnStates>(table, local, run, update.batch, update.pooling, update.grad,
-                                   update.optimizer, *update.learning_rate);
-    } else {
-      update_row<1, kColumnStates>(table, local, run, update.batch, update.pooling, update.grad,
-                                   update.optimizer, *update.learning_rate);
-    }
+    return gradient;
+  };
+  unsigned left = simple_lanes;
+  Neighbour next{};
+  Columns<4> next_gradient = Columns<4>::zero();
+  if (left) {
+    next = neighbour_of_lane(mine, __ffs(static_cast<int>(left)) - 1);
+    next_gradient = load_gradient(next);
   }
+  while (left) {
+    const Neighbour it = next;
+    const Columns<4> sum = next_gradient;
+    left &= left - 1;
+    if (left) {
+      next = neighbour_of_lane(mine, __ffs(static_cast<int>(left)) - 1);
+      next_gradient = load_gradient(next);
+    }
+    apply_row<4, kColumnStates>(tables[it.table], it.slot, update.optimizer, rate,
+                                [&](int32_t) { return sum; });
+  }
+  const unsigned others = __ballot_sync(kAllLanes, begins) & ~simple_lanes;
+  if (others) update_runs<kColumnStates>(tables, update, scratch, first, key, others);
 }
 
 template <int kWidth>
