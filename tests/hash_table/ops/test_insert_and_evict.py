@@ -124,5 +124,5 @@ def test_nothing_is_given_back_where_all_ids_are_there(device_type):
     ids = distinct_ids(20, device_type)
     for n in (20, 20, 5, 1, 0):
         back = table.insert_and_evict(ids[:n], random_rows(table, n))
-        assert back.ids.numel() == int(back.number) == 0
+        assert back.ids.numel() == back.rows.numel() == 0
     assert table.size == 20
