@@ -21,9 +21,9 @@ void expire(at::Tensor counters, int64_t handle) {
   const hash_table::Aging& aging = group.aging();
   if (aging.expire_after == nullptr) return;
 #ifdef TORCHREC_HKV_CUDA
-  uint32_t most_buckets = 0;
+  int64_t most_buckets = 0;  // when they have grown: a CUDA graph may be replayed then
   for (int64_t t = 0; t < group.num_tables(); ++t) {
-    most_buckets = std::max(most_buckets, group.view(t).num_buckets);
+    most_buckets = std::max(most_buckets, group.full_slots(t) / group.view(t).bucket_slots);
   }
 #endif
   const CountedCall call(group.clock(), std::nullopt, /*counts=*/false);
@@ -36,7 +36,7 @@ void expire(at::Tensor counters, int64_t handle) {
       },
       hash_table::cuda::tick(call.clock(), call.tick(), stream);
       hash_table::cuda::expire(group.views(), aging.expire_after, aging.num_tables, /*all=*/true,
-                               most_buckets, visit, stream));
+                               static_cast<uint32_t>(most_buckets), visit, stream));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -32,12 +33,16 @@ class Pin {
   }
   // The work that needs the pin has been enqueued.
   void release();
+  // TableGroup::growths() when the slots of the lookup were found.
+  int64_t growths() const { return growths_; }
+  void set_growths(int64_t growths) { growths_ = growths; }
 
  private:
   friend class GroupClock;
   const std::shared_ptr<GroupClock> clock_;
   const int32_t place_;
   const uint32_t generation_;
+  std::atomic<int64_t> growths_ = 0;
 };
 
 class GroupClock : public std::enable_shared_from_this<GroupClock> {

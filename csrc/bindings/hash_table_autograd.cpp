@@ -23,6 +23,17 @@ struct LookupPin : torch::CustomClassHolder {
   const std::shared_ptr<Pin> pin;
 };
 
+// The slots of a lookup, found again where a table has grown since. What is pinned is still there.
+at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const at::Tensor& ids,
+                         const at::Tensor& offsets, int64_t batch_size, int64_t growths) {
+  if (group.growths() == growths) return slots;
+  static const auto find = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("torchrec_hkv::find", "")
+                               .typed<at::Tensor(int64_t, const at::Tensor&,
+                                                 const std::optional<at::Tensor>&, int64_t)>();
+  return at::where(slots.lt(0), slots, find.call(group.handle(), ids, offsets, batch_size));
+}
+
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
   // `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
@@ -45,8 +56,11 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
     ctx->saved_data["training"] = pin.has_value();
     if (pin) {
-      ctx->saved_data["pin"] =
-          at::IValue::make_capsule(c10::make_intrusive<LookupPin>(handle, *pin));
+      const auto held = c10::make_intrusive<LookupPin>(handle, *pin);
+      ctx->saved_data["growths"] = held->pin->growths();
+      ctx->saved_data["pin"] = at::IValue::make_capsule(held);
+    } else {
+      ctx->saved_data["growths"] = TableGroup::from_handle(handle)->growths();
     }
     const at::AutoDispatchBelowADInplaceOrView below;
     return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, pin,
@@ -66,7 +80,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
             .typed<at::Tensor(int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                               const at::Tensor&, int64_t, bool)>();
     const variable_list saved = ctx->get_saved_variables();
-    const Variable &ids = saved[0], &offsets = saved[1], &slots = saved[2];
+    const Variable &ids = saved[0], &offsets = saved[1];
     std::optional<at::Tensor> weights;
     if (saved[3].defined()) weights = saved[3].detach();
     const int64_t handle = ctx->saved_data["handle"].toInt();
@@ -82,9 +96,15 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
       const float bound = held->group->optimizer().clip_output;
       if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
     }
+    const bool weighs = ctx->saved_data["weights_grad"].toBool();
+    at::Tensor slots;
+    if (training || weighs) {
+      slots = present_slots(*TableGroup::from_handle(handle), saved[2], ids, offsets, batch_size,
+                            ctx->saved_data["growths"].toInt());
+    }
     // The weights' gradient reads the rows of the forward: before they change.
     Variable weights_grad;
-    if (ctx->saved_data["weights_grad"].toBool()) {
+    if (weighs) {
       weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean);
     }
     if (training) {

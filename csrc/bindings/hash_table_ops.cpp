@@ -114,6 +114,8 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   hash_table::Placement placement{
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
   placement.admissions = group.admission().get();
+  owner->make_room(batch, ids, offsets);
+  if (held) held->set_growths(group.growths());
   const at::Tensor scratch = insert_scratch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
@@ -122,7 +124,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
       group, call.use(/*inserts=*/true),
       hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
                                       placement, out, nullptr, threads),
-      hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, call.clock(),
+      hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                        call.tick(), group.aging(), nullptr, placement, out, nullptr,
                                        nullptr, scratch.data_ptr(), stream));
   return slots;
@@ -203,7 +205,7 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
   return rows;
 }
 
-// Below autograd, `anchor` and `pin` have nothing to say; `learning_rate` is for the backward.
+// Below autograd, `anchor` has nothing to say; `learning_rate` is for the backward.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                          const at::Tensor& slots, int64_t batch_size, bool mean,
@@ -213,10 +215,15 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
   learning_rate_of(group, learning_rate);
   const Batch batch = make_batch(group, ids, offsets, batch_size);
   check_slots(group, slots, ids);
+  // Other lookups may have made a table grow since these slots were found.
+  at::Tensor present = slots;
+  if (pin && group.growths() > 0 && group.clock().find(*pin)->growths() != group.growths()) {
+    present = at::where(slots.lt(0), slots, find(handle, ids, offsets, batch_size));
+  }
   const Pooling pooling = make_pooling(group, weights, mean, ids);
   at::Tensor pooled = at::empty({batch_size, group.total_dim()}, ids.options().dtype(at::kFloat));
   const Output<float> out{pooled.data_ptr<float>(), group.total_dim()};
-  const int64_t* at = slots.const_data_ptr<int64_t>();
+  const int64_t* at = present.const_data_ptr<int64_t>();
   HKV_ON_GROUP(group, pin ? kReadPinned : kReadRows,
                hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
                hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, stream));

@@ -10,12 +10,21 @@ namespace py = pybind11;
 namespace torchrec_hkv::bindings {
 namespace {
 
-TableConfig make_config(std::string name, int64_t capacity, int64_t dim, int64_t column_offset,
-                        Eviction eviction, RowType row_type, int64_t seed, std::string distribution,
-                        double low, double high, double mean, double std, int64_t hbm_slots,
-                        const AdmissionConfig& admission, int64_t expire_after) {
+hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> initial_capacity) {
+  TORCH_CHECK_VALUE(capacity >= 1, "capacity is ", capacity, ", but must be at least 1.");
+  const int64_t initial = initial_capacity.value_or(capacity);
+  TORCH_CHECK_VALUE(initial >= 1 && initial <= capacity, "initial_capacity is ", initial,
+                    ", but must be from 1 to the capacity, ", capacity, ".");
+  return hash_table::geometry_of(capacity, initial);
+}
+
+TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capacity, int64_t dim,
+                        int64_t column_offset, Eviction eviction, RowType row_type, int64_t seed,
+                        std::string distribution, double low, double high, double mean, double std,
+                        int64_t hbm_slots, const AdmissionConfig& admission, int64_t expire_after) {
   return TableConfig{std::move(name),
                      capacity,
+                     initial_capacity,
                      dim,
                      column_offset,
                      eviction,
@@ -94,18 +103,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "SplitMix64's finaliser, a bijection of 64 bits.");
   m.def(
       "geometry",
-      [](int64_t capacity) {
-        TORCH_CHECK_VALUE(capacity >= 1, "capacity is ", capacity, ", but must be at least 1.");
-        const hash_table::Geometry geometry = hash_table::geometry_of(capacity);
+      [](int64_t capacity, std::optional<int64_t> initial_capacity) {
+        const hash_table::Geometry geometry = checked_geometry(capacity, initial_capacity);
         return py::make_tuple(geometry.num_buckets, geometry.bucket_slots);
       },
-      py::arg("capacity"), "(buckets, slots a bucket) of a table of this capacity.");
+      py::arg("capacity"), py::arg("initial_capacity") = py::none(),
+      "(buckets, slots a bucket) of a table of this capacity.");
+  m.def(
+      "initial_slots",
+      [](int64_t capacity, std::optional<int64_t> initial_capacity) {
+        const hash_table::Geometry geometry = checked_geometry(capacity, initial_capacity);
+        return geometry.initial_buckets() * geometry.bucket_slots;
+      },
+      py::arg("capacity"), py::arg("initial_capacity"), "Slots that a table begins with.");
   m.def(
       "index_bytes",
-      [](int64_t capacity, bool scores) {
-        return hash_table::index_bytes(hash_table::geometry_of(capacity), scores);
+      [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity) {
+        return hash_table::index_bytes(checked_geometry(capacity, initial_capacity), scores);
       },
-      py::arg("capacity"), py::arg("scores"),
+      py::arg("capacity"), py::arg("scores"), py::arg("initial_capacity") = py::none(),
       "Bytes of a table's index: all it takes beside rows and states.");
 
   py::enum_<Eviction>(m, "Eviction")
@@ -160,10 +176,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<TableConfig>(m, "TableConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),
-           py::arg("dim"), py::arg("column_offset"), py::arg("eviction"), py::arg("row_type"),
-           py::arg("seed"), py::arg("distribution"), py::arg("low"), py::arg("high"),
-           py::arg("mean"), py::arg("std"), py::arg("hbm_slots"), py::arg("admission"),
-           py::arg("expire_after"));
+           py::arg("initial_capacity"), py::arg("dim"), py::arg("column_offset"),
+           py::arg("eviction"), py::arg("row_type"), py::arg("seed"), py::arg("distribution"),
+           py::arg("low"), py::arg("high"), py::arg("mean"), py::arg("std"), py::arg("hbm_slots"),
+           py::arg("admission"), py::arg("expire_after"));
 
   py::class_<TableState>(m, "TableState")
       .def(py::init<>())
@@ -175,25 +191,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("scores", &TableState::scores)
       .def_readwrite("optimizer_step", &TableState::optimizer_step);
 
-  py::class_<Pin, std::shared_ptr<Pin>>(m, "Pin").def_property_readonly("number", &Pin::number);
+  py::class_<Pin, std::shared_ptr<Pin>>(m, "Pin")
+      .def_property_readonly("number", &Pin::number)
+      .def_property_readonly("growths", &Pin::growths);
 
   m.attr("MAX_PINS") = hash_table::kMaxPins;
   py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
                        const OptimizerConfig& optimizer, std::optional<int64_t> state_dim,
-                       at::Device device) {
-             return TableGroup::make(std::move(configs), std::move(feature_tables), optimizer,
-                                     state_dim, device);
+                       at::Device device, std::array<int64_t, 4> available) {
+             return TableGroup::make(
+                 std::move(configs), std::move(feature_tables), optimizer, state_dim, device,
+                 AvailableMemory{available[0], available[1], available[2], available[3]});
            }),
            py::arg("configs"), py::arg("feature_tables"), py::arg("optimizer"),
-           py::arg("state_dim"), py::arg("device"))
+           py::arg("state_dim"), py::arg("device"), py::arg("available"))
       .def_property_readonly("handle", &TableGroup::handle)
       .def_property_readonly("total_dim", &TableGroup::total_dim)
       .def_property_readonly("num_features", &TableGroup::num_features)
       .def_property_readonly("num_slots", &TableGroup::num_slots)
       .def_property_readonly("counters", &TableGroup::counters)
       .def_property_readonly("optimizer_steps", &TableGroup::optimizer_steps)
-      .def("pin", [](const TableGroup& group) { return group.clock().pin(); })
+      .def("pin", &TableGroup::pin)
       .def("export_table", in_order(kReadAll, &TableGroup::export_table), py::arg("table"))
       .def("load_table", in_order(kWriteAll, &TableGroup::load_table), py::arg("table"),
            py::arg("state"))
@@ -210,6 +229,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_clock", clock_in_order(kWriteIndex, &GroupClock::set), py::arg("clock"))
       .def("set_epoch", clock_in_order(kWriteIndex, &GroupClock::set_epoch), py::arg("epoch"))
       .def("sizes", in_order(kReadIndex, &TableGroup::sizes))
+      .def("reserve", in_order(kWriteAll, &TableGroup::reserve), py::arg("table"), py::arg("rows"))
+      .def("reserve_buckets", in_order(kWriteAll, &TableGroup::reserve_buckets), py::arg("table"),
+           py::arg("num_buckets"), py::arg("bucket_slots"))
+      .def("present_slots", &TableGroup::present_slots, py::arg("table"))
+      .def("full_slots", &TableGroup::full_slots, py::arg("table"))
+      .def_property_readonly("growths", &TableGroup::growths)
       .def("hbm_bytes", &TableGroup::hbm_bytes, py::arg("table"))
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
   m.def(

@@ -100,6 +100,7 @@ at::Tensor restore_slots(at::Tensor counters, int64_t handle, int64_t table,
   check_device(counters, "counters", group->device());
   const hash_table::Entries entries =
       check_entries(*group, table, ids, rows, last_steps, scores, states);
+  group->expect_entries(table, entries.n);
   check_given(slots, "slots", at::kLong, {entries.n}, group->device());
   at::Tensor placed = at::empty({entries.n}, ids.options().dtype(at::kBool));
   const TableView& view = group->view(table);
@@ -120,6 +121,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   check_device(counters, "counters", group->device());
   const hash_table::Entries entries =
       check_entries(*group, table, ids, rows, last_steps, scores, states);
+  group->expect_entries(table, entries.n);
   at::Tensor out_ids = at::empty_like(ids), out_rows = at::empty_like(rows);
   at::Tensor out_steps = at::empty_like(last_steps), out_scores = at::empty_like(scores);
   at::Tensor out_states = at::empty_like(states);

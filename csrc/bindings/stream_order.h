@@ -30,6 +30,7 @@ struct Use {
   Access pinned;  // rows and states that a pin holds: no insertion touches them
 };
 
+constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // in turn with other threads
 constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
 constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
 constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};

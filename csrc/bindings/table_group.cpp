@@ -7,7 +7,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "bindings/host_memory.h"
+#include "bindings/on_device.h"
+#include "hash_table/grow.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::bindings {
@@ -43,7 +44,11 @@ void check_config(const TableConfig& config, bool cuda) {
   make_initial_rows(config.initial, config.seed, "table '" + name + "': ");
   TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
                     config.column_offset, ", but must not be negative.");
-  const int64_t slots = hash_table::geometry_of(config.capacity).num_slots();
+  TORCH_CHECK_VALUE(config.initial_capacity >= 1 && config.initial_capacity <= config.capacity,
+                    "table '", name, "': initial_capacity is ", config.initial_capacity,
+                    ", but must be from 1 to the capacity, ", config.capacity, ".");
+  const int64_t slots =
+      hash_table::geometry_of(config.capacity, config.initial_capacity).num_slots();
   TORCH_CHECK_VALUE(config.hbm_slots >= 0 && config.hbm_slots <= slots, "table '", name,
                     "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
   TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
@@ -73,15 +78,11 @@ at::ScalarType scalar_type(RowType type) {
   }
 }
 
-int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.numel() * tensor.element_size() : 0;
-}
-
 }  // namespace
 
 TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
                        OptimizerConfig optimizer, std::optional<int64_t> state_dim,
-                       at::Device device)
+                       at::Device device, const AvailableMemory& available)
     : configs_(std::move(configs)),
       feature_table_list_(std::move(feature_tables)),
       optimizer_(optimizer),
@@ -111,11 +112,14 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   TORCH_CHECK_VALUE(total_dim_ <= std::numeric_limits<int32_t>::max(),
                     "the features' columns add up to ", total_dim_,
                     ", but must not exceed 2^31 - 1.");
+  check_memory(available);
   c10::OptionalDeviceGuard guard(device);
+  growth_.resize(configs_.size());
   for (const TableConfig& config : configs_) {
-    memory_.push_back(allocate(config));
+    memory_.emplace_back(layout(config), device);
+    growing_ = growing_ || memory_.back().grows();
     first_slots_.push_back(num_slots_);
-    num_slots_ += memory_.back().geometry.num_slots();
+    num_slots_ += memory_.back().full_slots();
     const int64_t width = state_width_of(config);
     four_wide_ = four_wide_ && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
     widest_ = std::max(widest_, static_cast<int32_t>(config.dim));
@@ -128,16 +132,20 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);
-  const int64_t view_bytes = num_tables() * static_cast<int64_t>(sizeof(TableView));
-  at::Tensor views = at::empty({view_bytes}, at::kByte);
   for (int64_t t = 0; t < num_tables(); ++t) {
     host_views_.push_back(make_view(t));
     if (host_views_.back().initial_rows.distribution != Distribution::kUniform) {
       initial_rows_ = hash_table::NewRows::kInitial;
     }
-    reinterpret_cast<TableView*>(views.data_ptr())[t] = host_views_.back();
   }
-  views_ = views.to(device);
+  const int64_t view_bytes = num_tables() * static_cast<int64_t>(sizeof(TableView));
+  views_ = at::empty({view_bytes}, at::dtype(at::kByte).device(device));
+  upload_views();
+}
+
+void TableGroup::upload_views() {
+  const at::AutoDispatchBelowADInplaceOrView below;  // also where they are an inference tensor
+  views_.copy_(at::from_blob(host_views_.data(), views_.sizes(), at::kByte));
 }
 
 void TableGroup::make_aging() {
@@ -154,7 +162,8 @@ void TableGroup::make_aging() {
     if (config.expire_after == 0) continue;
     expires = true;
     const uint32_t period = hash_table::sweep_period(static_cast<uint32_t>(config.expire_after));
-    const auto buckets = static_cast<uint32_t>(memory_[t].geometry.num_buckets);
+    // When it has grown: a CUDA graph sweeps what is there at its replay.
+    const auto buckets = static_cast<uint32_t>(memory_[t].geometry().num_buckets);
     most_buckets = std::max(most_buckets, (buckets - 1) / period + 1);
   }
   admission_ = std::make_unique<GroupAdmission>(admissions, seeds, device_);
@@ -169,9 +178,10 @@ void TableGroup::make_aging() {
 std::shared_ptr<TableGroup> TableGroup::make(std::vector<TableConfig> configs,
                                              std::vector<int64_t> feature_tables,
                                              OptimizerConfig optimizer,
-                                             std::optional<int64_t> state_dim, at::Device device) {
-  std::shared_ptr<TableGroup> group(
-      new TableGroup(std::move(configs), std::move(feature_tables), optimizer, state_dim, device));
+                                             std::optional<int64_t> state_dim, at::Device device,
+                                             const AvailableMemory& available) {
+  std::shared_ptr<TableGroup> group(new TableGroup(std::move(configs), std::move(feature_tables),
+                                                   optimizer, state_dim, device, available));
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   group->handle_ = all.next++;
@@ -202,60 +212,56 @@ int64_t TableGroup::state_width_of(const TableConfig& config) const {
   return state_dim_.value_or(state_width(optimizer_, static_cast<int32_t>(config.dim)));
 }
 
-TableGroup::Memory TableGroup::allocate(const TableConfig& config) const {
-  Memory memory;
-  memory.geometry = hash_table::geometry_of(config.capacity);
-  const int64_t slots = memory.geometry.num_slots();
-  const int64_t on_host = slots - config.hbm_slots;
-  const at::ScalarType row_type = scalar_type(config.row_type);
-  const auto empty = [&](at::IntArrayRef sizes, at::ScalarType dtype) {
-    return table_memory(sizes, dtype, device_);
-  };
-  memory.digests = empty({memory.geometry.num_buckets, kBucketDigests}, at::kShort);
-  // Empty slots are never read, but an export copies them: keep it free of other memory's contents.
-  memory.ids = empty({slots}, at::kLong).zero_();
-  memory.last_steps = empty({slots}, at::kInt);
-  free_all(memory);
-  memory.scores = empty({keeps_scores(config.eviction) ? slots : 0}, at::kLong).zero_();
-  memory.rows = empty({config.hbm_slots, config.dim}, row_type);
-  const int64_t state_width = state_width_of(config);
-  memory.states = empty({config.hbm_slots, state_width}, at::kFloat);
-  memory.rows_host = pinned_matrix(on_host, config.dim, row_type, device_);
-  memory.states_host = pinned_matrix(on_host, state_width, at::kFloat, device_);
-  return memory;
+TableLayout TableGroup::layout(const TableConfig& config) const {
+  return TableLayout{hash_table::geometry_of(config.capacity, config.initial_capacity),
+                     config.dim,
+                     scalar_type(config.row_type),
+                     state_width_of(config),
+                     keeps_scores(config.eviction),
+                     config.hbm_slots};
 }
 
-void TableGroup::free_all(const Memory& memory) const {
-  at::Tensor digests = memory.digests;
-  digests.fill_(static_cast<int16_t>(kEmptyDigest));
-  if (memory.geometry.bucket_slots < kBucketDigests) {
-    digests.slice(1, memory.geometry.bucket_slots).fill_(static_cast<int16_t>(kClosedDigest));
+void TableGroup::check_memory(const AvailableMemory& available) const {
+  MemoryBytes initial{}, full{};
+  for (const TableConfig& config : configs_) {
+    const TableLayout its = layout(config);
+    initial += memory_of(its, its.geometry.initial_buckets(), device_);
+    full += memory_of(its, its.geometry.num_buckets, device_);
+    const int64_t counts = admission_bytes(config.admission);
+    const MemoryBytes fixed = device_.is_cpu() ? MemoryBytes{0, counts} : MemoryBytes{counts, 0};
+    initial += fixed;
+    full += fixed;
   }
-  at::Tensor last_steps = memory.last_steps;
-  last_steps.fill_(static_cast<int32_t>(hash_table::kFreeStep));
+  const char* whose = num_tables() > 1 ? "' and the others of its group take " : "' takes ";
+  const auto check = [&](int64_t needed, int64_t there, const char* of, const char* what) {
+    TORCH_CHECK_VALUE(needed <= there, "table '", configs_[0].name, whose, needed, " bytes of ", of,
+                      ", but ", there, " bytes are ", what, ".");
+  };
+  check(initial.hbm, available.hbm_free, "GPU memory from the start", "free");
+  check(full.hbm, available.hbm_total, "GPU memory at the full capacity", "all there is");
+  check(initial.host, available.host_free, "host memory from the start", "available");
+  check(full.host, available.host_total, "host memory at the full capacity", "all there is");
 }
 
 TableView TableGroup::make_view(int64_t table) const {
   const TableConfig& config = configs_[table];
-  const Memory& memory = memory_[table];
-  const auto bytes = [](const at::Tensor& t) { return static_cast<char*>(t.data_ptr()); };
+  const TableMemory& memory = memory_[table];
   TableView view{};
-  view.digests = reinterpret_cast<uint16_t*>(memory.digests.data_ptr<int16_t>());
-  view.ids = memory.ids.data_ptr<int64_t>();
-  view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data_ptr<int32_t>());
-  view.scores = memory.scores.numel()
-                    ? reinterpret_cast<uint64_t*>(memory.scores.data_ptr<int64_t>())
-                    : nullptr;
-  view.rows = {bytes(memory.rows), bytes(memory.rows_host), config.hbm_slots,
+  view.digests = reinterpret_cast<uint16_t*>(memory.digests.data());
+  view.ids = reinterpret_cast<int64_t*>(memory.ids.data());
+  view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
+  view.scores =
+      keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
+  view.rows = {memory.rows.data(), memory.rows_host.data(), config.hbm_slots,
                static_cast<int32_t>(config.dim), config.row_type};
-  view.states = {bytes(memory.states), bytes(memory.states_host), config.hbm_slots,
+  view.states = {memory.states.data(), memory.states_host.data(), config.hbm_slots,
                  static_cast<int32_t>(state_width_of(config)), RowType::kFloat32};
   view.counters = reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
   view.optimizer_step = optimizer_steps_.data_ptr<int64_t>() + table;
   view.first_slot = first_slots_[table];
-  view.num_slots = memory.geometry.num_slots();
-  view.num_buckets = static_cast<uint32_t>(memory.geometry.num_buckets);
-  view.bucket_slots = memory.geometry.bucket_slots;
+  view.num_slots = memory.num_slots();
+  view.num_buckets = static_cast<uint32_t>(memory.num_buckets());
+  view.bucket_slots = memory.geometry().bucket_slots;
   view.column_offset = static_cast<int32_t>(config.column_offset);
   view.eviction = config.eviction;
   view.initial_rows = make_initial_rows(config.initial, config.seed, "");
@@ -283,43 +289,57 @@ void TableGroup::check_index(int64_t table) const {
 
 at::Tensor TableGroup::occupied(int64_t table) const {
   check_index(table);
-  const Memory& memory = memory_[table];
-  const at::Tensor usable = memory.digests.slice(1, 0, memory.geometry.bucket_slots);
+  const TableMemory& memory = memory_[table];
+  const at::Tensor usable = memory.digests.tensor.slice(1, 0, memory.geometry().bucket_slots);
   return usable.ne(static_cast<int16_t>(kEmptyDigest)).reshape({-1});
 }
 
 at::Tensor TableGroup::last_steps(int64_t table) const {
   check_index(table);
-  return memory_[table].last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll);
+  return memory_[table].last_steps.tensor.to(at::kLong).bitwise_and(0xFFFFFFFFll);
 }
 
 at::Tensor TableGroup::scores(int64_t table) const {
   check_index(table);
-  return keeps_scores(configs_[table].eviction) ? memory_[table].scores : last_steps(table);
+  return keeps_scores(configs_[table].eviction) ? memory_[table].scores.tensor : last_steps(table);
+}
+
+std::shared_ptr<Pin> TableGroup::pin() const {
+  std::shared_ptr<Pin> pin = clock_->pin();
+  pin->set_growths(growths_);
+  return pin;
 }
 
 TableState TableGroup::export_table(int64_t table) const {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
-  const Memory& memory = memory_[table];
-  const auto joined = [&](const at::Tensor& hbm, const at::Tensor& host) {
-    return host.size(0) == 0 ? hbm.clone() : at::cat({hbm, host.to(device_)});
+  const TableMemory& memory = memory_[table];
+  const at::Tensor there = occupied(table);
+  const at::Tensor free = there.logical_not();
+  // Free slots hold whatever was there: zeros instead. Those that the table has yet to get, too.
+  const auto whole = [&](const std::vector<at::Tensor>& parts) {
+    std::vector<int64_t> shape = parts[0].sizes().vec();
+    shape[0] = memory.full_slots();
+    const auto options = parts[0].options().device(device_);
+    at::Tensor out = memory.grows() ? at::zeros(shape, options) : at::empty(shape, options);
+    int64_t first = 0;
+    for (const at::Tensor& part : parts) {
+      if (part.size(0)) out.slice(0, first, first + part.size(0)).copy_(part);
+      first += part.size(0);
+    }
+    at::Tensor present = out.slice(0, 0, memory.num_slots());
+    present.masked_fill_(present.dim() > 1 ? free.unsqueeze(1) : free, 0);
+    return out;
   };
   TableState state;
-  state.occupied = occupied(table);
-  state.ids = memory.ids.clone();
-  state.rows = joined(memory.rows, memory.rows_host);
-  state.states = joined(memory.states, memory.states_host);
-  state.last_steps = memory.last_steps.clone();
-  state.scores = memory.scores.clone();
+  state.occupied = whole({there});
+  state.ids = whole({memory.ids.tensor});
+  state.rows = whole({memory.rows.tensor, memory.rows_host.tensor});
+  state.states = whole({memory.states.tensor, memory.states_host.tensor});
+  state.last_steps = whole({memory.last_steps.tensor});
+  state.scores = memory.scores.most() ? whole({memory.scores.tensor})
+                                      : at::empty({0}, at::dtype(at::kLong).device(device_));
   state.optimizer_step = optimizer_steps_.slice(0, table, table + 1).clone();
-  // Empty slots hold whatever was there: give zeros instead.
-  const at::Tensor free = state.occupied.logical_not();
-  state.ids.masked_fill_(free, 0);
-  state.rows.masked_fill_(free.unsqueeze(1), 0);
-  state.states.masked_fill_(free.unsqueeze(1), 0);
-  state.last_steps.masked_fill_(free, 0);
-  if (state.scores.numel()) state.scores.masked_fill_(free, 0);
   return state;
 }
 
@@ -327,40 +347,46 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
   const TableConfig& config = configs_[table];
-  Memory& memory = memory_[table];
-  const int64_t slots = memory.geometry.num_slots();
+  TableMemory& memory = memory_[table];
+  const int64_t slots = memory.full_slots();
   check_tensor(state.occupied, "occupied", config.name, at::kBool, {slots});
   check_tensor(state.ids, "ids", config.name, at::kLong, {slots});
   check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, config.dim});
   check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_of(config)});
   check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
-  check_tensor(state.scores, "scores", config.name, at::kLong, {memory.scores.numel()});
+  check_tensor(state.scores, "scores", config.name, at::kLong, {memory.scores.most()});
   check_tensor(state.optimizer_step, "optimizer_step", config.name, at::kLong, {1});
   const at::Tensor ids = state.ids.cpu().contiguous();
   const at::Tensor occupied = state.occupied.cpu().contiguous();
-  at::Tensor digests = at::empty(memory.digests.sizes(), at::kShort);
+  const int64_t buckets = loaded_buckets(table, ids, occupied);
+  at::Tensor digests = at::empty({buckets, kBucketDigests}, at::kShort);
   const int64_t lost = hash_table::cpu::rebuild_digests(
       ids.const_data_ptr<int64_t>(),
       reinterpret_cast<const uint8_t*>(occupied.const_data_ptr<bool>()),
-      static_cast<uint32_t>(memory.geometry.num_buckets), memory.geometry.bucket_slots,
+      static_cast<uint32_t>(buckets), memory.geometry().bucket_slots,
       reinterpret_cast<uint16_t*>(digests.data_ptr<int16_t>()));
   TORCH_CHECK_VALUE(lost == 0, "table '", config.name, "': ", lost,
                     " of the ids to load stand where they can't be found; the state is of another "
                     "table or damaged.");
+  const int64_t before = memory.num_buckets();
+  begin_load(table, buckets);
   const auto split = [&](at::Tensor hbm, at::Tensor host, const at::Tensor& from) {
-    hbm.copy_(from.slice(0, 0, config.hbm_slots));
-    if (host.size(0)) host.copy_(from.slice(0, config.hbm_slots));
+    if (hbm.size(0)) hbm.copy_(from.slice(0, 0, hbm.size(0)));
+    if (host.size(0)) host.copy_(from.slice(0, hbm.size(0), hbm.size(0) + host.size(0)));
   };
-  memory.digests.copy_(digests);
-  memory.ids.copy_(state.ids);
-  memory.last_steps.copy_(state.last_steps);
-  memory.last_steps.masked_fill_(state.occupied.to(device_).logical_not(),
-                                 static_cast<int32_t>(hash_table::kFreeStep));
-  memory.scores.copy_(state.scores);
-  split(memory.rows, memory.rows_host, state.rows);
-  split(memory.states, memory.states_host, state.states);
+  const auto present = [&](const at::Tensor& all) { return all.slice(0, 0, memory.num_slots()); };
+  memory.digests.tensor.copy_(digests);
+  memory.ids.tensor.copy_(present(state.ids));
+  memory.last_steps.tensor.copy_(present(state.last_steps));
+  memory.last_steps.tensor.masked_fill_(present(state.occupied).to(device_).logical_not(),
+                                        static_cast<int32_t>(hash_table::kFreeStep));
+  if (memory.scores.most()) memory.scores.tensor.copy_(present(state.scores));
+  split(memory.rows.tensor, memory.rows_host.tensor, state.rows);
+  split(memory.states.tensor, memory.states_host.tensor, state.states);
   optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
   admission_->clear(table);
+  growth_[table].most_entries += occupied.sum().item<int64_t>();
+  grow(table, before);  // what was reserved stays so
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
@@ -370,33 +396,31 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
 void TableGroup::clear_table(int64_t table) {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
-  free_all(memory_[table]);
+  memory_[table].clear();
   optimizer_steps_.slice(0, table, table + 1).zero_();
   admission_->clear(table);
+  growth_[table] = Growth{};
 }
 
 at::Tensor TableGroup::sizes() const {
-  c10::OptionalDeviceGuard guard(device_);
-  std::vector<at::Tensor> all;
-  for (int64_t t = 0; t < num_tables(); ++t) all.push_back(occupied(t).sum());
-  return at::stack(all);
+  at::Tensor sizes = at::zeros({num_tables()}, at::dtype(at::kLong).device(device_));
+  int64_t* out = sizes.data_ptr<int64_t>();
+  for (const TableView& view : host_views_) {
+    HKV_ON_DEVICE(device_, *out = hash_table::cpu::count_entries(view, threads),
+                  hash_table::cuda::count_entries(view, out, stream));
+    ++out;
+  }
+  return sizes;
 }
 
 int64_t TableGroup::hbm_bytes(int64_t table) const {
   check_index(table);
-  if (device_.is_cpu()) return 0;
-  const Memory& m = memory_[table];
-  return bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) + bytes_of(m.scores) +
-         bytes_of(m.rows) + bytes_of(m.states) + admission_->bytes(table);
+  return memory_[table].hbm_bytes() + (device_.is_cuda() ? admission_->bytes(table) : 0);
 }
 
 int64_t TableGroup::host_bytes(int64_t table) const {
   check_index(table);
-  const Memory& m = memory_[table];
-  const int64_t host = bytes_of(m.rows_host) + bytes_of(m.states_host);
-  if (device_.is_cuda()) return host;
-  return host + bytes_of(m.digests) + bytes_of(m.ids) + bytes_of(m.last_steps) +
-         bytes_of(m.scores) + bytes_of(m.rows) + bytes_of(m.states) + admission_->bytes(table);
+  return memory_[table].host_bytes() + (device_.is_cpu() ? admission_->bytes(table) : 0);
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,9 +13,9 @@
 #include "bindings/group_clock.h"
 #include "bindings/initial_rows.h"
 #include "bindings/stream_order.h"
+#include "bindings/table_memory.h"
 #include "common/optimizers.h"
 #include "hash_table/aging.h"
-#include "hash_table/geometry.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::bindings {
@@ -22,6 +23,7 @@ namespace torchrec_hkv::bindings {
 struct TableConfig {
   std::string name;
   int64_t capacity;
+  int64_t initial_capacity;  // the table grows from this to the capacity
   int64_t dim;
   int64_t column_offset;
   Eviction eviction;
@@ -33,7 +35,16 @@ struct TableConfig {
   int64_t expire_after;  // calls; 0: entries don't expire
 };
 
-// One table's arrays, for export and load; first dimension num_slots but for the last.
+// What tables may take, in bytes, and what there is at all.
+struct AvailableMemory {
+  int64_t hbm_free;
+  int64_t hbm_total;
+  int64_t host_free;
+  int64_t host_total;
+};
+
+// One table's arrays, for export and load; first dimension the slots of the full capacity, but for
+// the last.
 struct TableState {
   at::Tensor occupied;        // bool
   at::Tensor ids;             // int64
@@ -47,11 +58,13 @@ struct TableState {
 class TableGroup {
  public:
   // Makes empty tables. feature_tables: the table of each feature, in the order of the output.
-  // state_dim: fp32 values of state a row keeps; by default what the optimizer needs.
+  // state_dim: fp32 values of state a row keeps; by default what the optimizer needs. Throws
+  // ValueError, before anything is allocated, where the tables need more than is available.
   static std::shared_ptr<TableGroup> make(std::vector<TableConfig> configs,
                                           std::vector<int64_t> feature_tables,
                                           OptimizerConfig optimizer,
-                                          std::optional<int64_t> state_dim, at::Device device);
+                                          std::optional<int64_t> state_dim, at::Device device,
+                                          const AvailableMemory& available);
   ~TableGroup();
   TableGroup(const TableGroup&) = delete;
   TableGroup& operator=(const TableGroup&) = delete;
@@ -66,6 +79,7 @@ class TableGroup {
   int64_t num_tables() const { return static_cast<int64_t>(configs_.size()); }
   int64_t num_features() const { return static_cast<int64_t>(feature_table_list_.size()); }
   int64_t total_dim() const { return total_dim_; }
+  // Of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
   bool four_wide() const { return four_wide_; }
   // Columns of the widest table.
@@ -84,10 +98,14 @@ class TableGroup {
   const hash_table::TableView* views() const;
   // In host memory, its pointers on the group's device.
   const hash_table::TableView& view(int64_t table) const;
-  // The same, where the group has one table and one feature; otherwise null.
-  const hash_table::TableView* only_view() const {
+  // The same, where the group has one table and one feature; otherwise null. For calls that are not
+  // captured in a CUDA graph while the table may grow: those that insert.
+  const hash_table::TableView* only_view_now() const {
     return num_tables() == 1 && num_features() == 1 ? &host_views_[0] : nullptr;
   }
+  // The same for other calls: null too while the table may grow, since a graph would keep the view
+  // that it was captured with.
+  const hash_table::TableView* only_view() const { return growing_ ? nullptr : only_view_now(); }
   at::ScalarType row_dtype(int64_t table) const;
   const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
   const int32_t* feature_columns() const { return feature_columns_.const_data_ptr<int32_t>(); }
@@ -100,43 +118,69 @@ class TableGroup {
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
   void clear_table(int64_t table);
-  at::Tensor occupied(int64_t table) const;    // bool [num_slots]
-  at::Tensor scores(int64_t table) const;      // int64 [num_slots]
-  at::Tensor last_steps(int64_t table) const;  // int64 [num_slots]
-  at::Tensor ids(int64_t table) const { return memory_.at(table).ids; }
+  // By slot, of the slots that there are at present.
+  at::Tensor occupied(int64_t table) const;    // bool
+  at::Tensor scores(int64_t table) const;      // int64
+  at::Tensor last_steps(int64_t table) const;  // int64
+  at::Tensor ids(int64_t table) const { return memory_.at(table).ids.tensor; }
   // Occupied slots of each table, int64 [tables], on the device.
   at::Tensor sizes() const;
   int64_t hbm_bytes(int64_t table) const;
   int64_t host_bytes(int64_t table) const;
 
+  // Growth, in table_growth.cpp. A table that has not its full capacity doubles before its entries
+  // take more than 7/8 of its slots. Then its slots are others than before; nothing else changes.
+  // Waits for the device where a table grows or may have to, and throws where a CUDA graph is being
+  // captured.
+
+  // Before the ids of a batch are inserted, and before their call's turn.
+  void make_room(const hash_table::Batch& batch, const at::Tensor& ids,
+                 const std::optional<at::Tensor>& offsets);
+  // Before n entries are put into a table that has room for them, and before their call's turn.
+  void expect_entries(int64_t table, int64_t n);
+  // Grows a table now, so that it takes so many rows without growing. In the turn of a call that
+  // writes everything, as the next.
+  void reserve(int64_t table, int64_t rows);
+  // The same, to the geometry of a file, if the table can have it.
+  bool reserve_buckets(int64_t table, int64_t num_buckets, int64_t bucket_slots);
+  int64_t present_slots(int64_t table) const;
+  int64_t full_slots(int64_t table) const;
+  // How often slots have changed by growth: slots that were found at another number are stale.
+  int64_t growths() const { return growths_; }
+  // A new pin, whose slots are those of now until a lookup finds them.
+  std::shared_ptr<Pin> pin() const;
+
  private:
   TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
-             OptimizerConfig optimizer, std::optional<int64_t> state_dim, at::Device device);
-
-  struct Memory {
-    hash_table::Geometry geometry;
-    at::Tensor digests;     // int16 [num_buckets, 64]
-    at::Tensor ids;         // int64 [num_slots]
-    at::Tensor last_steps;  // int32 [num_slots]
-    at::Tensor scores;      // int64 [num_slots] or empty
-    at::Tensor rows;        // [hbm_slots, dim]
-    at::Tensor states;
-    at::Tensor rows_host;  // [num_slots - hbm_slots, dim], pinned
-    at::Tensor states_host;
-  };
+             OptimizerConfig optimizer, std::optional<int64_t> state_dim, at::Device device,
+             const AvailableMemory& available);
 
   void check_index(int64_t table) const;
   int64_t state_width_of(const TableConfig& config) const;
-  Memory allocate(const TableConfig& config) const;
+  TableLayout layout(const TableConfig& config) const;
+  void check_memory(const AvailableMemory& available) const;
   hash_table::TableView make_view(int64_t table) const;
-  void free_all(const Memory& memory) const;
+  void upload_views();
   void make_aging();
+
+  int64_t buckets_for(int64_t table, int64_t entries) const;
+  std::vector<int64_t> count_new(const hash_table::Batch& batch, const at::Tensor& ids,
+                                 const std::optional<at::Tensor>& offsets) const;
+  // The tables that may get too full by n more ids, for all that the host knows.
+  std::vector<int64_t> expect_ids(int64_t n);
+  void look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
+                     const std::optional<at::Tensor>& offsets, const std::vector<int64_t>& tables);
+  void grow(int64_t table, int64_t num_buckets);
+  // The fewest buckets in which all of a state's ids stand where they are found, or all.
+  int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
+  // Gives a table that is going to be overwritten so many buckets, be they fewer than it has.
+  void begin_load(int64_t table, int64_t num_buckets);
 
   std::vector<TableConfig> configs_;
   std::vector<int64_t> feature_table_list_;
   OptimizerConfig optimizer_;
   at::Device device_;
-  std::vector<Memory> memory_;
+  std::vector<TableMemory> memory_;
   std::vector<int64_t> first_slots_;
   int64_t num_slots_ = 0;
   int64_t total_dim_ = 0;
@@ -155,6 +199,16 @@ class TableGroup {
   at::Tensor feature_tables_;   // int32, on the device
   at::Tensor feature_columns_;  // int32, on the device
   int64_t handle_ = 0;
+
+  // What the host knows of a table that grows. Changed in turns of order().
+  struct Growth {
+    int64_t most_entries = 0;  // it has no more
+    int64_t looks = 0;         // calls in a row that had to look
+  };
+  std::vector<Growth> growth_;
+  std::atomic<bool> growing_ = false;  // whether a table has not its full capacity
+  std::atomic<int64_t> growths_ = 0;
+
   std::shared_ptr<GroupClock> clock_;
   std::unique_ptr<StreamOrder> order_;  // last: its end comes before the memory's
 };

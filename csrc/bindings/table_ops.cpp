@@ -30,8 +30,9 @@ void check_slots(const TableGroup& group, const at::Tensor& slots) {
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
   if (group.device().is_cuda() || slots.numel() == 0) return;  // looking would wait for the device
   const int64_t highest = slots.max().item<int64_t>(), lowest = slots.min().item<int64_t>();
-  TORCH_CHECK_VALUE(lowest >= -1 && highest < group.num_slots(), "slots must be from -1 to ",
-                    group.num_slots() - 1, ", but go from ", lowest, " to ", highest, ".");
+  const int64_t end = group.present_slots(0);
+  TORCH_CHECK_VALUE(lowest >= -1 && highest < end, "slots must be from -1 to ", end - 1,
+                    ", but go from ", lowest, " to ", highest, ".");
 }
 
 const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::Tensor>& scores,
@@ -102,6 +103,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     check_length(*believed, "believed", n);
     TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
   }
+  owner->make_room(batch, ids, std::nullopt);
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   at::Tensor writer;
@@ -136,7 +138,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
         group.device(),
         hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
                                         group.aging(), placement, out, there, threads),
-        hash_table::cuda::find_or_insert(group.views(), group.only_view(), batch, call.clock(),
+        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given_scores, placement, out,
                                          there, writes, scratch.data_ptr(), stream));
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);

@@ -16,7 +16,8 @@ namespace torchrec_hkv::hash_table {
 constexpr int kMaxPins = 64;
 
 // The last step of free slots, and the step of free pins. It is later than any other, so that
-// nobody takes a slot that is just being filled for the oldest of its bucket.
+// nobody takes a slot that is just being filled for the oldest of its bucket. On a CPU, where one
+// thread fills a table, a free slot's last step may be anything: its memory has not been touched.
 constexpr uint32_t kFreeStep = 0xFFFFFFFFu;
 
 struct Clock {

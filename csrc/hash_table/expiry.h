@@ -44,7 +44,8 @@ HKV_HOST_DEVICE int64_t sweep_items(const Sweep& sweep, uint32_t num_buckets) {
   return static_cast<int64_t>(buckets) * kBucketDigests;
 }
 
-// Whether an entry leaves. Pinned ones never do; nor do free slots, whose step is later than all.
+// Whether an entry leaves. Pinned ones never do; nor, on a GPU, do free slots, whose step is later
+// than all.
 HKV_HOST_DEVICE bool is_expired(const Sweep& sweep, const Visit& visit, uint32_t last_step) {
   return last_step < visit.pinned_from() && visit.now() - last_step > sweep.expire_after;
 }

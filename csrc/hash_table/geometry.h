@@ -8,19 +8,32 @@
 namespace torchrec_hkv::hash_table {
 
 struct Geometry {
-  int64_t num_buckets;
+  int64_t num_buckets;   // at the full capacity
   int32_t bucket_slots;  // of the 64 that a bucket's line of digests has room for
+  int32_t doublings;     // from the buckets that the table begins with
 
   int64_t num_slots() const { return num_buckets * bucket_slots; }
+  int64_t initial_buckets() const { return num_buckets >> doublings; }
 };
 
-// As few buckets as hold the capacity, evenly filled: less than one slot a bucket is added to it.
-inline Geometry geometry_of(int64_t capacity) {
-  Geometry geometry;
-  geometry.num_buckets = (capacity + kBucketDigests - 1) / kBucketDigests;
-  geometry.bucket_slots =
-      static_cast<int32_t>((capacity + geometry.num_buckets - 1) / geometry.num_buckets);
-  return geometry;
+// As few buckets as hold the capacity, evenly filled: less than one slot a bucket is added to it. A
+// table that begins smaller doubles its buckets until it has all: their number is rounded up to a
+// multiple of that power of two, by a sixteenth at most, since smaller buckets are full earlier. It
+// begins with the smallest such share that holds the initial capacity.
+inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
+  const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t least = divide_up(capacity, kBucketDigests);
+  int32_t doublings = 0;
+  while (least >> (doublings + 1) != 0) ++doublings;
+  for (;; --doublings) {
+    const int64_t share = divide_up(least, int64_t{1} << doublings);
+    const int64_t buckets = share << doublings;
+    const auto slots = static_cast<int32_t>(divide_up(capacity, buckets));
+    const bool fits = buckets - least <= least / 16 && share * slots >= initial_capacity;
+    if (doublings == 0 || fits) {
+      return Geometry{buckets, slots, doublings};
+    }
+  }
 }
 
 // Bytes of digests, ids, steps and, where the policy keeps them, scores.

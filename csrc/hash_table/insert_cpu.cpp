@@ -301,7 +301,9 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   Placing(tables, batch, visit, placement, missing, slots, wanted ? leavers.data() : nullptr)
       .run(threads);
   // Before rows are written: what leaves still has its own.
-  if (wanted) write_leavers(tables[missing.begin()->table], leavers, placement.leavers, threads);
+  if (wanted && missing.size() > 0) {
+    write_leavers(tables[missing.begin()->table], leavers, placement.leavers, threads);
+  }
   start_rows(tables, batch, missing, slots, placement.rows != NewRows::kUntouched, threads);
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, placement, slots, threads);

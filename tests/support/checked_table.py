@@ -67,6 +67,7 @@ class CheckedTable:
         initializer: of initial rows.
         admission: as for the table.
         expire_after: as for the table.
+        initial_capacity: as for the table.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CheckedTable:
         initializer: Uniform | Constant = SYMMETRIC,
         admission: Admission | None = None,
         expire_after: int | None = None,
+        initial_capacity: int | None = None,
     ) -> None:
         self.table = HashTable(
             dim,
@@ -91,6 +93,7 @@ class CheckedTable:
             initializer=initializer,
             admission=admission,
             expire_after=expire_after,
+            initial_capacity=initial_capacity,
         )
 
         @functools.cache
@@ -104,9 +107,17 @@ class CheckedTable:
         self.on_cpu = device == "cpu"
         admits = admission_model(admission, "checked", 5)
         self.model = TableModel(
-            policy, capacity, initial_row, add, self.on_cpu, admits, expire_after
+            policy,
+            capacity,
+            initial_row,
+            add,
+            self.on_cpu,
+            admits,
+            expire_after,
+            initial_capacity,
         )
         assert self.table.capacity == self.model.num_slots
+        self.slots = self.table.num_slots
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.table.device)
@@ -144,8 +155,19 @@ class CheckedTable:
         self, ids: Sequence[int], scores: Sequence[int] | None
     ) -> tuple[Insertion, dict[int, Seen]]:
         after = observe(self.table)
+        self._notice_growth()
         self.model.check_nothing_moved(after)
-        return self.model.insert(ids, scores, after), after
+        insertion = self.model.insert(ids, scores, after)
+        slots, capacity = self.table.num_slots, self.table.capacity
+        assert slots == capacity or len(self.model.entries) <= slots - slots // 8
+        assert slots == capacity or self.table.counters()["refused"] == 0
+        return insertion, after
+
+    def _notice_growth(self) -> None:
+        if self.table.num_slots != self.slots:
+            assert self.table.num_slots % (2 * self.slots) == 0
+            self.slots = self.table.num_slots
+            self.model.forget_slots()
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -332,10 +354,17 @@ class CheckedTable:
         self.model.admission.clear()
         self.check()
 
+    def reserve(self, rows: int) -> None:
+        """Grows the table where it has to."""
+        self.table.reserve(rows)
+        self._notice_growth()
+        self.check()
+
     def reload(self, folder: os.PathLike[str]) -> None:
         """Saves the table and loads it again."""
         self.table.save(folder)
         self.table.load(folder)
+        self._notice_growth()
         self.check()
 
     def next_epoch(self, by: int = 1) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from tests.support.admission_model import EveryId
+from tests.support.geometry import geometry
 
 POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
 TAKES_SCORES = ("lfu", "epoch_lfu", "customized")
@@ -84,6 +85,7 @@ class TableModel:
         in_order: whether the real table places ids in the order of a call.
         admission: of new ids.
         expire_after: calls; None: never.
+        initial: capacity that the real table begins with.
     """
 
     def __init__(
@@ -95,13 +97,13 @@ class TableModel:
         in_order: bool,
         admission: EveryId | None = None,
         expire_after: int | None = None,
+        initial: int | None = None,
     ) -> None:
         self.policy = policy
         self.initial_row = initial_row
         self.add = add
         self.in_order = in_order
-        buckets = -(-capacity // 64)
-        self.bucket_slots = -(-capacity // buckets)
+        _, buckets, self.bucket_slots = geometry(capacity, capacity if initial is None else initial)
         self.num_slots = buckets * self.bucket_slots
         # Two buckets: an id's two candidates are all there are.
         self.exact = in_order and buckets <= 2
@@ -258,6 +260,8 @@ class TableModel:
             if entry is not None and entry.touched != self.calls:
                 lowest[bucket] = min(entry.order, lowest.get(bucket, entry.order))
         for id_, entry in evicted.items():
+            if id_ not in self.slots:  # the table has grown in this call
+                continue
             slot = self.slots[id_]
             bucket = slot // self.bucket_slots
             assert filled[bucket] == self.bucket_slots, "an id left a bucket that has room"
@@ -356,6 +360,10 @@ class TableModel:
         slots = {id_: seen.slot for id_, seen in after.items()}
         assert len(set(slots.values())) == len(slots), "two ids share a slot"
         self.slots = slots
+
+    def forget_slots(self) -> None:
+        """The real table has grown: its ids stand elsewhere."""
+        self.slots, self.buckets = {}, {}
 
     def check_nothing_moved(self, after: dict[int, Seen]) -> None:
         """Ids that were there before and are still have their slots."""

@@ -72,6 +72,9 @@ class HKVOptions(BackendOptions):
             the table, its load and what to change. The group of the table then waits for the device
             in every step. False: the id counts with its initial row, is not trained, and is counted
             as ``refused``.
+        initial_capacity: rows that the table must hold at first, over all ranks, 1 to
+            ``num_embeddings``. It doubles before it gets too full, until it has its whole capacity;
+            the planner counts that. None: all from the start.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
@@ -81,6 +84,7 @@ class HKVOptions(BackendOptions):
     admission: Admission | None = None
     expire_after: int | None = None
     strict: bool = False
+    initial_capacity: int | None = None
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -108,6 +112,12 @@ class HKVOptions(BackendOptions):
             )
         check_expire_after("HKVOptions", self.expire_after)
         check_strict("HKVOptions", self.strict)
+        initial = self.initial_capacity
+        if initial is not None and not (_is_int(initial) and initial > 0):
+            raise ValueError(
+                f"HKVOptions: initial_capacity is {initial!r}, but must be None or a positive "
+                "number of rows."
+            )
 
 
 def _is_int(value: object) -> bool:
@@ -192,10 +202,27 @@ def _initializer(shard: TableShard) -> Initializer:
 
 def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
     options = _options(shard)
-    width = _state_width(optimizer, shard.dim)
     return table_memory(
-        shard.capacity, shard.dim, width, options.eviction, admission=options.admission
+        shard.capacity,
+        shard.dim,
+        _state_width(optimizer, shard.dim),
+        options.eviction,
+        admission=options.admission,
+        initial_capacity=_initial_capacity(shard),
     )
+
+
+def _initial_capacity(shard: TableShard) -> int | None:
+    """The shard's part, rounded up."""
+    initial = _options(shard).initial_capacity
+    if initial is None:
+        return None
+    if initial > shard.num_embeddings:
+        raise ValueError(
+            f"table '{shard.name}': initial_capacity is {initial}, but must not exceed "
+            f"num_embeddings, {shard.num_embeddings}."
+        )
+    return -(-initial * shard.capacity // shard.num_embeddings)
 
 
 class HKVLookup(GroupLookup):
@@ -281,6 +308,14 @@ class HKVLookup(GroupLookup):
         """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
         return self._group.counters()[self._index[name]]
 
+    def reserve(self, name: str, rows: int) -> None:
+        """Grows a table now, so that this rank takes ``rows`` rows in all without growing.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity on this rank.
+        """
+        self._group.reserve(self._index[name], rows)
+
     def memory(self, name: str) -> StorageBytes:
         """Bytes the table takes on this rank."""
         index = self._index[name]
@@ -315,6 +350,7 @@ def _table_spec(shard: TableShard) -> TableSpec:
         admission=options.admission,
         expire_after=options.expire_after,
         strict=options.strict,
+        initial_capacity=_initial_capacity(shard),
     )
 
 

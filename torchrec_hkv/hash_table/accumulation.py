@@ -30,9 +30,10 @@ class _Round:
     offsets: Tensor
     weights: Tensor | None
     slots: Tensor
+    growths: int  # of the group, when the slots were found
     batch_size: int
     mean: bool
-    pin: _C.Pin  # keeps the rows of the slots where they are
+    pin: _C.Pin  # keeps the rows of the slots
 
 
 class Accumulator:
@@ -82,9 +83,33 @@ class Accumulator:
         rounds, self._rounds = self._rounds, []
         group = self.group
         if self.optimizer is not None:
+            rounds = [self._present(held) for held in rounds]
             merged = _merged(rounds, group.num_features)
             _ops.update_rows(group.counters, group.handle, *merged, learning_rate, len(rounds))
         # With the rounds go their pins.
+
+    def _present(self, held: _Round) -> _Round:
+        args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size)
+        return dataclasses.replace(held, slots=_present_slots(self.group, *args)[0])
+
+
+def _present_slots(
+    group: _C.TableGroup,
+    slots: Tensor,
+    growths: int,
+    ids: Tensor,
+    offsets: Tensor,
+    batch_size: int,
+) -> tuple[Tensor, int]:
+    """Slots, found again where a table has grown since; and the growths that they are of.
+
+    What is pinned is still there. What had no slot stays without one.
+    """
+    now = group.growths
+    if now == growths:
+        return slots, growths
+    found = _ops.find(group.handle, ids, offsets, batch_size)
+    return torch.where(slots < 0, slots, found), now
 
 
 class _HeldLookup(torch.autograd.Function):
@@ -105,6 +130,7 @@ class _HeldLookup(torch.autograd.Function):
     ) -> Tensor:
         group = accumulator.group
         ctx.accumulator, ctx.holds, ctx.learning_rate = accumulator, holds, learning_rate
+        slots, ctx.growths = _present_slots(group, slots, pin.growths, ids, offsets, batch_size)
         ctx.save_for_backward(ids, offsets, slots, weights)
         ctx.batch_size, ctx.mean = batch_size, mean
         ctx.pin = pin
@@ -117,6 +143,8 @@ class _HeldLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, offsets, slots, weights = ctx.saved_tensors
         accumulator: Accumulator = ctx.accumulator
+        where = (slots, ctx.growths, ids, offsets, ctx.batch_size)
+        slots, growths = _present_slots(accumulator.group, *where)
         optimizer = accumulator.optimizer
         # A copy: the gradient's memory may be used again.
         bound = None if optimizer is None else optimizer.clip_output
@@ -130,7 +158,7 @@ class _HeldLookup(torch.autograd.Function):
         if weights is not None:
             weights = weights.detach()
         accumulator.add(
-            _Round(grad, ids, offsets, weights, slots, ctx.batch_size, ctx.mean, ctx.pin)
+            _Round(grad, ids, offsets, weights, slots, growths, ctx.batch_size, ctx.mean, ctx.pin)
         )
         ctx.pin = None
         if not ctx.holds:

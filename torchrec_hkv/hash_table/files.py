@@ -45,7 +45,14 @@ _SCAN_BYTES = 32
 _SAFE_LOAD = 0.95
 
 # A spec's fields that may differ between a table and its file.
-_FREE_FIELDS = ("capacity", "hbm_bytes", "admission", "expire_after", "strict")
+_FREE_FIELDS = (
+    "capacity",
+    "initial_capacity",
+    "hbm_bytes",
+    "admission",
+    "expire_after",
+    "strict",
+)
 
 _ops = torch.ops.torchrec_hkv
 
@@ -99,6 +106,7 @@ def save(
         manifest = Manifest(
             table=describe(group, table),
             capacity=group.tables[table].capacity,
+            initial_capacity=group.tables[table].initial_capacity,
             buckets=source.buckets,
             bucket_slots=source.bucket_slots,
             clock=group.clock,
@@ -128,9 +136,9 @@ def load(
 ) -> Loaded:
     """Replaces all that a table holds, and its group's clock, by what was saved.
 
-    Where the table has the capacity of the saved one, every entry gets its own slot again. In
-    another one entries are placed anew; where both buckets of an entry are full, the lowest scores
-    leave.
+    Where the table has the geometry of the saved one, or can grow to it, every entry gets its own
+    slot again. In another one entries are placed anew; where both buckets of an entry are full, the
+    lowest scores leave.
 
     Args:
         group: the table's.
@@ -151,12 +159,18 @@ def load(
     target = _Target(group, table, batch_bytes)
     _check_same_table(folder, manifest, describe(group, table))
     _check_same_optimizer(folder, manifest, group, table)
-    exact = (manifest.buckets, manifest.bucket_slots) == (target.buckets, target.bucket_slots)
+    exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
         _check_room(folder, manifest, target)
     for shard in manifest.shards:
         _verify(folder, manifest, shard, target)
+    clock = group.clock
     group.set_clock(manifest.clock)
+    try:
+        target.grow(manifest, exact)
+    except RuntimeError:  # too little memory
+        group.set_clock(clock)
+        raise
     group.clear_table(table)
     try:
         lost = 0
@@ -198,7 +212,8 @@ def saved_spec(path: str | os.PathLike[str]) -> tuple[TableSpec, int]:
     fields["dtype"] = getattr(torch, fields["dtype"])
     if fields["initializer"] is not None:
         fields["initializer"] = initializer_from_fields(fields["initializer"])
-    return TableSpec(**fields, capacity=manifest.capacity), state_dim
+    sizes = {"capacity": manifest.capacity, "initial_capacity": manifest.initial_capacity}
+    return TableSpec(**fields, **sizes), state_dim
 
 
 def _plain(value: Any) -> Any:
@@ -270,6 +285,20 @@ class _Target(_Table):
             field.name: torch.empty(field.shape(self.batch), dtype=field.dtype)
             for field in self.fields
         }
+        self.capacity = group.full_slots(table)
+
+    def can_have(self, buckets: int, bucket_slots: int) -> bool:
+        """Whether the table has this geometry, or can grow to it."""
+        most = self.capacity // self.bucket_slots
+        sizes = [self.buckets << k for k in range(64) if self.buckets << k <= most]
+        return bucket_slots == self.bucket_slots and buckets in sizes
+
+    def grow(self, manifest: Manifest, exact: bool) -> None:
+        """Grows to the saved table's geometry, or to where all of its entries fit."""
+        if exact:
+            self.group.reserve_buckets(self.table, manifest.buckets, manifest.bucket_slots)
+        else:
+            self.group.reserve(self.table, min(manifest.entries, self.capacity))
 
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
         """Puts entries into the table; returns how many found no place."""
@@ -366,11 +395,12 @@ def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, t
 
 def _check_room(folder: Path, manifest: Manifest, target: _Target) -> None:
     # With one bucket or two, every entry may take every slot.
-    safe = target.slots if target.buckets <= 2 else int(_SAFE_LOAD * target.slots)
+    slots = target.capacity
+    safe = slots if slots <= 2 * target.bucket_slots else int(_SAFE_LOAD * slots)
     if manifest.entries > safe:
         raise ValueError(
             f"{folder} holds {manifest.entries} entries, but table {target.name!r} has "
-            f"{target.slots} slots and surely takes {safe}: give it a larger capacity, or pass "
+            f"{slots} slots and surely takes {safe}: give it a larger capacity, or pass "
             "allow_loss=True to leave out those of the lowest scores."
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ class HashTable:
     Args:
         dim: columns of a row, 1 to 2048.
         capacity: rows the table must hold.
+        initial_capacity: rows it must hold at first. It doubles before it gets too full, so that
+            nothing is evicted before it has all its capacity; memory it takes as it grows. None:
+            all from the start.
         device: a CPU or CUDA device.
         dtype: of rows: float32, float16 or bfloat16.
         eviction: the policy.
@@ -91,6 +94,7 @@ class HashTable:
         admission: Admission | None = None,
         expire_after: int | None = None,
         strict: bool = False,
+        initial_capacity: int | None = None,
     ) -> None:
         spec = TableSpec(
             name=name,
@@ -104,6 +108,7 @@ class HashTable:
             admission=admission,
             expire_after=expire_after,
             strict=strict,
+            initial_capacity=initial_capacity,
         )
         self._make(spec, state_dim, device)
 
@@ -150,7 +155,7 @@ class HashTable:
     def find_slots(self, ids: Tensor) -> Tensor:
         """Slots of ids, int64 ``[n]``, -1 where an id is not there; changes nothing.
 
-        A slot is valid until its id is evicted or erased.
+        A slot is valid until its id is evicted or erased, or the table grows.
         """
         return self._group.find(ids.contiguous(), None, 1)
 
@@ -385,6 +390,7 @@ class HashTable:
         path: str | os.PathLike[str],
         *,
         capacity: int | None = None,
+        initial_capacity: int | None = None,
         device: torch.device | str = "cpu",
         hbm_bytes: int | None = None,
         admission: Admission | None = None,
@@ -397,6 +403,8 @@ class HashTable:
         Args:
             path: as it was saved to.
             capacity: by default that of the saved table.
+            initial_capacity: as for a new table; by default that of the saved table, where
+                ``capacity`` is, too. The table grows at once as far as the files need it.
             device: as for a new table.
             hbm_bytes: as for a new table.
             admission: as for a new table, since a file does not say; so the next two.
@@ -408,10 +416,18 @@ class HashTable:
             ValueError: as for :meth:`load`.
         """
         spec, state_dim = files.saved_spec(path)
-        capacity = spec.capacity if capacity is None else capacity
+        changes: dict[str, Any] = {
+            "hbm_bytes": hbm_bytes,
+            "admission": admission,
+            "expire_after": expire_after,
+            "strict": strict,
+        }
+        if capacity is not None:
+            changes |= {"capacity": capacity, "initial_capacity": initial_capacity}
+        elif initial_capacity is not None:
+            changes["initial_capacity"] = initial_capacity
         table = cls.__new__(cls)
-        spec = dataclasses.replace(spec, capacity=capacity, hbm_bytes=hbm_bytes, strict=strict)
-        spec = dataclasses.replace(spec, admission=admission, expire_after=expire_after)
+        spec = dataclasses.replace(spec, **changes)
         table._make(spec, state_dim, device)
         table.load(path, allow_loss=allow_loss)
         return table
@@ -425,12 +441,32 @@ class HashTable:
 
     @property
     def capacity(self) -> int:
-        """Slots: the capacity asked for, rounded up by less than one slot a bucket."""
+        """Slots when it has grown: the capacity asked for, rounded up.
+
+        Rounded by less than one slot a bucket where the table has all from the start.
+        """
         return self._group.num_slots
 
     @property
+    def num_slots(self) -> int:
+        """Slots at present; the table grows up to its capacity."""
+        return self._group.present_slots(0)
+
+    def reserve(self, rows: int) -> None:
+        """Grows the table now, so that it takes ``rows`` rows in all without growing.
+
+        Slots that were found before are not valid any more. Waits for the device.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity.
+            RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
+                changed.
+        """
+        self._group.reserve(0, rows)
+
+    @property
     def load_factor(self) -> float:
-        """Entries over slots (waits for the device)."""
+        """Entries over capacity (waits for the device)."""
         return self.size / self.capacity
 
     def counters(self) -> dict[str, int]:

@@ -48,6 +48,7 @@ class Manifest:
     Attributes:
         table: what makes it this table, by name; see :func:`torchrec_hkv.hash_table.files.save`.
         capacity: what was asked for.
+        initial_capacity: likewise; None where the table had all from the start.
         buckets: of the table that was saved.
         bucket_slots: slots of each.
         clock: the last step begun.
@@ -69,6 +70,7 @@ class Manifest:
     state_layout: int
     entries: int
     shards: tuple[Shard, ...]
+    initial_capacity: int | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""

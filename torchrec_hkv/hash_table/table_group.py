@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.accumulation import Accumulator
 from torchrec_hkv.hash_table.admission import Admission, admission_config
+from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import Initializer, op_arguments
 from torchrec_hkv.hash_table.optimizers import Optimizer
@@ -45,11 +46,6 @@ _COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused", "unadmitted"
 _CROWDED = 7
 
 
-def _slots(capacity: int) -> int:
-    buckets, bucket_slots = _C.geometry(capacity)
-    return buckets * bucket_slots
-
-
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
     """One table of a group.
@@ -70,9 +66,14 @@ class TableSpec:
         admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency` or
             ``Probability``. None: all.
         expire_after: an entry that was last touched more than so many steps ago leaves, at the
-            latest ``min(64, expire_after)`` steps later; at least 1. None: never.
+            latest ``min(64, expire_after)`` steps later, or as many after the table has last grown;
+            at least 1. None: never.
         strict: a lookup that refuses an id for lack of a place raises; see
             :meth:`TableGroup.check_strict`.
+        initial_capacity: rows it must hold at first, 1 to ``capacity``; it doubles before it gets
+            too full, until it has all its capacity. Rounded up, to 16 buckets of 64 rows if need
+            be, since the final number of buckets is a power of two times that at first. None: all
+            from the start.
     """
 
     name: str
@@ -87,11 +88,15 @@ class TableSpec:
     admission: Admission | None = None
     expire_after: int | None = None
     strict: bool = False
+    initial_capacity: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TableState:
-    """All that a table holds, but for the last by slot; zeros in free slots.
+    """All that a table holds, but for the last by slot.
+
+    Zeros in free slots, and in those that the table has yet to get: the first dimension
+    ``num_slots`` is that of the full capacity.
 
     Attributes:
         occupied: bool.
@@ -155,8 +160,10 @@ class TableGroup:
             )
             for spec in self.tables
         ]
+        on_gpu = self.device.type == "cuda" and _C.has_cuda
+        available = (*(gpu_memory(self.device) if on_gpu else (0, 0)), *host_memory())
         self._group = _C.TableGroup(
-            configs, list(feature_tables), kernels_optimizer, state_dim, self.device
+            configs, list(feature_tables), kernels_optimizer, state_dim, self.device, available
         )
         self._accumulator = Accumulator(self._group, optimizer)
         self._strict = [table for table, spec in enumerate(self.tables) if spec.strict]
@@ -186,6 +193,7 @@ class TableGroup:
             spec.eviction,
             spec.dtype.itemsize,
             spec.admission,
+            spec.initial_capacity,
         )
         if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
             raise ValueError(
@@ -194,9 +202,11 @@ class TableGroup:
                 "rows."
             )
         hbm_bytes = spec.hbm_bytes if self.device.type == "cuda" else None
+        initial = spec.capacity if spec.initial_capacity is None else spec.initial_capacity
         return _C.TableConfig(
             name=spec.name,
             capacity=spec.capacity,
+            initial_capacity=initial,
             dim=spec.dim,
             column_offset=spec.column_offset,
             eviction=_EVICTIONS[spec.eviction],
@@ -220,8 +230,33 @@ class TableGroup:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all tables."""
+        """Slots of all tables at their full capacities; slot numbers are below this."""
         return self._group.num_slots
+
+    def present_slots(self, table: int) -> int:
+        """Slots that a table has at present; it grows up to its capacity."""
+        return self._group.present_slots(table)
+
+    def full_slots(self, table: int) -> int:
+        """Slots of a table at its full capacity."""
+        return self._group.full_slots(table)
+
+    def reserve(self, table: int, rows: int) -> None:
+        """Grows a table now, so that it takes ``rows`` rows in all without growing.
+
+        Slots that were found before are not valid any more, but those of lookups whose backward is
+        to come are found again. Waits for the device.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity.
+            RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
+                changed.
+        """
+        self._group.reserve(table, rows)
+
+    def reserve_buckets(self, table: int, num_buckets: int, bucket_slots: int) -> bool:
+        """Grows a table to this geometry; False, and nothing is done, where it can't have it."""
+        return self._group.reserve_buckets(table, num_buckets, bucket_slots)
 
     @property
     def counter_tensor(self) -> Tensor:
@@ -296,6 +331,7 @@ class TableGroup:
     ) -> Tensor:
         """As :meth:`find`, and inserts missing ids with their initial rows.
 
+        A table that has not its full capacity yet may grow before (and then waits for the device).
         An id finds no place, and gets -1, where both of its buckets are full of ids that were
         looked up in this call or in one whose backward is still to come; and where its table does
         not admit it.
@@ -343,7 +379,7 @@ class TableGroup:
                     self.tables[table].name,
                     number,
                     sizes[table],
-                    _slots(self.tables[table].capacity),
+                    self.present_slots(table),
                 )
                 for table, number in crowded.items()
             )
@@ -428,6 +464,9 @@ class TableGroup:
     def load_table(self, table: int, state: TableState) -> None:
         """Replaces all that a table holds by an exported state of a table of the same capacity.
 
+        The state may be of a table that has grown more or less far. This one grows as far; it does
+        not shrink.
+
         Raises:
             ValueError: a tensor has another shape or dtype, or an id stands where the table would
                 not find it; nothing has changed then.
@@ -484,7 +523,7 @@ class TableGroup:
         return chosen.nonzero().flatten()
 
     def counters(self) -> list[dict[str, int]]:
-        """For each table, counts since it was made, its size and its capacity in slots.
+        """For each table, counts since it was made, its size and its full capacity in slots.
 
         ``lookups`` are ids of training lookups and insertions, ``hits`` those that were there,
         ``inserted`` those that were placed, ``evicted`` those in whose place they were,
@@ -494,10 +533,10 @@ class TableGroup:
         sizes = self._group.sizes().tolist()  # first: waits for calls on other streams too
         counts = self._group.counters.tolist()
         result = []
-        for spec, count, size in zip(self.tables, counts, sizes, strict=True):
+        for table, (count, size) in enumerate(zip(counts, sizes, strict=True)):
             counted = dict(zip(_COUNTERS, count[: len(_COUNTERS)], strict=True))
             counted["hits"] = counted["lookups"] - counted.pop("misses")
-            result.append({**counted, "size": size, "capacity": _slots(spec.capacity)})
+            result.append({**counted, "size": size, "capacity": self._group.full_slots(table)})
         return result
 
     def hbm_bytes(self, table: int) -> int:

@@ -10,10 +10,11 @@ from torchrec_hkv.hash_table.admission import Admission, admission_bytes
 
 @dataclasses.dataclass(frozen=True)
 class TableMemory:
-    """Memory of a table of a given capacity.
+    """Memory of a table of a given capacity, when it has grown to that.
 
     Attributes:
         num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
+        initial_slots: slots it begins with.
         bucket_slots: slots of one bucket, at most 64.
         index_bytes: digests, ids, steps, scores and the counts of ids that are not admitted; always
             in HBM on a GPU.
@@ -21,6 +22,7 @@ class TableMemory:
     """
 
     num_slots: int
+    initial_slots: int
     bucket_slots: int
     index_bytes: int
     row_bytes: int
@@ -46,6 +48,7 @@ def table_memory(
     eviction: str,
     element_bytes: int = 4,
     admission: Admission | None = None,
+    initial_capacity: int | None = None,
 ) -> TableMemory:
     """Memory of a table.
 
@@ -56,12 +59,15 @@ def table_memory(
         eviction: the policy; all but ``"lru"`` keep 8 bytes of score a slot.
         element_bytes: of a value of a row.
         admission: which new ids get a slot; what it counts takes memory.
+        initial_capacity: rows it must hold before it grows; None: all from the start.
     """
-    buckets, bucket_slots = _C.geometry(capacity)
+    buckets, bucket_slots = _C.geometry(capacity, initial_capacity)
     return TableMemory(
         num_slots=buckets * bucket_slots,
+        initial_slots=_C.initial_slots(capacity, initial_capacity),
         bucket_slots=bucket_slots,
-        index_bytes=_C.index_bytes(capacity, eviction != "lru") + admission_bytes(admission),
+        index_bytes=_C.index_bytes(capacity, eviction != "lru", initial_capacity)
+        + admission_bytes(admission),
         row_bytes=element_bytes * dim + 4 * state_width,
     )
 

@@ -117,3 +117,12 @@ def test_untrimmed(device_type):
     again = padded.insert_and_evict(ids[64:], rows[64:], scores[64:], trim=False)
     assert again.ids.shape == (50,)
     assert again.count.tolist() == [0]
+
+
+def test_nothing_is_given_back_where_all_ids_are_there(device_type):
+    table = make(device_type)
+    ids = distinct_ids(20, device_type)
+    for n in (20, 20, 5, 1, 0):
+        back = table.insert_and_evict(ids[:n], random_rows(table, n))
+        assert back.ids.numel() == back.rows.numel() == 0
+    assert table.size == 20

@@ -80,12 +80,13 @@ class HashTableMachine(RuleBasedStateMachine):
         self.rows_made = 0
 
     @initialize(
-        capacity=st.one_of(st.integers(1, 8), st.integers(1, 128), st.integers(129, 300)),
+        capacity=st.one_of(st.integers(1, 8), st.integers(1, 128), st.integers(129, 512)),
         dim=st.sampled_from([1, 2, 3]),
         dtype=st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]),
         initializer=st.sampled_from([Uniform(-1, 1), Constant(0.25), Constant(0)]),
         admission=admissions,
         expire_after=ages,
+        initial=st.one_of(st.none(), st.integers(1, 64), st.integers(1, 300)),
     )
     def make(
         self,
@@ -95,6 +96,7 @@ class HashTableMachine(RuleBasedStateMachine):
         initializer: Uniform | Constant,
         admission: Admission | None,
         expire_after: int | None,
+        initial: int | None,
     ) -> None:
         self.capacity, self.dim = capacity, dim
         self.checked = CheckedTable(
@@ -105,6 +107,10 @@ class HashTableMachine(RuleBasedStateMachine):
             initializer=initializer,
             admission=admission,
             expire_after=expire_after,
+            # The model can't tell what expires in the call in which the table grows.
+            initial_capacity=(
+                None if initial is None or expire_after is not None else min(initial, capacity)
+            ),
         )
         # Sums of several rows don't depend on their order where all are small whole numbers.
         self.exact_sums = dtype == torch.float32 and isinstance(initializer, Constant)
@@ -210,6 +216,10 @@ class HashTableMachine(RuleBasedStateMachine):
     @rule()
     def expire(self) -> None:
         self.checked.expire()
+
+    @rule(share=st.floats(0, 1))
+    def reserve(self, share: float) -> None:
+        self.checked.reserve(int(share * self.checked.table.capacity))
 
     @rule()
     def clear(self) -> None:

@@ -1,0 +1,149 @@
+#include "bindings/table_memory.h"
+
+#include "bindings/host_memory.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+// One array, of PyTorch's memory where the table never grows.
+SlotArray make_array(const TableLayout& layout, at::Device device, at::ScalarType dtype,
+                     std::vector<int64_t> row, int64_t most, bool on_host = false) {
+  int64_t bytes = most * static_cast<int64_t>(at::elementSize(dtype));
+  for (const int64_t size : row) bytes *= size;
+  if (device.is_cpu() || layout.geometry.doublings > 0) {
+    const Place place = device.is_cpu() ? Place::kHost : on_host ? Place::kPinned : Place::kDevice;
+    return SlotArray(dtype, std::move(row), most, make_growing_memory(place, bytes, device));
+  }
+  if (on_host) return SlotArray(pinned_matrix(most, row.at(0), dtype, device));
+  std::vector<int64_t> shape{most};
+  shape.insert(shape.end(), row.begin(), row.end());
+  return SlotArray(at::empty(shape, at::dtype(dtype).device(device)));
+}
+
+}  // namespace
+
+SlotArray::SlotArray(at::ScalarType dtype, std::vector<int64_t> row, int64_t most,
+                     std::shared_ptr<GrowingMemory> memory)
+    : dtype_(dtype), row_(std::move(row)), most_(most), memory_(std::move(memory)) {}
+
+int64_t SlotArray::bytes_of(int64_t n) const {
+  int64_t bytes = n * static_cast<int64_t>(at::elementSize(dtype_));
+  for (const int64_t size : row_) bytes *= size;
+  return bytes;
+}
+
+void SlotArray::back(int64_t n) {
+  if (memory_ != nullptr) memory_->grow(bytes_of(n));
+}
+
+void SlotArray::resize(int64_t n) {
+  if (memory_ == nullptr) return;
+  std::vector<int64_t> shape{n};
+  shape.insert(shape.end(), row_.begin(), row_.end());
+  const at::Device device = memory_->device();
+  const auto options = at::dtype(dtype_).device(device);
+  if (bytes_of(n) == 0) {
+    tensor = at::empty(shape, options);
+    return;
+  }
+  // Whoever holds the tensor holds the memory.
+  tensor = at::from_blob(memory_->data(), shape, [memory = memory_](void*) {}, options, device);
+}
+
+char* SlotArray::data() const {
+  return memory_ != nullptr ? memory_->data() : static_cast<char*>(tensor.data_ptr());
+}
+
+int64_t SlotArray::bytes() const {
+  if (memory_ == nullptr) return tensor.numel() * tensor.element_size();
+  // What a host gives in pages a table takes to the byte, since it touches no more.
+  return memory_->device().is_cpu() ? bytes_of(tensor.size(0)) : memory_->bytes();
+}
+
+MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device device) {
+  hash_table::Geometry present = layout.geometry;
+  present.num_buckets = num_buckets;
+  const int64_t row_bytes = layout.dim * static_cast<int64_t>(at::elementSize(layout.row_dtype)) +
+                            layout.state_width * static_cast<int64_t>(sizeof(float));
+  const int64_t index = hash_table::index_bytes(present, layout.scores);
+  const int64_t slots = present.num_slots();
+  if (device.is_cpu()) return {0, index + slots * row_bytes};
+  const int64_t in_hbm = std::min(slots, layout.hbm_slots);
+  return {index + in_hbm * row_bytes, (slots - in_hbm) * row_bytes};
+}
+
+TableMemory::TableMemory(const TableLayout& layout, at::Device device)
+    : digests(
+          make_array(layout, device, at::kShort, {kBucketDigests}, layout.geometry.num_buckets)),
+      ids(make_array(layout, device, at::kLong, {}, layout.geometry.num_slots())),
+      last_steps(make_array(layout, device, at::kInt, {}, layout.geometry.num_slots())),
+      scores(make_array(layout, device, at::kLong, {},
+                        layout.scores ? layout.geometry.num_slots() : 0)),
+      rows(make_array(layout, device, layout.row_dtype, {layout.dim}, layout.hbm_slots)),
+      states(make_array(layout, device, at::kFloat, {layout.state_width}, layout.hbm_slots)),
+      rows_host(make_array(layout, device, layout.row_dtype, {layout.dim},
+                           layout.geometry.num_slots() - layout.hbm_slots, /*on_host=*/true)),
+      states_host(make_array(layout, device, at::kFloat, {layout.state_width},
+                             layout.geometry.num_slots() - layout.hbm_slots, /*on_host=*/true)),
+      layout_(layout),
+      device_(device) {
+  back(geometry().initial_buckets());
+  resize(geometry().initial_buckets());
+  clear();
+}
+
+void TableMemory::back(int64_t num_buckets) {
+  const int64_t slots = num_buckets * geometry().bucket_slots;
+  digests.back(num_buckets);
+  ids.back(slots);
+  last_steps.back(slots);
+  scores.back(std::min(slots, scores.most()));
+  rows.back(in_hbm(slots));
+  states.back(in_hbm(slots));
+  rows_host.back(slots - in_hbm(slots));
+  states_host.back(slots - in_hbm(slots));
+}
+
+void TableMemory::resize(int64_t num_buckets) {
+  const int64_t slots = num_buckets * geometry().bucket_slots;
+  num_buckets_ = num_buckets;
+  digests.resize(num_buckets);
+  ids.resize(slots);
+  last_steps.resize(slots);
+  scores.resize(std::min(slots, scores.most()));
+  rows.resize(in_hbm(slots));
+  states.resize(in_hbm(slots));
+  rows_host.resize(slots - in_hbm(slots));
+  states_host.resize(slots - in_hbm(slots));
+}
+
+void TableMemory::clear() {
+  static_assert(kEmptyDigest == 0);
+  if (device_.is_cpu()) {
+    // Pages that nobody has touched stay so: they read as free slots. What a free slot's last step
+    // is matters on a GPU alone.
+    discard_host(digests.data(), digests.memory()->bytes());
+  } else {
+    digests.tensor.zero_();
+    last_steps.tensor.fill_(static_cast<int32_t>(hash_table::kFreeStep));
+  }
+  if (geometry().bucket_slots < kBucketDigests) {
+    digests.tensor.slice(1, geometry().bucket_slots).fill_(static_cast<int16_t>(kClosedDigest));
+  }
+}
+
+int64_t TableMemory::hbm_bytes() const {
+  if (device_.is_cpu()) return 0;
+  return digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() + rows.bytes() +
+         states.bytes();
+}
+
+int64_t TableMemory::host_bytes() const {
+  const int64_t host = rows_host.bytes() + states_host.bytes();
+  if (device_.is_cuda()) return host;
+  return host + digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() + rows.bytes() +
+         states.bytes();
+}
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,15 @@
+"""How many buckets and slots a table has, by the rule of docs/hash_table.md."""
+
+from __future__ import annotations
+
+
+def geometry(capacity: int, initial: int) -> tuple[int, int, int]:
+    """Buckets at first, buckets in the end, and slots of a bucket, by the documented rule."""
+    least = -(-capacity // 64)
+    for doublings in range(least.bit_length() - 1, -1, -1):
+        first = -(-least // 2**doublings)
+        slots = -(-capacity // (first * 2**doublings))
+        fits = first * 2**doublings - least <= least // 16 and first * slots >= initial
+        if fits or doublings == 0:
+            return first, first * 2**doublings, slots
+    raise AssertionError
