@@ -174,13 +174,13 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif
-  HKV_ON_GROUP(group, kWritePinned,
-               hash_table::cpu::update_rows(group.views(), batch, at, pooling, from,
-                                            group.optimizer(), rate, num_tables, threads),
-               hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
-                                             group.optimizer(), rate, num_tables, group.num_slots(),
-                                             group.widest(), group.four_wide(), scratch.data_ptr(),
-                                             stream));
+  HKV_ON_GROUP(
+      group, kWritePinned,
+      hash_table::cpu::update_rows(group.views(), batch, at, pooling, from, group.optimizer(), rate,
+                                   num_tables, threads),
+      hash_table::cuda::update_rows(group.views(), batch, at, pooling, from, group.optimizer(),
+                                    rate, num_tables, group.num_slots(), group.widest(),
+                                    group.four_wide(), scratch.data_ptr(), stream));
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,

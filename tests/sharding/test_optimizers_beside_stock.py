@@ -11,6 +11,7 @@ from tests.support.beside_stock import (
     Scenario,
     train_beside_stock,
 )
+from tests.support.ranks import RankError
 
 
 @pytest.mark.parametrize("optimizer", [*MORE_OPTIMIZERS, *GPU_OPTIMIZERS])
@@ -21,7 +22,13 @@ def test_equal_to_stock(run_ranks, device_type, optimizer, sharding_type, poolin
     if optimizer in GPU_OPTIMIZERS and device_type == "cpu":
         pytest.skip("stock tables have this optimizer on GPUs only")
     scenario = Scenario("hkv", sharding_type, pooling, optimizer)
-    for outcome in run_ranks(2, train_beside_stock, scenario):
+    try:
+        outcomes = run_ranks(2, train_beside_stock, scenario)
+    except RankError as error:
+        if "device kernel image is invalid" in str(error):
+            pytest.skip("this build of FBGEMM has no such kernel for this GPU")
+        raise
+    for outcome in outcomes:
         stock, ours = outcome.losses.unbind(1)
         torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
         assert stock[-1] != stock[0]
