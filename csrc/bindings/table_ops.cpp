@@ -97,6 +97,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
   TORCH_CHECK_VALUE(assign || !leavers, "what leaves is given back only where rows are assigned.");
   TORCH_CHECK_VALUE(!assign || !initialize, "a new row is either initialised or assigned.");
+  TORCH_CHECK_VALUE(!assign || !believed, "rows are not assigned where ids are only believed.");
   if (believed) {
     check_dtype(*believed, "believed", at::kBool);
     check_device(*believed, "believed", group.device());

@@ -132,4 +132,16 @@ HKV_HOST_DEVICE bool drawn(const Admission& admission, int64_t id, uint32_t step
   return static_cast<double>(draw >> 11) * (1.0 / 9007199254740992.0) < admission.probability;
 }
 
+// Whether the sketch has counted an id often enough.
+HKV_HOST_DEVICE bool sketch_admits(const Admission& admission, int64_t id) {
+  for (int row = 0; row < kSketchRows; ++row) {
+    const uint64_t cell = sketch_cell(admission, id, row);
+    const uint32_t word = admission.sketch[sketch_word(admission, cell)];
+    if ((word >> sketch_shift(admission, cell) & sketch_limit(admission)) < admission.count) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace torchrec_hkv::hash_table

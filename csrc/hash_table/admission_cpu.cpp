@@ -86,17 +86,6 @@ void count_in_sketch(const Admission& admission, int64_t id) {
   }
 }
 
-bool sketch_admits(const Admission& admission, int64_t id) {
-  for (int row = 0; row < kSketchRows; ++row) {
-    const uint64_t cell = sketch_cell(admission, id, row);
-    const uint32_t word = admission.sketch[sketch_word(admission, cell)];
-    if ((word >> sketch_shift(admission, cell) & sketch_limit(admission)) < admission.count) {
-      return false;
-    }
-  }
-  return true;
-}
-
 void admit_table(const TableView& table, const Admission& admission, int32_t table_index,
                  const Batch& batch, const Visit& visit, int64_t* slots) {
   Tally tally;

@@ -68,17 +68,6 @@ __device__ void add_to_sketch(const Admission& admission, int64_t id, uint32_t t
   }
 }
 
-__device__ bool sketch_admits(const Admission& admission, int64_t id) {
-  for (int row = 0; row < kSketchRows; ++row) {
-    const uint64_t cell = sketch_cell(admission, id, row);
-    const uint32_t word = admission.sketch[sketch_word(admission, cell)];
-    if ((word >> sketch_shift(admission, cell) & sketch_limit(admission)) < admission.count) {
-      return false;
-    }
-  }
-  return true;
-}
-
 __global__ void __launch_bounds__(kThreads)
     tally_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                  const Admission* __restrict__ admissions, int64_t* __restrict__ slots,
