@@ -96,8 +96,9 @@ class CsvFile:
         self._file.flush()
 
 
-def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Writes rows, each with :func:`describe`'s columns after its own."""
+def report(rows: Iterable[Mapping[str, object]], path: Path | None) -> None:
+    """Prints rows as they come, and writes them to a CSV file, where one is named."""
     with CsvFile(path) as file:
         for row in rows:
+            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             file.write(row)

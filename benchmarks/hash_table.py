@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.environment import CsvFile
+from benchmarks.environment import report
 from benchmarks.ids import Ids
 from benchmarks.timing import median_ms
 from torchrec_hkv import HashTable
@@ -122,10 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--power", type=float, default=0.0, help="of a power law; 0: uniform")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    with CsvFile(args.out) as file:
-        for row in measure(args):
-            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            file.write(row)
+    report(measure(args), args.out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.environment import CsvFile
+from benchmarks.environment import report
 from benchmarks.ids import Ids
 from benchmarks.unordered_map import UnorderedMaps, compiler_version
 from torchrec_hkv import HashTable
@@ -134,10 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    with CsvFile(args.out) as file:
-        for row in measure(args):
-            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            file.write(row)
+    report(measure(args), args.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
-from benchmarks.environment import CsvFile
+from benchmarks.environment import report
 from benchmarks.ids import power_law
 from torchrec_hkv.hash_table import AdamW, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
@@ -196,10 +196,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args()
-    with CsvFile(args.out) as file:
-        for row in measure(args):
-            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            file.write(row)
+    report(measure(args), args.out)
 
 
 if __name__ == "__main__":

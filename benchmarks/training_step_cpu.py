@@ -29,7 +29,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
-from benchmarks.environment import CsvFile
+from benchmarks.environment import report
 from benchmarks.ids import power_law
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
@@ -193,10 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    with CsvFile(args.out) as file:
-        for row in measure(args):
-            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            file.write(row)
+    report(measure(args), args.out)
 
 
 if __name__ == "__main__":
