@@ -26,8 +26,9 @@ from torchrec_hkv.hash_table.optimizers import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
-from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec, TableState
+from torchrec_hkv.hash_table.table_group import TableGroup
 from torchrec_hkv.hash_table.table_memory import TableMemory, hbm_slots_for, table_memory
+from torchrec_hkv.hash_table.table_spec import TableSpec, TableState
 
 __all__ = [
     "FTRL",

@@ -29,7 +29,8 @@ from torchrec_hkv.hash_table.shard_files import (
     entry_bytes,
     fields_of,
 )
-from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec
+from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.table_spec import TableSpec
 
 #: What a save or a load may take of host memory, and as much of a GPU's.
 BATCH_BYTES = 64 << 20

@@ -15,7 +15,8 @@ from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.call_arguments import CallArguments
 from torchrec_hkv.hash_table.entries import Entries, Evicted
 from torchrec_hkv.hash_table.initializers import Initializer
-from torchrec_hkv.hash_table.table_group import TableGroup, TableSpec
+from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _ops = torch.ops.torchrec_hkv
 
