@@ -106,8 +106,8 @@ std::shared_ptr<GrowingMemory> make_growing_memory(Place place, int64_t most_byt
                                                    c10::Device device) {
   switch (place) {
 #ifdef TORCHREC_HKV_CUDA
-    case Place::kPinned:
-      return std::make_shared<GrowingPinnedMemory>(most_bytes, device);
+    case Place::kShared:
+      return make_growing_memory_for_gpu(most_bytes, device);
     case Place::kDevice:
       return make_growing_device_memory(most_bytes, device);
 #endif

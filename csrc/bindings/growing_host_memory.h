@@ -50,6 +50,10 @@ void after_device(c10::Device device, const Release& release) {
   cudaGetLastError();
 }
 
+// In growing_managed_memory.cpp: managed memory, or pinned where the GPU has no managed memory that
+// the host may touch while kernels run.
+std::shared_ptr<GrowingMemory> make_growing_memory_for_gpu(int64_t most_bytes, c10::Device gpu);
+
 // In growing_device_memory.cpp.
 std::shared_ptr<GrowingMemory> make_growing_device_memory(int64_t most_bytes, c10::Device device);
 #endif

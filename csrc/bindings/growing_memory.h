@@ -11,7 +11,7 @@ namespace torchrec_hkv::bindings {
 
 enum class Place {
   kHost,    // pages come when they are first touched, as zeros
-  kPinned,  // host memory that a GPU reads in place
+  kShared,  // host memory that a GPU reads and writes in place
   kDevice,  // a GPU's
 };
 
@@ -25,7 +25,7 @@ class GrowingMemory {
   char* data() const { return data_; }
   // What is backed: as much as was asked for, rounded up.
   int64_t bytes() const { return bytes_; }
-  // Of tensors over it: the host where it is pinned.
+  // Of tensors over it: the host where it is shared.
   c10::Device device() const { return device_; }
   // Backs the first `bytes`, at most what was reserved. Never gives back. Where it fails, nothing
   // has changed. On a GPU nothing may be running that uses the memory.

@@ -116,6 +116,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return geometry.initial_buckets() * geometry.bucket_slots;
       },
       py::arg("capacity"), py::arg("initial_capacity"), "Slots that a table begins with.");
+  m.def("frames_that_fit", &hash_table::frames_that_fit, py::arg("num_slots"), py::arg("row_bytes"),
+        py::arg("bytes"),
+        "Slots whose rows fit in so many bytes of HBM: all, or how many frames (frames.h).");
+  m.attr("FRAMES_OF_SET") = hash_table::kFramesOfSet;
+  m.attr("SET_BYTES") = hash_table::kSetBytes;
   m.def(
       "index_bytes",
       [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity) {
@@ -228,6 +233,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("clock", clock_in_order(kReadIndex, &GroupClock::now))
       .def("set_clock", clock_in_order(kWriteIndex, &GroupClock::set), py::arg("clock"))
       .def("set_epoch", clock_in_order(kWriteIndex, &GroupClock::set_epoch), py::arg("epoch"))
+      .def("fill_frames", in_order(kWriteAll, &TableGroup::fill_frames), py::arg("table"))
       .def("sizes", in_order(kReadIndex, &TableGroup::sizes))
       .def("reserve", in_order(kWriteAll, &TableGroup::reserve), py::arg("table"), py::arg("rows"))
       .def("reserve_buckets", in_order(kWriteAll, &TableGroup::reserve_buckets), py::arg("table"),

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings/on_device.h"
+#include "hash_table/frames_kernels.h"
 #include "hash_table/grow.h"
 #include "hash_table/kernels.h"
 
@@ -53,6 +54,13 @@ void check_config(const TableConfig& config, bool cuda) {
                     "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
   TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
                     "': on a CPU hbm_slots must be all ", slots, " slots.");
+  TORCH_CHECK_VALUE(
+      config.hbm_slots == slots || config.hbm_slots == 0 ||
+          (config.hbm_slots % hash_table::kFramesOfSet == 0 &&
+           config.hbm_slots / hash_table::kFramesOfSet * hash_table::kMostSlotsOfSet >= slots),
+      "table '", name, "': hbm_slots is ", config.hbm_slots, ", but of ", slots,
+      " slots must be all, none, or a multiple of ", hash_table::kFramesOfSet, " that is at least ",
+      "a ", hash_table::kMostSlotsOfSet / hash_table::kFramesOfSet, "th of them.");
   TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
                     name, "': expire_after is ", config.expire_after,
                     ", but must be from 1 to 2^32 - 1, or 0 for never.");
@@ -65,6 +73,17 @@ void check_tensor(const at::Tensor& tensor, const char* what, const std::string&
                     tensor.defined() ? toString(tensor.scalar_type()) : "none", ".");
   TORCH_CHECK_VALUE(tensor.sizes() == shape, "table '", table, "': ", what, " must have shape ",
                     shape, ", but has ", tensor.sizes(), ".");
+}
+
+hash_table::Frames make_frames(const TableMemory& memory) {
+  hash_table::Frames frames{};
+  frames.tags = reinterpret_cast<unsigned long long*>(memory.tags.data());
+  frames.crowded = reinterpret_cast<uint32_t*>(memory.crowded.data());
+  frames.num_slots = memory.num_slots();
+  frames.num_sets = memory.num_sets();
+  frames.sets_of_slots = static_cast<uint64_t>(
+      (static_cast<unsigned __int128>(frames.num_sets) << 64) / frames.num_slots);
+  return frames;
 }
 
 at::ScalarType scalar_type(RowType type) {
@@ -122,6 +141,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     num_slots_ += memory_.back().full_slots();
     const int64_t width = state_width_of(config);
     four_wide_ = four_wide_ && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
+    has_frames_ = has_frames_ || memory_.back().num_sets() > 0;
     widest_ = std::max(widest_, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
@@ -252,10 +272,12 @@ TableView TableGroup::make_view(int64_t table) const {
   view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
   view.scores =
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
-  view.rows = {memory.rows.data(), memory.rows_host.data(), config.hbm_slots,
-               static_cast<int32_t>(config.dim), config.row_type};
-  view.states = {memory.states.data(), memory.states_host.data(), config.hbm_slots,
+  view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),
+               config.row_type};
+  view.states = {memory.state_homes().data(), memory.states.data(),
                  static_cast<int32_t>(state_width_of(config)), RowType::kFloat32};
+  view.homes_on_host = memory.rows_on_host();
+  if (memory.rows_on_host() && memory.num_sets() > 0) view.frames = make_frames(memory);
   view.counters = reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
   view.optimizer_step = optimizer_steps_.data_ptr<int64_t>() + table;
   view.first_slot = first_slots_[table];
@@ -310,6 +332,33 @@ std::shared_ptr<Pin> TableGroup::pin() const {
   return pin;
 }
 
+at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
+  const TableMemory& memory = memory_[table];
+#ifdef TORCHREC_HKV_CUDA
+  if (memory.rows_on_host()) {
+    const TableView& view = host_views_[table];
+    const hash_table::RowStore& store = states ? view.states : view.rows;
+    const auto options = at::dtype(states ? at::kFloat : row_dtype(table)).device(device_);
+    const at::Tensor slots = at::arange(memory.num_slots(), options.dtype(at::kLong));
+    at::Tensor out = at::empty({memory.num_slots(), store.width}, options);
+    HKV_ON_DEVICE(device_, ,
+                  hash_table::cuda::gather(view, store, nullptr, slots.const_data_ptr<int64_t>(),
+                                           slots.numel(), static_cast<char*>(out.data_ptr()),
+                                           nullptr, stream));
+    return out;
+  }
+#endif
+  return states ? memory.states.tensor : memory.rows.tensor;
+}
+
+void TableGroup::fill_frames(int64_t table) {
+  check_index(table);
+#ifdef TORCHREC_HKV_CUDA
+  if (!device_.is_cuda()) return;
+  HKV_ON_DEVICE(device_, , hash_table::cuda::fill_frames(host_views_[table], stream));
+#endif
+}
+
 TableState TableGroup::export_table(int64_t table) const {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
@@ -317,27 +366,23 @@ TableState TableGroup::export_table(int64_t table) const {
   const at::Tensor there = occupied(table);
   const at::Tensor free = there.logical_not();
   // Free slots hold whatever was there: zeros instead. Those that the table has yet to get, too.
-  const auto whole = [&](const std::vector<at::Tensor>& parts) {
-    std::vector<int64_t> shape = parts[0].sizes().vec();
+  const auto whole = [&](const at::Tensor& of_present) {
+    std::vector<int64_t> shape = of_present.sizes().vec();
     shape[0] = memory.full_slots();
-    const auto options = parts[0].options().device(device_);
-    at::Tensor out = memory.grows() ? at::zeros(shape, options) : at::empty(shape, options);
-    int64_t first = 0;
-    for (const at::Tensor& part : parts) {
-      if (part.size(0)) out.slice(0, first, first + part.size(0)).copy_(part);
-      first += part.size(0);
-    }
+    at::Tensor out = memory.grows() ? at::zeros(shape, of_present.options())
+                                    : at::empty(shape, of_present.options());
     at::Tensor present = out.slice(0, 0, memory.num_slots());
+    present.copy_(of_present);
     present.masked_fill_(present.dim() > 1 ? free.unsqueeze(1) : free, 0);
     return out;
   };
   TableState state;
-  state.occupied = whole({there});
-  state.ids = whole({memory.ids.tensor});
-  state.rows = whole({memory.rows.tensor, memory.rows_host.tensor});
-  state.states = whole({memory.states.tensor, memory.states_host.tensor});
-  state.last_steps = whole({memory.last_steps.tensor});
-  state.scores = memory.scores.most() ? whole({memory.scores.tensor})
+  state.occupied = whole(there);
+  state.ids = whole(memory.ids.tensor);
+  state.rows = whole(present_vectors(table, /*states=*/false));
+  state.states = whole(present_vectors(table, /*states=*/true));
+  state.last_steps = whole(memory.last_steps.tensor);
+  state.scores = memory.scores.most() ? whole(memory.scores.tensor)
                                       : at::empty({0}, at::dtype(at::kLong).device(device_));
   state.optimizer_step = optimizer_steps_.slice(0, table, table + 1).clone();
   return state;
@@ -370,10 +415,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
                     "table or damaged.");
   const int64_t before = memory.num_buckets();
   begin_load(table, buckets);
-  const auto split = [&](at::Tensor hbm, at::Tensor host, const at::Tensor& from) {
-    if (hbm.size(0)) hbm.copy_(from.slice(0, 0, hbm.size(0)));
-    if (host.size(0)) host.copy_(from.slice(0, hbm.size(0), hbm.size(0) + host.size(0)));
-  };
+  memory.empty_frames(clock_->now());
   const auto present = [&](const at::Tensor& all) { return all.slice(0, 0, memory.num_slots()); };
   memory.digests.tensor.copy_(digests);
   memory.ids.tensor.copy_(present(state.ids));
@@ -381,12 +423,13 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.last_steps.tensor.masked_fill_(present(state.occupied).to(device_).logical_not(),
                                         static_cast<int32_t>(hash_table::kFreeStep));
   if (memory.scores.most()) memory.scores.tensor.copy_(present(state.scores));
-  split(memory.rows.tensor, memory.rows_host.tensor, state.rows);
-  split(memory.states.tensor, memory.states_host.tensor, state.states);
+  memory.row_homes().tensor.copy_(present(state.rows));
+  memory.state_homes().tensor.copy_(present(state.states));
   optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
   admission_->clear(table);
   growth_[table].most_entries += occupied.sum().item<int64_t>();
   grow(table, before);  // what was reserved stays so
+  fill_frames(table);
   // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;

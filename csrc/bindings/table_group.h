@@ -84,6 +84,8 @@ class TableGroup {
   bool four_wide() const { return four_wide_; }
   // Columns of the widest table.
   int32_t widest() const { return widest_; }
+  // Whether one of the tables has rows in host memory and frames for them, or will have.
+  bool has_frames() const { return has_frames_; }
   // Whether one of the tables needs a score with every id.
   bool needs_scores() const { return needs_scores_; }
   const at::Tensor& counters() const { return counters_; }
@@ -118,6 +120,9 @@ class TableGroup {
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
   void clear_table(int64_t table);
+  // Where a table's rows are in host memory, those of the highest rank come into frames that are
+  // free, as they are after it was loaded.
+  void fill_frames(int64_t table);
   // By slot, of the slots that there are at present.
   at::Tensor occupied(int64_t table) const;    // bool
   at::Tensor scores(int64_t table) const;      // int64
@@ -160,6 +165,12 @@ class TableGroup {
   TableLayout layout(const TableConfig& config) const;
   void check_memory(const AvailableMemory& available) const;
   hash_table::TableView make_view(int64_t table) const;
+  // Rows or states of the slots that there are, wherever they are; [slots, width].
+  at::Tensor present_vectors(int64_t table, bool states) const;
+  // Before a table grows to so many buckets: where it then has its rows in host memory they go
+  // there, and its view has no frames. Returns whether that is so.
+  bool bring_home(int64_t table, int64_t num_buckets);
+  hash_table::TableView view_at_home(int64_t table) const;
   void upload_views();
   void make_aging();
 
@@ -188,6 +199,7 @@ class TableGroup {
   bool four_wide_ = true;
   int32_t widest_ = 0;
   bool needs_scores_ = false;
+  bool has_frames_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
   std::unique_ptr<GroupAdmission> admission_;

@@ -7,6 +7,7 @@
 #include "bindings/capture.h"
 #include "bindings/on_device.h"
 #include "bindings/table_group.h"
+#include "hash_table/frames_kernels.h"
 #include "hash_table/grow.h"
 #include "hash_table/kernels.h"
 
@@ -165,6 +166,7 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
                 " to ", num_buckets * memory.geometry().bucket_slots,
                 " slots: ", error.what_without_backtrace());
   }
+  const bool at_home = bring_home(table, num_buckets);
   at::Tensor scratch;
 #ifdef TORCHREC_HKV_CUDA
   if (device_.is_cuda()) {
@@ -176,12 +178,49 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
         device_, hash_table::cpu::split_buckets(host_views_[table], threads),
         hash_table::cuda::split_buckets(host_views_[table], scratch.data_ptr<int64_t>(), stream));
     memory.resize(2 * memory.num_buckets());
-    host_views_[table] = make_view(table);
+    host_views_[table] =
+        at_home && memory.num_buckets() < num_buckets ? view_at_home(table) : make_view(table);
   }
+  fill_frames(table);
   upload_views();
   wait_for(device_);  // whichever stream comes next
   growing_ = std::any_of(memory_.begin(), memory_.end(), [](const auto& m) { return m.grows(); });
   ++growths_;
+}
+
+hash_table::TableView TableGroup::view_at_home(int64_t table) const {
+  hash_table::TableView view = make_view(table);
+  view.rows.homes = memory_[table].rows_host.data();
+  view.states.homes = memory_[table].states_host.data();
+  view.homes_on_host = true;
+  view.frames = {};
+  return view;
+}
+
+bool TableGroup::bring_home([[maybe_unused]] int64_t table, [[maybe_unused]] int64_t num_buckets) {
+#ifdef TORCHREC_HKV_CUDA
+  TableMemory& memory = memory_[table];
+  const hash_table::TableView& view = host_views_[table];
+  if (!memory.rows_on_host(num_buckets * memory.geometry().bucket_slots)) return false;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index());
+  if (memory.rows_on_host()) {
+    hash_table::cuda::write_home(view, stream);
+  } else {
+    const auto copy = [&](const SlotArray& from, const SlotArray& to, int64_t bytes) {
+      if (bytes == 0) return;
+      HKV_CUDA_CHECK(cudaMemcpyAsync(to.data(), from.data(), static_cast<size_t>(bytes),
+                                     cudaMemcpyDefault, stream));
+    };
+    copy(memory.rows, memory.rows_host, memory.num_slots() * view.rows.bytes());
+    copy(memory.states, memory.states_host, memory.num_slots() * view.states.bytes());
+  }
+  // Whatever a backward that is still to come has found, it may have to write at home.
+  memory.empty_frames(clock_->now());
+  host_views_[table] = view_at_home(table);
+  return true;
+#else
+  return false;
+#endif
 }
 
 int64_t TableGroup::loaded_buckets(int64_t table, const at::Tensor& ids,

@@ -1,21 +1,29 @@
 #include "bindings/table_memory.h"
 
-#include "bindings/host_memory.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::bindings {
 namespace {
 
-// One array, of PyTorch's memory where the table never grows.
+// Slots whose rows are at home in host memory, when the table has its full capacity.
+int64_t most_on_host(const TableLayout& layout) {
+  const int64_t slots = layout.geometry.num_slots();
+  return slots > layout.hbm_slots ? slots : 0;
+}
+
+int64_t sets_of(const TableLayout& layout) {
+  return most_on_host(layout) > 0 ? layout.hbm_slots / hash_table::kFramesOfSet : 0;
+}
+
+// One array, of PyTorch's memory where it is in HBM and the table never grows.
 SlotArray make_array(const TableLayout& layout, at::Device device, at::ScalarType dtype,
                      std::vector<int64_t> row, int64_t most, bool on_host = false) {
   int64_t bytes = most * static_cast<int64_t>(at::elementSize(dtype));
   for (const int64_t size : row) bytes *= size;
-  if (device.is_cpu() || layout.geometry.doublings > 0) {
-    const Place place = device.is_cpu() ? Place::kHost : on_host ? Place::kPinned : Place::kDevice;
+  if (device.is_cpu() || on_host || layout.geometry.doublings > 0) {
+    const Place place = device.is_cpu() ? Place::kHost : on_host ? Place::kShared : Place::kDevice;
     return SlotArray(dtype, std::move(row), most, make_growing_memory(place, bytes, device));
   }
-  if (on_host) return SlotArray(pinned_matrix(most, row.at(0), dtype, device));
   std::vector<int64_t> shape{most};
   shape.insert(shape.end(), row.begin(), row.end());
   return SlotArray(at::empty(shape, at::dtype(dtype).device(device)));
@@ -69,8 +77,9 @@ MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device
   const int64_t index = hash_table::index_bytes(present, layout.scores);
   const int64_t slots = present.num_slots();
   if (device.is_cpu()) return {0, index + slots * row_bytes};
-  const int64_t in_hbm = std::min(slots, layout.hbm_slots);
-  return {index + in_hbm * row_bytes, (slots - in_hbm) * row_bytes};
+  const int64_t frames = sets_of(layout) * hash_table::kSetBytes;
+  return {index + frames + std::min(slots, layout.hbm_slots) * row_bytes,
+          slots > layout.hbm_slots ? slots * row_bytes : 0};
 }
 
 TableMemory::TableMemory(const TableLayout& layout, at::Device device)
@@ -82,10 +91,12 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device)
                         layout.scores ? layout.geometry.num_slots() : 0)),
       rows(make_array(layout, device, layout.row_dtype, {layout.dim}, layout.hbm_slots)),
       states(make_array(layout, device, at::kFloat, {layout.state_width}, layout.hbm_slots)),
-      rows_host(make_array(layout, device, layout.row_dtype, {layout.dim},
-                           layout.geometry.num_slots() - layout.hbm_slots, /*on_host=*/true)),
-      states_host(make_array(layout, device, at::kFloat, {layout.state_width},
-                             layout.geometry.num_slots() - layout.hbm_slots, /*on_host=*/true)),
+      rows_host(make_array(layout, device, layout.row_dtype, {layout.dim}, most_on_host(layout),
+                           /*on_host=*/true)),
+      states_host(make_array(layout, device, at::kFloat, {layout.state_width}, most_on_host(layout),
+                             /*on_host=*/true)),
+      tags(at::zeros({sets_of(layout)}, at::dtype(at::kLong).device(device))),
+      crowded(at::zeros({sets_of(layout)}, at::dtype(at::kInt).device(device))),
       layout_(layout),
       device_(device) {
   back(geometry().initial_buckets());
@@ -101,8 +112,8 @@ void TableMemory::back(int64_t num_buckets) {
   scores.back(std::min(slots, scores.most()));
   rows.back(in_hbm(slots));
   states.back(in_hbm(slots));
-  rows_host.back(slots - in_hbm(slots));
-  states_host.back(slots - in_hbm(slots));
+  rows_host.back(on_host(slots));
+  states_host.back(on_host(slots));
 }
 
 void TableMemory::resize(int64_t num_buckets) {
@@ -114,8 +125,8 @@ void TableMemory::resize(int64_t num_buckets) {
   scores.resize(std::min(slots, scores.most()));
   rows.resize(in_hbm(slots));
   states.resize(in_hbm(slots));
-  rows_host.resize(slots - in_hbm(slots));
-  states_host.resize(slots - in_hbm(slots));
+  rows_host.resize(on_host(slots));
+  states_host.resize(on_host(slots));
 }
 
 void TableMemory::clear() {
@@ -131,12 +142,18 @@ void TableMemory::clear() {
   if (geometry().bucket_slots < kBucketDigests) {
     digests.tensor.slice(1, geometry().bucket_slots).fill_(static_cast<int16_t>(kClosedDigest));
   }
+  empty_frames(0);
+}
+
+void TableMemory::empty_frames(int64_t step) {
+  tags.tensor.zero_();
+  crowded.tensor.fill_(static_cast<int32_t>(static_cast<uint32_t>(step)));
 }
 
 int64_t TableMemory::hbm_bytes() const {
   if (device_.is_cpu()) return 0;
   return digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() + rows.bytes() +
-         states.bytes();
+         states.bytes() + tags.bytes() + crowded.bytes();
 }
 
 int64_t TableMemory::host_bytes() const {

@@ -50,7 +50,8 @@ struct TableLayout {
   at::ScalarType row_dtype;
   int64_t state_width;
   bool scores;
-  int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
+  int64_t hbm_slots;  // whose rows and states fit in HBM; where there are more slots, these are
+                      // frames (hash_table/frames.h), or 0. CUDA only
 };
 
 struct MemoryBytes {
@@ -90,17 +91,30 @@ class TableMemory {
   int64_t hbm_bytes() const;
   int64_t host_bytes() const;
 
+  // Whether the rows of the slots that there are at present lie in host memory.
+  bool rows_on_host() const { return rows_on_host(num_slots()); }
+  bool rows_on_host(int64_t slots) const { return device_.is_cuda() && slots > layout_.hbm_slots; }
+  int64_t num_sets() const { return tags.tensor.size(0); }
+  // The homes of rows and states: by slot.
+  const SlotArray& row_homes() const { return rows_on_host() ? rows_host : rows; }
+  const SlotArray& state_homes() const { return rows_on_host() ? states_host : states; }
+  // No frame is taken any more. step: what `crowded` of each set becomes.
+  void empty_frames(int64_t step);
+
   SlotArray digests;     // int16 [num_buckets, 64]
   SlotArray ids;         // int64 [num_slots]
   SlotArray last_steps;  // int32 [num_slots]
   SlotArray scores;      // int64 [num_slots] or empty
-  SlotArray rows;        // [slots in HBM, dim]
+  SlotArray rows;        // [slots or frames in HBM, dim]
   SlotArray states;
-  SlotArray rows_host;  // [the other slots, dim], pinned
+  SlotArray rows_host;  // [num_slots, dim] where they don't fit in HBM, otherwise empty
   SlotArray states_host;
+  SlotArray tags;     // int64 [sets of frames]
+  SlotArray crowded;  // int32 [sets of frames]
 
  private:
   int64_t in_hbm(int64_t slots) const { return std::min(slots, layout_.hbm_slots); }
+  int64_t on_host(int64_t slots) const { return rows_on_host(slots) ? slots : 0; }
 
   TableLayout layout_;
   at::Device device_;

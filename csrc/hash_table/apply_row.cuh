@@ -6,6 +6,7 @@
 #include "common/optimizers.h"
 #include "common/rounding.h"
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/frames_cuda.cuh"
 #include "hash_table/row_vector.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -182,9 +183,10 @@ __device__ __forceinline__ void apply_row(const TableView& table, int64_t slot,
   const int64_t step = *table.optimizer_step;
   RowPlace row;
   row.type = table.rows.type;
-  row.values = table.rows.row(slot);
+  const int64_t frame = frame_to_write(table.frames, slot, threadIdx.x % kWarp == 0);
+  row.values = table.rows.at(slot, frame);
   row.dim = table.dim();
-  row.state = table.state(slot);
+  row.state = reinterpret_cast<float*>(table.states.at(slot, frame));
   row.by_chance = optimizer.stochastic_rounding && row.type != RowType::kFloat32;
   row.first_column = static_cast<uint32_t>(table.column_offset);
   row.key = row.by_chance ? rounding_key(optimizer.rounding_seed, table.initial_rows.seed,

@@ -35,7 +35,7 @@ class RowUpdater {
   void update(const TableView& table, int64_t slot, const float* grad) {
     const int32_t dim = table.dim();
     const RowType type = table.rows.type;
-    char* const stored = table.rows.row(slot);
+    char* const stored = table.row(slot);
     float* row = reinterpret_cast<float*>(stored);
     if (type != RowType::kFloat32) {
       row = widened_.data();

@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_leavers_of_warp(const TableView& table,
     if (tile < __popc(left)) {
       copy_row(placement.leavers.rows + their_number * bytes,
                their_slot == kNoSlot ? placement.given_rows + their_position * bytes
-                                     : table.rows.row(their_slot),
+                                     : table.row(their_slot),
                bytes, lane);
     }
 #pragma unroll
@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     if (placed) {
       slots[position] = table.first_slot + place.slot;
       if (writer != nullptr) writer[position] = true;
+      if (missing.placed != nullptr) missing.placed[position] = true;
       table.ids[place.slot] = id;
       if (table.scores != nullptr) table.scores[place.slot] = score;
     } else if (busy) {

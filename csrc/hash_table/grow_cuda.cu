@@ -28,13 +28,15 @@ __device__ __forceinline__ void copy_pieces(char* to, const char* from, int64_t 
   }
 }
 __device__ __forceinline__ void copy_vector(const RowStore& store, int64_t from, int64_t to) {
-  const int64_t bytes = static_cast<int64_t>(store.width) * element_size(store.type);
+  const int64_t bytes = store.bytes();
+  char* target = store.at(to, kNoFrame);
+  const char* source = store.at(from, kNoFrame);
   if (bytes % 16 == 0) {
-    copy_pieces<uint4>(store.row(to), store.row(from), bytes);
+    copy_pieces<uint4>(target, source, bytes);
   } else if (bytes % 4 == 0) {
-    copy_pieces<uint32_t>(store.row(to), store.row(from), bytes);
+    copy_pieces<uint32_t>(target, source, bytes);
   } else {
-    copy_pieces<uint16_t>(store.row(to), store.row(from), bytes);
+    copy_pieces<uint16_t>(target, source, bytes);
   }
 }
 

@@ -187,7 +187,7 @@ class Placing {
       }
       slot = place.slot;
       if (place.evicts) {
-        note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.rows.row(slot));
+        note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.row(slot));
       }
       place_new(table, id, it.choice, slot, visit_.now(), score);
       it.placed = true;
@@ -260,7 +260,7 @@ void start_rows(const TableView* tables, const Batch& batch, const MissingIds& m
   constexpr int64_t kAhead = 8;
   const auto row_of = [&](const Missing& it) {
     const TableView& table = tables[it.table];
-    return table.rows.row(slots[it.position] - table.first_slot);
+    return table.row(slots[it.position] - table.first_slot);
   };
   parallel_for(missing.size(), 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -6,12 +6,14 @@
 //      rows.
 //   3. ids whose buckets are full take the places of others (evict_cuda.cu).
 //   4. the other positions take the slots of those they remember; marked ones have none.
+//   5. in tables with frames, rows come into these (frames_cuda.cu).
 #include "common/cuda_check.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/clock_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
+#include "hash_table/frames_kernels.h"
 #include "hash_table/insert_cuda.cuh"
 #include "hash_table/kernels.h"
 #include "hash_table/missing_cuda.cuh"
@@ -147,6 +149,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     if (placed) {
       slots[position] = table.first_slot + slot;
       if (writer != nullptr) writer[position] = true;
+      if (missing.placed != nullptr) missing.placed[position] = true;
       table.ids[slot] = id;
       store_l2(&table.last_steps[slot], visit.now());
       if (table.scores != nullptr) {
@@ -214,11 +217,16 @@ InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
   }
 }
 
-}  // namespace
-
-size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions) {
+// Scratch: what Missing says, that of admission, and which positions' ids were placed for them.
+size_t placed_offset(int64_t num_ids, const Admissions* admissions) {
   const size_t bytes = missing_layout(num_ids, nullptr).bytes;
   return bytes + (admissions != nullptr ? admission_scratch(*admissions, num_ids) : 0);
+}
+
+}  // namespace
+
+size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool frames) {
+  return placed_offset(num_ids, admissions) + (frames ? num_ids * sizeof(bool) : 0);
 }
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
@@ -231,7 +239,12 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     age(tables, aging, visit, stream);
     return;
   }
-  const Missing missing = missing_layout(batch.num_ids, static_cast<char*>(scratch));
+  Missing missing = missing_layout(batch.num_ids, static_cast<char*>(scratch));
+  if (placement.frames) {
+    missing.placed = reinterpret_cast<bool*>(static_cast<char*>(scratch) +
+                                             placed_offset(batch.num_ids, placement.admissions));
+    HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
+  }
   begin_kernel<<<1, 2 * kWarp, 0, stream>>>(clock, tick, missing);
   HKV_CUDA_CHECK_LAUNCH();
   age(tables, aging, visit, stream);
@@ -267,6 +280,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   HKV_CUDA_CHECK_LAUNCH();
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, placement, slots, stream);
+  }
+  if (placement.frames) {
+    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.any, stream);
   }
 }
 

@@ -40,7 +40,8 @@ __device__ __forceinline__ void count_block(const TableView* table, Counter coun
 }
 
 // Writes what the entries of a warp's new ids hold: `busy` says whether the thread has one, whose
-// slot in its table is `slot`. All lanes; the row of a leaver, if any, has been read.
+// slot in its table is `slot`. All lanes; the row of a leaver, if any, has been read. Tables with
+// frames are left to settle_rows.
 template <NewRows kRows, bool kOneTable>
 __device__ __forceinline__ void write_rows_of_warp(const TableView* mine, bool busy, int64_t id,
                                                    int64_t slot) {
@@ -53,7 +54,9 @@ __device__ __forceinline__ void write_rows_of_warp(const TableView* mine, bool b
     const int64_t their_id = __shfl_sync(kAllLanes, id, source);
     const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
     const TableView* table = table_of_lane<kOneTable>(mine, source);
-    if (working) write_new_row<kRows>(*table, their_id, their_slot, lane);
+    if (working && table->frames.tags == nullptr) {
+      write_new_row<kRows>(*table, their_id, their_slot, kNoFrame, lane);
+    }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) left &= left - 1;
   }

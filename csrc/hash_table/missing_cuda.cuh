@@ -30,6 +30,9 @@ struct Missing {
   uint32_t* table;    // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
   size_t bytes;  // of all
+  // Not part of it: [positions], where wanted: whether the position's id was placed for it. Zeros
+  // before the insertion.
+  bool* placed = nullptr;
 };
 
 inline Missing missing_layout(int64_t n, char* base) {

@@ -60,11 +60,11 @@ __device__ __forceinline__ int64_t row_bytes(const TableView& table) {
   return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
 }
 
-// The row and the state, zeros, of an id that has just got a slot.
+// The row and the state, zeros, of an id that has just got a slot. frame: of the slot, or kNoFrame.
 template <NewRows kRows>
 __device__ __forceinline__ void write_new_row(const TableView& table, int64_t id, int64_t slot,
-                                              int lane) {
-  char* row = table.rows.row(slot);
+                                              int64_t frame, int lane) {
+  char* row = table.rows.at(slot, frame);
   if (kRows == NewRows::kUniform) write_uniform_row(table, id, row, lane);
   if (kRows == NewRows::kInitial) {
     if ((table.dim() | table.column_offset) % 4 == 0) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_new_row(const TableView& table, int64_t id
     }
   }
   if (table.states.width == 0) return;
-  float* state = table.state(slot);
+  float* state = reinterpret_cast<float*>(table.states.at(slot, frame));
   for (int32_t c = lane; c < table.states.width; c += kTile) state[c] = 0.0f;
 }
 

@@ -65,7 +65,7 @@ class Rows {
   void prefetch(int64_t at) const {
     if (slots_[at] != kNoSlot) prefetch_bytes(row(at), row_bytes(table_));
   }
-  const char* row(int64_t at) const { return table_.rows.row(slots_[at] - table_.first_slot); }
+  const char* row(int64_t at) const { return table_.row(slots_[at] - table_.first_slot); }
 
   const TableView& table_;
   const Batch& batch_;

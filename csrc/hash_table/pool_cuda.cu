@@ -31,8 +31,7 @@ template <int kWidth>
 __device__ __forceinline__ Columns<kWidth> row_or_initial(const TableView& table, int64_t slot,
                                                           int64_t id, int32_t column) {
   return slot != kNoSlot
-             ? Columns<kWidth>::load(table.rows.type, table.rows.row(slot - table.first_slot),
-                                     column)
+             ? Columns<kWidth>::load(table.rows.type, table.row(slot - table.first_slot), column)
              : Columns<kWidth>::initial(table.initial_rows, id, table.column_offset + column);
 }
 
@@ -61,8 +60,10 @@ __device__ __forceinline__ void prefetch_rows(const TableView& table, const int6
   constexpr int64_t kMost = 2 * kWarp;  // of long bags the first ids will do
   for (int64_t at = first + threadIdx.x % kWarp; at < min(last, first + kMost); at += kWarp) {
     const int64_t slot = slots[at];
-    if (slot == kNoSlot || slot - table.first_slot >= table.rows.hbm_slots) continue;
-    prefetch_l2(table.rows.row(slot - table.first_slot), bytes);
+    if (slot == kNoSlot) continue;
+    const int64_t frame = table.frames.frame_of(slot - table.first_slot);
+    if (!table.in_hbm(frame)) continue;
+    prefetch_l2(table.rows.at(slot - table.first_slot, frame), bytes);
   }
 }
 

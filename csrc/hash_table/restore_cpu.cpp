@@ -30,7 +30,7 @@ void write_entry(const TableView& table, const Widths& widths, int64_t slot, con
   table.ids[slot] = entries.ids[i];
   table.last_steps[slot] = entries.last_steps[i];
   if (table.scores != nullptr) table.scores[slot] = entries.scores[i];
-  std::memcpy(table.rows.row(slot), entries.rows + i * widths.row, widths.row);
+  std::memcpy(table.row(slot), entries.rows + i * widths.row, widths.row);
   if (widths.state == 0) return;
   std::memcpy(table.state(slot), entries.states + i * table.states.width, widths.state);
 }
@@ -41,7 +41,7 @@ void note_displaced(const TableView& table, const Widths& widths, int64_t slot,
   displaced.ids[at] = table.ids[slot];
   displaced.last_steps[at] = table.last_steps[slot];
   if (table.scores != nullptr) displaced.scores[at] = table.scores[slot];
-  std::memcpy(displaced.rows + at * widths.row, table.rows.row(slot), widths.row);
+  std::memcpy(displaced.rows + at * widths.row, table.row(slot), widths.row);
   if (widths.state == 0) return;
   std::memcpy(displaced.states + at * table.states.width, table.state(slot), widths.state);
 }

@@ -8,6 +8,7 @@
 // gets.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/frames_cuda.cuh"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -44,8 +45,9 @@ __device__ void write_entry(const TableView& table, int64_t slot, const Entries&
     if (table.scores != nullptr) table.scores[slot] = entries.scores[i];
   }
   const Widths widths(table);
-  copy_vector(table.rows.row(slot), entries.rows + i * widths.row, widths.row);
-  copy_vector(table.states.row(slot),
+  const int64_t frame = frame_to_write(table.frames, slot, threadIdx.x % kWarp == 0);
+  copy_vector(table.rows.at(slot, frame), entries.rows + i * widths.row, widths.row);
+  copy_vector(table.states.at(slot, frame),
               reinterpret_cast<const char*>(entries.states) + i * widths.state, widths.state);
 }
 
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__(kThreads)
   note_displaced(
       table,
       {static_cast<int64_t>(load_l2(reinterpret_cast<const unsigned long long*>(&table.ids[slot]))),
-       victim.rank, table.rows.row(slot), table.states.row(slot)},
+       victim.rank, table.row(slot), reinterpret_cast<const char*>(table.state(slot))},
       displaced);
   __syncwarp();
   write_entry(table, slot, entries, i);

@@ -16,12 +16,12 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
     constexpr int64_t kAhead = 8;
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end && slots[i + kAhead] != kNoSlot) {
-        prefetch_bytes(store.row(slots[i + kAhead]), bytes);
+        prefetch_bytes(store.at(slots[i + kAhead], kNoFrame), bytes);
       }
       char* to = rows + i * bytes;
       if (found != nullptr) found[i] = slots[i] != kNoSlot;
       if (slots[i] != kNoSlot) {
-        std::memcpy(to, store.row(slots[i]), bytes);
+        std::memcpy(to, store.at(slots[i], kNoFrame), bytes);
       } else if (ids == nullptr) {
         std::memset(to, 0, bytes);
       } else {
@@ -43,7 +43,7 @@ void write_rows(const TableView& table, const int64_t* slots, const char* rows, 
       for (int64_t i = 0; i < n; ++i) {
         const int64_t slot = slots[i];
         if (slot == kNoSlot || slot % shares != share) continue;
-        char* row = store.row(slot);
+        char* row = store.at(slot, kNoFrame);
         const char* from = rows + i * bytes;
         if (!add) {
           std::memcpy(row, from, bytes);

@@ -1,6 +1,7 @@
 // Operations on slots that a find gave.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/frames_cuda.cuh"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -57,7 +58,8 @@ __global__ void __launch_bounds__(kThreads)
   const bool mine = lane < kRowsOfWarp && first + lane < n;
   const int64_t slot = mine ? slots[first + lane] : kNoSlot;
   if (mine && found != nullptr) found[first + lane] = slot != kNoSlot;
-  copy_rows(rows + (first + lane) * bytes, slot == kNoSlot ? nullptr : store.row(slot), bytes);
+  copy_rows(rows + (first + lane) * bytes,
+            slot == kNoSlot ? nullptr : store.at(slot, table.frames.frame_of(slot)), bytes);
   for (unsigned left = __ballot_sync(kAllLanes, mine && slot == kNoSlot); left; left &= left - 1) {
     const int64_t i = first + __ffs(static_cast<int>(left)) - 1;
     for (int32_t c = lane; c < store.width; c += kWarp) {
@@ -76,20 +78,20 @@ __global__ void __launch_bounds__(kThreads)
 
 // Of several rows for one slot, the writer's, or the one whose lane claims the slot first.
 __global__ void __launch_bounds__(kThreads)
-    assign_kernel(RowStore store, const int64_t* __restrict__ slots, const char* __restrict__ rows,
+    assign_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
                   int64_t n, const bool* __restrict__ writer, uint32_t* __restrict__ claims) {
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
   if (first >= n) return;
-  const int32_t bytes = store.width * element_size(store.type);
+  const auto bytes = static_cast<int32_t>(table.rows.bytes());
   char* to = nullptr;
   if (lane < kRowsOfWarp && first + lane < n) {
     const int64_t slot = slots[first + lane];
     if (writer != nullptr) {
-      if (writer[first + lane]) to = store.row(slot);
+      if (writer[first + lane]) to = row_to_write(table, slot);
     } else if (slot != kNoSlot) {
       const uint32_t bit = 1u << (slot & 31);
-      if (!(atomicOr(&claims[slot >> 5], bit) & bit)) to = store.row(slot);
+      if (!(atomicOr(&claims[slot >> 5], bit) & bit)) to = row_to_write(table, slot);
     }
   }
   copy_rows(to, rows + (first + lane) * bytes, bytes);
@@ -109,12 +111,13 @@ __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, 
 }
 
 __global__ void __launch_bounds__(kThreads)
-    add_kernel(RowStore store, const int64_t* __restrict__ slots, const char* __restrict__ rows,
+    add_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
                int64_t n) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (i >= n || slots[i] == kNoSlot) return;
-  const char* from = rows + i * store.width * element_size(store.type);
-  char* row = store.row(slots[i]);
+  const RowStore& store = table.rows;
+  const char* from = rows + i * store.bytes();
+  char* row = row_to_write(table, slots[i], threadIdx.x % kWarp == 0);
   for (int32_t c = threadIdx.x % kWarp; c < store.width; c += kWarp) {
     add_element(store.type, row, c, load_element(store.type, from, c));
   }
@@ -154,11 +157,11 @@ void write_rows(const TableView& table, const int64_t* slots, const char* rows, 
                 const bool* writer, uint32_t* claims, cudaStream_t stream) {
   if (n == 0) return;
   if (add) {
-    add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(table.rows, slots, rows, n);
+    add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(table, slots, rows, n);
   } else {
     const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
-    assign_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table.rows, slots, rows, n,
-                                                                    writer, claims);
+    assign_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, slots, rows, n, writer,
+                                                                    claims);
   }
   HKV_CUDA_CHECK_LAUNCH();
 }

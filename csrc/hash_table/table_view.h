@@ -18,6 +18,7 @@
 #include "common/macros.h"
 #include "common/scores.h"
 #include "hash_table/clock.h"
+#include "hash_table/frames.h"
 
 namespace torchrec_hkv::hash_table {
 
@@ -26,30 +27,31 @@ constexpr int64_t kPassedOver = INT64_MAX;  // see Placement
 
 // Device counters of a table, counted since it was made.
 enum Counter : int32_t {
-  kLookups = 0,     // ids of training lookups
-  kMisses = 1,      // of these, not found at once
-  kInserted = 2,    // ids placed
-  kEvicted = 3,     // of these, in the place of another id
-  kRefused = 4,     // ids of training lookups that found no place
-  kUnadmitted = 5,  // ids of training lookups that were not admitted (admission.h)
-  kExpired = 6,     // entries that left for their age (expiry.h)
+  kLookups = 0,      // ids of training lookups
+  kMisses = 1,       // of these, not found at once
+  kInserted = 2,     // ids placed
+  kEvicted = 3,      // of these, in the place of another id
+  kRefused = 4,      // ids of training lookups that found no place
+  kUnadmitted = 5,   // ids of training lookups that were not admitted (admission.h)
+  kExpired = 6,      // entries that left for their age (expiry.h)
+  kFetched = 7,      // rows that came from host memory into a frame (frames.h)
+  kWrittenHome = 8,  // rows that were written to host memory because others took their frames
   // Of kRefused, those whose buckets are full of pinned entries. Copies within a call count or not.
-  kCrowded = 7,
-  kNumCounters = 8,
+  kCrowded = 9,
+  kNumCounters = 10,
 };
 
-// Vectors by slot, over two memories: slots below hbm_slots lie in the first, the others in the
-// second.
+// Vectors of one kind, by slot, and, where the table has frames, by frame.
 struct RowStore {
-  char* hbm;   // [hbm_slots][width]
-  char* host;  // [num_slots - hbm_slots][width]
-  int64_t hbm_slots;
+  char* homes;   // [num_slots][width], in host memory where there are frames
+  char* frames;  // [num frames][width]
   int32_t width;
   RowType type;
 
-  HKV_HOST_DEVICE char* row(int64_t slot) const {
-    const int64_t bytes = static_cast<int64_t>(width) * element_size(type);
-    return slot < hbm_slots ? hbm + slot * bytes : host + (slot - hbm_slots) * bytes;
+  HKV_HOST_DEVICE int64_t bytes() const { return static_cast<int64_t>(width) * element_size(type); }
+  // frame: of the slot, or kNoFrame.
+  HKV_HOST_DEVICE char* at(int64_t slot, int64_t frame) const {
+    return frame == kNoFrame ? homes + slot * bytes() : frames + frame * bytes();
   }
 };
 
@@ -59,7 +61,8 @@ struct TableView {
   uint32_t* last_steps;  // [num_slots] step of the last training lookup
   uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
   RowStore rows;
-  RowStore states;          // optimizer state, float32
+  RowStore states;  // optimizer state, float32
+  Frames frames;
   uint64_t* counters;       // [kNumCounters]
   int64_t* optimizer_step;  // updates of the table so far
   int64_t first_slot;       // of this table among the slots of its group
@@ -67,12 +70,17 @@ struct TableView {
   uint32_t num_buckets;
   int32_t bucket_slots;
   int32_t column_offset;  // of the table's first column, where columns are sharded
+  bool homes_on_host;  // of a GPU's table: whether homes are in host memory, which it never caches
   Eviction eviction;
   InitialRows initial_rows;
 
   HKV_HOST_DEVICE int32_t dim() const { return rows.width; }
+  // Whether what is in the frame, or, for kNoFrame, at home, is worth bringing into a GPU's cache.
+  HKV_HOST_DEVICE bool in_hbm(int64_t frame) const { return frame != kNoFrame || !homes_on_host; }
+  // Where they are now, to be read. What is written must be marked: frames_cuda.cuh.
+  HKV_HOST_DEVICE char* row(int64_t slot) const { return rows.at(slot, frames.frame_of(slot)); }
   HKV_HOST_DEVICE float* state(int64_t slot) const {
-    return reinterpret_cast<float*>(states.row(slot));
+    return reinterpret_cast<float*>(states.at(slot, frames.frame_of(slot)));
   }
 };
 
@@ -147,6 +155,8 @@ struct Placement {
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;
+  // Whether a table of the group has frames. CUDA only.
+  bool frames = false;
 };
 
 // How the ids of a bag are reduced.

@@ -49,7 +49,7 @@ void prefetch_group(const Gradients& gradients, const SlotGroups& groups,
   const Occurrence& first = groups.occurrence(group.first);
   const TableView& table = gradients.table(first);
   const int64_t slot = group.slot - table.first_slot;
-  prefetch_bytes(table.rows.row(slot), row_bytes(table));
+  prefetch_bytes(table.row(slot), row_bytes(table));
   prefetch_bytes(table.state(slot), table.states.width * sizeof(float));
   prefetch_bytes(gradients.from(first), table.dim() * sizeof(float));
 }

@@ -284,18 +284,16 @@ __device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, in
 // Has what the update of a row reads brought into the second-level cache.
 __device__ __forceinline__ void prefetch_update(const TableView& table, const Neighbour& it,
                                                 const Update& update) {
-  const auto bytes_of = [](const RowStore& store) {
-    return static_cast<uint32_t>(store.width) * element_size(store.type);
-  };
-  const uint32_t row_bytes = bytes_of(table.rows), state_bytes = bytes_of(table.states);
-  if (it.slot < table.rows.hbm_slots && row_bytes % 16 == 0) {
-    prefetch_l2(table.rows.row(it.slot), row_bytes);
-  }
-  if (it.slot < table.states.hbm_slots && state_bytes > 0) {
-    if (state_bytes % 16 == 0) {
-      prefetch_l2(table.state(it.slot), state_bytes);
-    } else {
-      prefetch_l2(table.state(it.slot));
+  const auto row_bytes = static_cast<uint32_t>(table.rows.bytes());
+  const auto state_bytes = static_cast<uint32_t>(table.states.bytes());
+  const int64_t frame = table.frames.frame_of(it.slot);
+  if (table.in_hbm(frame)) {
+    if (row_bytes % 16 == 0) prefetch_l2(table.rows.at(it.slot, frame), row_bytes);
+    const char* state = table.states.at(it.slot, frame);
+    if (state_bytes > 0 && state_bytes % 16 == 0) {
+      prefetch_l2(state, state_bytes);
+    } else if (state_bytes > 0) {
+      prefetch_l2(state);
     }
   }
   if (update.group_four_wide) {

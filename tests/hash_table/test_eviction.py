@@ -114,6 +114,8 @@ def test_counters(device_type):
         "refused": 0,
         "unadmitted": 0,
         "expired": 0,
+        "fetched": 0,
+        "written_home": 0,
         "size": 64,
         "capacity": 64,
     }

@@ -10,10 +10,14 @@ from torchrec_hkv.hash_table import (
     TableGroup,
     TableSpec,
     Uniform,
+    gpu_table_bytes,
     hbm_slots_for,
     initial_rows,
     table_memory,
 )
+
+#: Host memory of a GPU's table comes in pieces, of rows and of states.
+PIECE = 2 << 20
 
 
 @pytest.mark.parametrize("capacity", [1, 64, 65, 1000, 12_345])
@@ -39,9 +43,24 @@ def test_index_bytes_a_slot():
 def test_rows_beyond_hbm_bytes_lie_in_host_memory(share):
     memory = table_memory(1000, 8, 1, "lru")
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
-    slots = hbm_slots_for(memory, hbm_bytes)
-    assert slots == int(share * memory.num_slots)
+    frames = hbm_slots_for(memory, hbm_bytes)
+    wanted = share * memory.num_slots
+    assert frames == wanted or wanted * 0.9 - 4 <= frames < wanted  # in fours, beside their tags
+    hbm, host = gpu_table_bytes(memory, hbm_bytes)
+    assert hbm <= hbm_bytes
+    assert host == (0 if share == 1.0 else memory.num_slots * memory.row_bytes)
     assert hbm_slots_for(memory, None) == memory.num_slots
+    assert gpu_table_bytes(memory, None) == (memory.bytes, 0)
+
+
+def test_too_few_frames_are_none():
+    memory = table_memory(1 << 20, 8, 1, "lru")
+    few = memory.index_bytes + 100 * memory.row_bytes
+    assert hbm_slots_for(memory, few) == 0
+    assert gpu_table_bytes(memory, few) == (
+        memory.index_bytes,
+        memory.num_slots * memory.row_bytes,
+    )
 
 
 @pytest.mark.gpu
@@ -58,7 +77,10 @@ def test_training_over_two_memories(share, optimizer):
         for spec in (split, TableSpec("t", 1000, 8, initializer=Uniform(-1, 1)))
     ]
     assert groups[0].hbm_bytes(0) <= hbm_bytes
-    assert groups[0].hbm_bytes(0) + groups[0].host_bytes(0) == memory.bytes
+    taken = groups[0].hbm_bytes(0), groups[0].host_bytes(0)
+    announced = gpu_table_bytes(memory, hbm_bytes)
+    assert taken[0] == announced[0]
+    assert announced[1] <= taken[1] <= announced[1] + 2 * PIECE
     pool = random_ids(900)
     for _ in range(5):
         bags = Bags.random(1, 300, pool).to("cuda")

@@ -36,7 +36,7 @@ from torchrec_hkv.hash_table import (
     TableSpec,
     TableState,
     Uniform,
-    hbm_slots_for,
+    gpu_table_bytes,
     table_memory,
 )
 from torchrec_hkv.hash_table.spec_checks import check_expire_after, check_strict
@@ -400,11 +400,8 @@ class HKVBackend(Backend):
         memory = _memory(shard, optimizer)
         if device_type != "cuda":
             return StorageBytes(hbm=0, host=memory.bytes)
-        in_hbm = hbm_slots_for(memory, _options(shard).hbm_bytes)
-        return StorageBytes(
-            hbm=memory.index_bytes + in_hbm * memory.row_bytes,
-            host=(memory.num_slots - in_hbm) * memory.row_bytes,
-        )
+        hbm, host = gpu_table_bytes(memory, _options(shard).hbm_bytes)
+        return StorageBytes(hbm=hbm, host=host)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
         # A lookup reads an id's line of digests and its id besides the row: about half as much

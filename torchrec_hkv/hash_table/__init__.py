@@ -27,7 +27,12 @@ from torchrec_hkv.hash_table.optimizers import (
     RowWiseAdam,
 )
 from torchrec_hkv.hash_table.table_group import TableGroup
-from torchrec_hkv.hash_table.table_memory import TableMemory, hbm_slots_for, table_memory
+from torchrec_hkv.hash_table.table_memory import (
+    TableMemory,
+    gpu_table_bytes,
+    hbm_slots_for,
+    table_memory,
+)
 from torchrec_hkv.hash_table.table_spec import TableSpec, TableState
 
 __all__ = [
@@ -56,6 +61,7 @@ __all__ = [
     "TruncatedNormal",
     "Uniform",
     "bucketize",
+    "gpu_table_bytes",
     "hbm_slots_for",
     "initial_rows",
     "owner_rank",

@@ -189,6 +189,7 @@ def load(
     except BaseException:
         group.clear_table(table)
         raise
+    group.fill_frames(table)
     group.optimizer_steps[table] = manifest.optimizer_step
     return Loaded(manifest.epoch, lost)
 

@@ -41,9 +41,19 @@ _ROW_TYPES = {
 Pin = _C.Pin
 
 _SIGN_BIT = -(1 << 63)
-_COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused", "unadmitted", "expired")
+_COUNTERS = (
+    "lookups",
+    "misses",
+    "inserted",
+    "evicted",
+    "refused",
+    "unadmitted",
+    "expired",
+    "fetched",
+    "written_home",
+)
 #: The column of the counters that strict tables watch.
-_CROWDED = 7
+_CROWDED = 9
 
 
 class TableGroup:
@@ -409,6 +419,14 @@ class TableGroup:
         """Forgets all ids of a table. Counters go on."""
         self._group.clear_table(table)
 
+    def fill_frames(self, table: int) -> None:
+        """Brings the rows of the highest rank into HBM, as far as there is room.
+
+        For a table with rows in host memory that has just been filled otherwise than by lookups.
+        Elsewhere nothing happens.
+        """
+        self._group.fill_frames(table)
+
     def sizes(self) -> list[int]:
         """Entries of each table (waits for the device)."""
         return self._group.sizes().tolist()
@@ -457,7 +475,9 @@ class TableGroup:
         ``lookups`` are ids of training lookups and insertions, ``hits`` those that were there,
         ``inserted`` those that were placed, ``evicted`` those in whose place they were,
         ``refused`` those that found no place, ``unadmitted`` those that were not admitted;
-        ``expired`` are entries that left for their age. Waits for the device.
+        ``expired`` are entries that left for their age. Of tables with rows in host memory,
+        ``fetched`` are rows that came into HBM, ``written_home`` those that had changed there and
+        were written to host memory when others took their place. Waits for the device.
         """
         sizes = self._group.sizes().tolist()  # first: waits for calls on other streams too
         counts = self._group.counters.tolist()

@@ -73,7 +73,24 @@ def table_memory(
 
 
 def hbm_slots_for(memory: TableMemory, hbm_bytes: int | None) -> int:
-    """Slots whose rows lie in HBM when the table may take ``hbm_bytes`` there (None: all)."""
+    """Rows that can be in HBM when the table may take ``hbm_bytes`` there (None: all).
+
+    All slots, or else the number of frames that rows from host memory come into; 0 where these
+    would be fewer than a four-thousandth of the slots.
+    """
     if hbm_bytes is None:
         return memory.num_slots
-    return max(0, min(memory.num_slots, (hbm_bytes - memory.index_bytes) // memory.row_bytes))
+    return _C.frames_that_fit(memory.num_slots, memory.row_bytes, hbm_bytes - memory.index_bytes)
+
+
+def gpu_table_bytes(memory: TableMemory, hbm_bytes: int | None) -> tuple[int, int]:
+    """Bytes of HBM and of host memory of a table on a GPU that may take ``hbm_bytes`` of HBM.
+
+    A table whose rows don't all fit in HBM has all of them in host memory, and some in frames.
+    """
+    in_hbm = hbm_slots_for(memory, hbm_bytes)
+    hbm = memory.index_bytes + in_hbm * memory.row_bytes
+    if in_hbm == memory.num_slots:
+        return hbm, 0
+    sets = in_hbm // _C.FRAMES_OF_SET
+    return hbm + sets * _C.SET_BYTES, memory.num_slots * memory.row_bytes

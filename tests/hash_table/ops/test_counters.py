@@ -19,6 +19,8 @@ def test_find_or_insert(device_type):
         "refused": 36,
         "unadmitted": 0,
         "expired": 0,
+        "fetched": 0,
+        "written_home": 0,
         "size": 64,
         "capacity": 64,
     }

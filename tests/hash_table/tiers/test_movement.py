@@ -1,0 +1,115 @@
+"""Which rows come into HBM, and which are written back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, insert, lookup, random_ids
+from tests.support.tables import distinct_ids
+from tests.support.tiers import hbm_bytes_for, needs_gpu, tiered_group
+from torchrec_hkv.hash_table import HashTable
+
+pytestmark = needs_gpu
+
+CAPACITY = 64_000
+
+
+def moved(group, ids: torch.Tensor) -> tuple[int, int]:
+    """(rows fetched, rows written home) of one training lookup."""
+    before = group.counters()[0]
+    insert(group, Bags.flat(ids))
+    after = group.counters()[0]
+    return after["fetched"] - before["fetched"], after["written_home"] - before["written_home"]
+
+
+def test_hot_rows_stay():
+    """Of ids as many as half of the frames nearly all are in HBM after two lookups."""
+    group = tiered_group(0.1, CAPACITY)
+    ids = distinct_ids(CAPACITY // 2, "cuda")
+    for part in ids.split(4000):
+        insert(group, Bags.flat(part))
+    hot = ids[torch.randperm(len(ids), device="cuda")[:3200]]
+    first, _ = moved(group, hot)
+    assert first > 2000
+    for _ in range(3):
+        again, _ = moved(group, hot)
+        assert again < 32
+
+
+def test_only_what_has_changed_is_written_home():
+    group = tiered_group(0.1, CAPACITY)
+    ids = distinct_ids(CAPACITY // 2, "cuda")
+    for part in ids.split(4000):
+        insert(group, Bags.flat(part))
+    # Touches evict all new, changed rows from HBM.
+    for _ in range(3):
+        for part in ids.split(4000):
+            insert(group, Bags.flat(part))
+    for part in ids[:20_000].split(4000):
+        fetched, written = moved(group, part)
+        assert fetched > 3000
+        assert written == 0
+    bags = Bags.flat(ids[:2000])
+    lookup(group, bags).sum().backward()
+    written = sum(moved(group, part)[1] for _ in range(4) for part in ids[4000:].split(4000))
+    assert 1900 < written <= 2000
+
+
+def test_frequent_rows_are_not_replaced_by_rare_ones():
+    group = tiered_group(0.1, CAPACITY, eviction="lfu")
+    ids = distinct_ids(CAPACITY // 2, "cuda")
+    hot, cold = ids[:2000], ids[2000:]
+    for _ in range(10):
+        insert(group, Bags.flat(hot))
+    for part in cold.split(4000):
+        insert(group, Bags.flat(part))
+    assert moved(group, hot)[0] < 40
+
+
+def test_a_loaded_table_has_its_hottest_rows_in_hbm(tmp_path):
+    """Nothing has to come for the ids that were looked up last."""
+    dim = 8
+    table = HashTable(dim, CAPACITY, device="cuda")
+    ids = distinct_ids(40_000, "cuda")
+    for part in ids.split(2000):
+        table.find_or_insert(part)
+    table.save(tmp_path)
+    tiered = HashTable.from_file(
+        tmp_path, device="cuda", hbm_bytes=hbm_bytes_for(0.2, CAPACITY, dim)
+    )
+    rows = table.find(ids)[0]
+    assert torch.equal(tiered.find(ids)[0], rows)
+    before = tiered.counters()["fetched"]
+    assert torch.equal(tiered.find_or_insert(ids[-4000:])[0], rows[-4000:])
+    assert tiered.counters()["fetched"] - before < 200
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_half_floats_of_odd_dims(share):
+    """Rows of 3 x 2 bytes: copied in pieces of two bytes."""
+    tables = [
+        HashTable(
+            3,
+            CAPACITY,
+            dtype=torch.bfloat16,
+            device="cuda",
+            hbm_bytes=None if s is None else CAPACITY * 14 + int(s * CAPACITY * 9) + 20_000,
+        )
+        for s in (share, None)
+    ]
+    ids = distinct_ids(90_000, "cuda")
+    for _ in range(3):
+        for part in ids.split(7000):
+            part = part[torch.randperm(len(part), device="cuda")]
+            rows = [table.find_or_insert(part)[0] for table in tables]
+            assert torch.equal(*rows)
+    if share:
+        assert tables[0].counters()["written_home"] > 0
+
+
+def test_a_table_without_frames():
+    group = tiered_group(0.0)
+    insert(group, Bags.flat(random_ids(1000).to("cuda")))
+    counters = group.counters()[0]
+    assert (counters["fetched"], counters["written_home"]) == (0, 0)

@@ -1,0 +1,179 @@
+"""Training a table with few rows in HBM gives what training one in HBM gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
+from tests.support.tiers import needs_gpu, tiered_group
+from torchrec_hkv.hash_table import SGD, Adam, RowWiseAdagrad, Uniform, initial_rows
+
+pytestmark = needs_gpu
+
+
+def skewed(n: int, pool: torch.Tensor) -> torch.Tensor:
+    """Ids of a pool, some of them often."""
+    ranks = torch.rand(n).pow(3).mul(len(pool)).long()
+    return pool[ranks]
+
+
+def batch(pool: torch.Tensor, bags: int = 400) -> Bags:
+    lengths = torch.randint(0, 6, (bags,))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    return Bags(skewed(int(offsets[-1]), pool), offsets, bags).to("cuda")
+
+
+def same_rows(groups) -> None:
+    rows = [rows_by_id(group) for group in groups]
+    assert rows[0].keys() == rows[1].keys()
+    assert all(torch.equal(rows[0][id_], rows[1][id_]) for id_ in rows[0])
+
+
+SHARES = [0.0, 0.01, 0.1, 0.5, 0.9]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(), RowWiseAdagrad(), Adam()], ids=["sgd", "rowwise_adagrad", "adam"]
+)
+@pytest.mark.parametrize("dim", [16, 5])
+def test_steps(share, optimizer, dim):
+    groups = [tiered_group(s, dim=dim, optimizer=optimizer) for s in (share, None)]
+    pool = random_ids(5000)
+    for _ in range(30):
+        bags = batch(pool)
+        grad = torch.randn(bags.batch_size, dim, device="cuda")
+        outs = [lookup(group, bags) for group in groups]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(grad)
+    assert (groups[0].counters()[0]["written_home"] > 0) == (share > 0)
+    same_rows(groups)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_evictions(share, eviction):
+    """A row is its initial one, less what it was trained since its id came in."""
+    group = tiered_group(share, eviction=eviction)
+    pool = random_ids(9000).to("cuda")
+    initial = initial_rows(pool, 16, table="t", initializer=Uniform(-1, 1))
+    rows = initial.clone()
+    everything = Bags.flat(pool)
+    for _ in range(40):
+        gone = find(group, everything) < 0
+        rows[gone] = initial[gone]
+        drawn = torch.rand(1500, device="cuda").pow(3).mul(9000).long()
+        bags = Bags(pool[drawn], torch.arange(0, 1501, 3, device="cuda"), 500)
+        out = lookup(group, bags)
+        torch.testing.assert_close(
+            out, rows[drawn].reshape(500, 3, 16).sum(1), rtol=1e-5, atol=1e-5
+        )
+        grad = torch.randn(500, 16, device="cuda")
+        out.backward(grad)
+        rows.index_add_(0, drawn, grad.repeat_interleave(3, 0), alpha=-0.1)
+    assert group.counters()[0]["evicted"] > 0
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "epoch_lfu"])
+def test_the_next_batches_are_looked_up_before_a_backward(share, eviction):
+    """Rows of three batches wait for their backwards, more than there are frames."""
+    groups = [
+        tiered_group(s, capacity=20_000, optimizer=RowWiseAdagrad(), eviction=eviction)
+        for s in (share, None)
+    ]
+    pool = random_ids(8000)
+    waiting = []
+    for step in range(40):
+        bags = batch(pool)
+        outs = [lookup(group, bags) for group in groups]
+        if step >= 3:
+            old, grad = waiting.pop(0)
+            for out in old:
+                out.backward(grad)
+        waiting.append((outs, torch.randn(bags.batch_size, 16, device="cuda")))
+    for old, grad in waiting:
+        assert torch.equal(*old)
+        for out in old:
+            out.backward(grad)
+    same_rows(groups)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2])
+def test_backwards_on_another_stream(share):
+    """A batch is looked up while the backward of the one before it runs."""
+    groups = [
+        tiered_group(s, capacity=60_000, dim=64, optimizer=RowWiseAdagrad()) for s in (share, None)
+    ]
+    pool = random_ids(40_000)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    batches = [batch(pool, 8000) for _ in range(25)]
+    grads = [torch.randn(8000, 64, device="cuda") for _ in batches]
+    torch.cuda.synchronize()
+    for group in groups:
+        anchor = torch.empty(0, device="cuda", requires_grad=True)
+        rate = torch.tensor(0.1, device="cuda")
+        found = None
+        for k in range(len(batches) + 1):
+            ahead = None
+            if k < len(batches):
+                with torch.cuda.stream(streams[0]):
+                    pin = group.pin()
+                    bags = batches[k]
+                    slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, pin)
+                    ahead = (bags, slots, pin, streams[0].record_event())
+            if found is not None:
+                bags, slots, pin, event = found
+                with torch.cuda.stream(streams[1]):
+                    streams[1].wait_event(event)
+                    out = group.pooled_lookup(
+                        anchor, bags.ids, bags.offsets, None, slots, 8000, False, pin, rate
+                    )
+                    out.backward(grads[k - 1])
+                    slots.record_stream(streams[1])
+            found = ahead
+        torch.cuda.synchronize()
+    same_rows(groups)
+
+
+def test_evaluation_moves_nothing():
+    group = tiered_group(0.1)
+    pool = random_ids(5000)
+    lookup(group, batch(pool))
+    before = group.counters()[0]
+    for _ in range(3):
+        bags = batch(pool)
+        slots = find(group, bags)
+        anchor = torch.empty(0, device="cuda")
+        group.pooled_lookup(
+            anchor, bags.ids, bags.offsets, None, slots, bags.batch_size, False, None,
+            torch.tensor(0.1, device="cuda"),
+        )  # fmt: skip
+    after = group.counters()[0]
+    assert (after["fetched"], after["written_home"]) == (before["fetched"], before["written_home"])
+
+
+def test_a_captured_step():
+    """A graph that is replayed moves rows as eager steps do."""
+    groups = [tiered_group(0.05, optimizer=RowWiseAdagrad()) for _ in range(2)]
+    pool = random_ids(6000).to("cuda")
+    ids = torch.empty(800, dtype=torch.int64, device="cuda")
+    offsets = torch.arange(0, 801, 2, device="cuda")
+    bags = Bags(ids, offsets, 400)
+    grad = torch.randn(400, 16, device="cuda")
+    for group in groups:
+        ids.copy_(pool[:800])
+        lookup(group, bags).backward(grad)
+    graph = torch.cuda.CUDAGraph()
+    ids.copy_(pool[800:1600])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        lookup(groups[0], bags).backward(grad)
+    for _ in range(12):
+        ids.copy_(pool[torch.randint(0, 6000, (800,), device="cuda")])
+        graph.replay()
+        lookup(groups[1], bags).backward(grad)
+    torch.cuda.synchronize()
+    same_rows(groups)

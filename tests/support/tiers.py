@@ -1,0 +1,39 @@
+"""Tables with some of their rows in HBM, and the rest in host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrec_hkv.hash_table import SGD, Optimizer, TableGroup, TableSpec, Uniform, table_memory
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def hbm_bytes_for(
+    share: float, capacity: int, dim: int, state_dim: int = 0, eviction: str = "lru"
+) -> int:
+    """HBM for the index and this share of the rows, with the tags of their frames."""
+    memory = table_memory(capacity, dim, state_dim, eviction)
+    rows = int(share * memory.num_slots)
+    return memory.index_bytes + rows * memory.row_bytes + (rows // 4 + 1) * 12
+
+
+def tiered_group(
+    share: float | None,
+    capacity: int = 6400,
+    dim: int = 16,
+    optimizer: Optimizer | None = None,
+    eviction: str = "lru",
+    **options: object,
+) -> TableGroup:
+    """A table on the GPU with this share of its rows in HBM; None: all in HBM."""
+    optimizer = SGD() if optimizer is None else optimizer
+    limit = None
+    if share is not None:
+        limit = hbm_bytes_for(share, capacity, dim, optimizer.state_width(dim), eviction)
+    spec = TableSpec("t", capacity, dim, eviction, limit, initializer=Uniform(-1, 1), **options)
+    return TableGroup([spec], [0], optimizer, device="cuda")
