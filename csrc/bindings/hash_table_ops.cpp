@@ -171,7 +171,7 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   at::Tensor scratch;
   if (group.device().is_cuda()) {
     const size_t bytes =
-        hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots(), group.widest());
+        hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots(), group.shape());
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif
@@ -180,8 +180,8 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
       hash_table::cpu::update_rows(group.views(), batch, at, pooling, from, group.optimizer(), rate,
                                    num_tables, threads),
       hash_table::cuda::update_rows(group.views(), batch, at, pooling, from, group.optimizer(),
-                                    rate, num_tables, group.num_slots(), group.widest(),
-                                    group.four_wide(), scratch.data_ptr(), stream));
+                                    rate, num_tables, group.num_slots(), group.shape(),
+                                    group.update_plan(), scratch.data_ptr(), stream));
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,
@@ -225,9 +225,10 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
   at::Tensor pooled = at::empty({batch_size, group.total_dim()}, ids.options().dtype(at::kFloat));
   const Output<float> out{pooled.data_ptr<float>(), group.total_dim()};
   const int64_t* at = present.const_data_ptr<int64_t>();
-  HKV_ON_GROUP(group, pin ? kReadPinned : kReadRows,
-               hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
-               hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, stream));
+  HKV_ON_GROUP(
+      group, pin ? kReadPinned : kReadRows,
+      hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
+      hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(), stream));
   return pooled;
 }
 

@@ -116,8 +116,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return geometry.initial_buckets() * geometry.bucket_slots;
       },
       py::arg("capacity"), py::arg("initial_capacity"), "Slots that a table begins with.");
-  m.def("frames_that_fit", &hash_table::frames_that_fit, py::arg("num_slots"), py::arg("row_bytes"),
-        py::arg("bytes"),
+  m.def("frames_that_fit", &hash_table::frames_that_fit, py::arg("num_slots"),
+        py::arg("bucket_slots"), py::arg("row_bytes"), py::arg("bytes"),
         "Slots whose rows fit in so many bytes of HBM: all, or how many frames (frames.h).");
   m.attr("FRAMES_OF_SET") = hash_table::kFramesOfSet;
   m.attr("SET_BYTES") = hash_table::kSetBytes;

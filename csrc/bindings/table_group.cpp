@@ -57,10 +57,12 @@ void check_config(const TableConfig& config, bool cuda) {
   TORCH_CHECK_VALUE(
       config.hbm_slots == slots || config.hbm_slots == 0 ||
           (config.hbm_slots % hash_table::kFramesOfSet == 0 &&
+           config.hbm_slots / hash_table::kFramesOfSet >= 2 &&
            config.hbm_slots / hash_table::kFramesOfSet * hash_table::kMostSlotsOfSet >= slots),
       "table '", name, "': hbm_slots is ", config.hbm_slots, ", but of ", slots,
       " slots must be all, none, or a multiple of ", hash_table::kFramesOfSet, " that is at least ",
-      "a ", hash_table::kMostSlotsOfSet / hash_table::kFramesOfSet, "th of them.");
+      2 * hash_table::kFramesOfSet, " and a ",
+      hash_table::kMostSlotsOfSet / hash_table::kFramesOfSet, "th of them.");
   TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
                     name, "': expire_after is ", config.expire_after,
                     ", but must be from 1 to 2^32 - 1, or 0 for never.");
@@ -81,8 +83,8 @@ hash_table::Frames make_frames(const TableMemory& memory) {
   frames.crowded = reinterpret_cast<uint32_t*>(memory.crowded.data());
   frames.num_slots = memory.num_slots();
   frames.num_sets = memory.num_sets();
-  frames.sets_of_slots = static_cast<uint64_t>(
-      (static_cast<unsigned __int128>(frames.num_sets) << 64) / frames.num_slots);
+  frames.reciprocal = static_cast<uint64_t>((static_cast<unsigned __int128>(1) << 64) /
+                                            static_cast<uint64_t>(frames.num_sets));
   return frames;
 }
 
@@ -140,9 +142,10 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     first_slots_.push_back(num_slots_);
     num_slots_ += memory_.back().full_slots();
     const int64_t width = state_width_of(config);
-    four_wide_ = four_wide_ && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
+    shape_.four_wide = shape_.four_wide && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
+    shape_.float32_rows = shape_.float32_rows && config.row_type == RowType::kFloat32;
     has_frames_ = has_frames_ || memory_.back().num_sets() > 0;
-    widest_ = std::max(widest_, static_cast<int32_t>(config.dim));
+    shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
   }
   clock_ = std::make_shared<GroupClock>(device);
@@ -150,6 +153,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   make_aging();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
+  update_plan_ = at::zeros({hash_table::kUpdatePlanBytes}, at::dtype(at::kByte).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);
   for (int64_t t = 0; t < num_tables(); ++t) {

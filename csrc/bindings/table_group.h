@@ -81,9 +81,9 @@ class TableGroup {
   int64_t total_dim() const { return total_dim_; }
   // Of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
-  bool four_wide() const { return four_wide_; }
-  // Columns of the widest table.
-  int32_t widest() const { return widest_; }
+  const hash_table::GroupShape& shape() const { return shape_; }
+  // What the device remembers of updates.
+  void* update_plan() const { return update_plan_.data_ptr(); }
   // Whether one of the tables has rows in host memory and frames for them, or will have.
   bool has_frames() const { return has_frames_; }
   // Whether one of the tables needs a score with every id.
@@ -196,8 +196,7 @@ class TableGroup {
   int64_t num_slots_ = 0;
   int64_t total_dim_ = 0;
   std::optional<int64_t> state_dim_;
-  bool four_wide_ = true;
-  int32_t widest_ = 0;
+  hash_table::GroupShape shape_{0, true, true};
   bool needs_scores_ = false;
   bool has_frames_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
@@ -207,6 +206,7 @@ class TableGroup {
   hash_table::Aging aging_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor optimizer_steps_;  // int64 [tables]
+  at::Tensor update_plan_;      // bytes, on a GPU
   at::Tensor views_;            // bytes of TableView[tables], on the device
   at::Tensor feature_tables_;   // int32, on the device
   at::Tensor feature_columns_;  // int32, on the device

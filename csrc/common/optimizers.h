@@ -184,11 +184,11 @@ HKV_HOST_DEVICE float adapt_row(const OptimizerConfig& config, float squares, in
   return row_square;
 }
 
-// The new value of a column, and its new state, in place. Not for LAMB.
+// The new value of a column, and its new state, in place, from what gradient_of gives. Not for
+// LAMB.
 template <Optimizer kKind>
-HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerms& terms,
-                                    float value, float gradient, float& first, float& second) {
-  const float g = gradient_of(config, terms, value, gradient);
+HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms& terms, float value,
+                                  float g, float& first, float& second) {
   float direction = g;
   if constexpr (kKind == Optimizer::kMomentum) {
     first = config.momentum * first + g;
@@ -222,6 +222,14 @@ HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerm
     return (copysignf(config.l1, first) - first) / quadratic;
   }
   return terms.kept * value - terms.rate * direction;
+}
+
+// The same from the row's gradient.
+template <Optimizer kKind>
+HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerms& terms,
+                                    float value, float gradient, float& first, float& second) {
+  return move_column<kKind>(config, terms, value, gradient_of(config, terms, value, gradient),
+                            first, second);
 }
 
 // LAMB's first part: a column's new state.

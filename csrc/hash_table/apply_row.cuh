@@ -110,20 +110,59 @@ __device__ __forceinline__ RowTerms terms_of(const RowPlace& row, const Optimize
   return terms;
 }
 
-// `early`: the lane's first columns, loaded before the row parts, which wait for other lanes.
-template <Optimizer kKind, int kWidth, typename Gradient>
+// What a lane reads of a row and its state before it computes: its first columns. So several rows
+// can be on their way at once.
+template <int kWidth, bool kColumnStates>
+struct RowInFlight {
+  char* values;
+  float* state;
+  float old_square;  // of optimizers that adapt by row
+  Columns<kWidth> value;
+  Columns<kWidth> first, second;  // states of the columns
+};
+
+template <int kWidth, bool kColumnStates>
+__device__ __forceinline__ RowInFlight<kWidth, kColumnStates> load_row(
+    const TableView& table, int64_t slot, const OptimizerConfig& optimizer) {
+  RowInFlight<kWidth, kColumnStates> row;
+  const int32_t column = threadIdx.x % kWarp * kWidth;
+  const int64_t frame = frame_to_write(table.frames, slot, column == 0);
+  row.values = table.rows.at(slot, frame);
+  row.state = reinterpret_cast<float*>(table.states.at(slot, frame));
+  row.value = row.first = row.second = Columns<kWidth>::zero();
+  if (column < table.dim()) {
+    row.value = Columns<kWidth>::load(table.rows.type, row.values, column);
+    if constexpr (kColumnStates) {
+      const int states = column_states(optimizer.kind);
+      if (states >= 1) row.first = Columns<kWidth>::load(row.state + column);
+      if (states >= 2) row.second = Columns<kWidth>::load(row.state + table.dim() + column);
+    }
+  }
+  row.old_square = 0.0f;
+  if (adapts_by_row(optimizer.kind)) {
+    row.old_square = row.state[row_square_column(optimizer.kind, table.dim())];
+  }
+  return row;
+}
+
+template <Optimizer kKind, int kWidth, bool kColumnStates, typename Gradient>
 __device__ __forceinline__ void apply_columns(const RowPlace& row, const OptimizerConfig& optimizer,
                                               const RowTerms& terms, const Gradient& gradient,
-                                              const Columns<kWidth>& early) {
+                                              const RowInFlight<kWidth, kColumnStates>& early) {
   for_my_columns<kWidth>(row.dim, [&](int32_t column) {
     const Columns<kWidth> raw = gradient(column);
-    Columns<kWidth> value = column < kWarp * kWidth ? early : row.load<kWidth>(column);
+    const bool loaded = column < kWarp * kWidth;
+    Columns<kWidth> value = loaded ? early.value : row.load<kWidth>(column);
     Columns<kWidth> first = Columns<kWidth>::zero();
     Columns<kWidth> second = Columns<kWidth>::zero();
     float* const first_state = row.state + column;
     float* const second_state = row.state + row.dim + column;
-    if constexpr (column_states(kKind) >= 1) first = Columns<kWidth>::load(first_state);
-    if constexpr (column_states(kKind) >= 2) second = Columns<kWidth>::load(second_state);
+    if constexpr (column_states(kKind) >= 1) {
+      first = loaded ? early.first : Columns<kWidth>::load(first_state);
+    }
+    if constexpr (column_states(kKind) >= 2) {
+      second = loaded ? early.second : Columns<kWidth>::load(second_state);
+    }
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       value.v[k] =
@@ -169,7 +208,7 @@ __device__ __forceinline__ void apply_lamb(const RowPlace& row, const OptimizerC
   });
 }
 
-// Updates the row in a slot of a table; all lanes of a warp call it together.
+// Updates a row that load_row has loaded; all lanes of a warp call it together.
 //
 // kColumnStates: has_column_states(optimizer). kWidth: columns a lane works on at a time, 1 or 4; 4
 // where dim, and with column states the state width, are multiples of four. gradient(column): the
@@ -177,52 +216,53 @@ __device__ __forceinline__ void apply_lamb(const RowPlace& row, const OptimizerC
 // once more where clips_by_norm and once more where adapts_by_row, so it should come from registers
 // or shared memory. table.optimizer_step counts this update already.
 template <int kWidth, bool kColumnStates, typename Gradient>
-__device__ __forceinline__ void apply_row(const TableView& table, int64_t slot,
-                                          const OptimizerConfig& optimizer, float learning_rate,
-                                          const Gradient& gradient) {
+__device__ __forceinline__ void finish_row(const TableView& table, int64_t slot,
+                                           const RowInFlight<kWidth, kColumnStates>& early,
+                                           const OptimizerConfig& optimizer, float learning_rate,
+                                           const Gradient& gradient) {
   const int64_t step = *table.optimizer_step;
   RowPlace row;
   row.type = table.rows.type;
-  const int64_t frame = frame_to_write(table.frames, slot, threadIdx.x % kWarp == 0);
-  row.values = table.rows.at(slot, frame);
+  row.values = early.values;
   row.dim = table.dim();
-  row.state = reinterpret_cast<float*>(table.states.at(slot, frame));
+  row.state = early.state;
   row.by_chance = optimizer.stochastic_rounding && row.type != RowType::kFloat32;
   row.first_column = static_cast<uint32_t>(table.column_offset);
   row.key = row.by_chance ? rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
                                          table.ids[slot], step)
                           : 0;
-  const int32_t mine = threadIdx.x % kWarp * kWidth;
-  Columns<kWidth> early = Columns<kWidth>::zero();
-  if (mine < row.dim) early = row.load<kWidth>(mine);
-  float old_square = 0.0f;
-  if (adapts_by_row(optimizer.kind)) {
-    old_square = row.state[row_square_column(optimizer.kind, row.dim)];
-  }
   const RowTerms terms =
-      terms_of<kWidth>(row, optimizer, learning_rate, step, old_square, gradient);
+      terms_of<kWidth>(row, optimizer, learning_rate, step, early.old_square, gradient);
   if constexpr (!kColumnStates) {
     // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
-    apply_columns<Optimizer::kSgd, kWidth>(row, optimizer, terms, gradient, early);
+    apply_columns<Optimizer::kSgd>(row, optimizer, terms, gradient, early);
   } else {
     switch (optimizer.kind) {
       case Optimizer::kMomentum:
-        return apply_columns<Optimizer::kMomentum, kWidth>(row, optimizer, terms, gradient, early);
+        return apply_columns<Optimizer::kMomentum>(row, optimizer, terms, gradient, early);
       case Optimizer::kAdagrad:
-        return apply_columns<Optimizer::kAdagrad, kWidth>(row, optimizer, terms, gradient, early);
+        return apply_columns<Optimizer::kAdagrad>(row, optimizer, terms, gradient, early);
       case Optimizer::kAdam:
-        return apply_columns<Optimizer::kAdam, kWidth>(row, optimizer, terms, gradient, early);
+        return apply_columns<Optimizer::kAdam>(row, optimizer, terms, gradient, early);
       case Optimizer::kRowWiseAdam:
-        return apply_columns<Optimizer::kRowWiseAdam, kWidth>(row, optimizer, terms, gradient,
-                                                              early);
+        return apply_columns<Optimizer::kRowWiseAdam>(row, optimizer, terms, gradient, early);
       case Optimizer::kFtrl:
-        return apply_columns<Optimizer::kFtrl, kWidth>(row, optimizer, terms, gradient, early);
+        return apply_columns<Optimizer::kFtrl>(row, optimizer, terms, gradient, early);
       case Optimizer::kLamb:
         return apply_lamb<kWidth>(row, optimizer, terms, gradient);
       default:
         return;
     }
   }
+}
+
+// Updates the row in a slot of a table, as finish_row does.
+template <int kWidth, bool kColumnStates, typename Gradient>
+__device__ __forceinline__ void apply_row(const TableView& table, int64_t slot,
+                                          const OptimizerConfig& optimizer, float learning_rate,
+                                          const Gradient& gradient) {
+  const auto early = load_row<kWidth, kColumnStates>(table, slot, optimizer);
+  finish_row<kWidth, kColumnStates>(table, slot, early, optimizer, learning_rate, gradient);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -2,11 +2,12 @@
 // has its row and its state in host memory, and some have them in a *frame* of HBM. Only the frame
 // is then up to date, until it is written home.
 //
-// Frames come in sets of four. A set serves a run of neighbouring slots: slot s belongs to set
-// s * num_sets / num_slots, rounded down. A word of 64 bits a set holds four *tags*, each of which
-// says whether its frame is taken, whether it differs from what is at home (is *dirty*), and the
-// low bits of its slot. So one compare-and-swap finds out that a slot has no frame and gives it
-// one: there are no locks, and no slot gets two.
+// Frames come in sets of four. A set serves the slots s with s mod num_sets = its number; num_sets
+// has no divisor in common with the slots of a bucket, so that a set's slots stand at all positions
+// of buckets, whose first ones are full earlier. A word of 64 bits a set holds four *tags*, each of
+// which says whether its frame is taken, whether it differs from what is at home (is *dirty*), and
+// which of the set's slots it is. So one compare-and-swap finds out that a slot has no frame and
+// gives it one: there are no locks, and no slot gets two.
 //
 // A frame is never taken from a row that is pinned or that the present call has touched. So a
 // backward finds the rows of its batch where they are, even beside a call that moves others. Of a
@@ -15,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "common/macros.h"
 
@@ -24,51 +26,46 @@ constexpr int64_t kNoFrame = -1;
 constexpr int kFramesOfSet = 4;
 constexpr int kTagBits = 16;
 constexpr uint32_t kTagTaken = 0x8000, kTagDirty = 0x4000, kTagSlot = 0x3fff;
-// Fewer than the low bits of a slot tell apart, with room for rounding.
-constexpr int64_t kMostSlotsOfSet = 16000;
+constexpr int64_t kMostSlotsOfSet = kTagSlot;
 // Of a set, beside its frames: the tags and the step.
 constexpr int64_t kSetBytes = sizeof(uint64_t) + sizeof(uint32_t);
 
 struct Frames {
   unsigned long long* tags;  // [num_sets]; null: the table has its rows in one memory
   uint32_t* crowded;         // [num_sets]
-  uint64_t sets_of_slots;    // num_sets / num_slots, times 2^64
+  uint64_t reciprocal;       // 2^64 / num_sets, rounded down
   int64_t num_slots;
-  int64_t num_sets;
+  int64_t num_sets;  // at least 2
 
-  HKV_HOST_DEVICE int64_t set_of(int64_t slot) const {
+  // Where a slot has its frame, if it has one.
+  struct Home {
+    int64_t set;
+    uint32_t number;  // of the slot, in the set
+  };
+  HKV_HOST_DEVICE Home home_of(int64_t slot) const {
 #ifdef __CUDA_ARCH__
-    return static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(slot), sets_of_slots));
+    uint64_t number = __umul64hi(static_cast<uint64_t>(slot), reciprocal);
 #else
-    return static_cast<int64_t>(
-        static_cast<unsigned __int128>(static_cast<uint64_t>(slot)) * sets_of_slots >> 64);
+    uint64_t number = static_cast<uint64_t>(
+        static_cast<unsigned __int128>(static_cast<uint64_t>(slot)) * reciprocal >> 64);
 #endif
+    int64_t set = slot - static_cast<int64_t>(number) * num_sets;
+    if (set >= num_sets) {  // the reciprocal was rounded
+      set -= num_sets;
+      ++number;
+    }
+    return Home{set, static_cast<uint32_t>(number)};
   }
-  // The first slot of a set; num_slots for num_sets.
-  HKV_HOST_DEVICE int64_t first_slot(int64_t set) const {
-    // Off by one at most, as a double holds 53 bits and slots are below 2^38.
-    int64_t slot = static_cast<int64_t>(static_cast<double>(set) *
-                                        (static_cast<double>(num_slots) / num_sets));
-    if (slot > num_slots) slot = num_slots;
-    while (slot > 0 && set_of(slot - 1) >= set) --slot;
-    while (slot < num_slots && set_of(slot) < set) ++slot;
-    return slot;
-  }
-  HKV_HOST_DEVICE static uint32_t tag_of(int64_t slot) {
-    return kTagTaken | (static_cast<uint32_t>(slot) & kTagSlot);
-  }
-  // The slot of a tag in a set that begins with the slot `first`.
-  HKV_HOST_DEVICE static int64_t slot_of(int64_t first, uint32_t tag) {
-    return first + ((tag - static_cast<uint32_t>(first)) & kTagSlot);
+  HKV_HOST_DEVICE int64_t slot_of(int64_t set, uint32_t tag) const {
+    return static_cast<int64_t>(tag & kTagSlot) * num_sets + set;
   }
   HKV_HOST_DEVICE static uint32_t tag_at(uint64_t tags, int place) {
     return static_cast<uint32_t>(tags >> place * kTagBits) & 0xffff;
   }
-  // Which frame of its set a slot has, or -1.
-  HKV_HOST_DEVICE static int place_of(uint64_t tags, int64_t slot) {
-    const uint32_t wanted = tag_of(slot);
+  // Which frame of its set the slot with this number there has, or -1.
+  HKV_HOST_DEVICE static int place_of(uint64_t tags, uint32_t number) {
     for (int place = 0; place < kFramesOfSet; ++place) {
-      if ((tag_at(tags, place) & ~kTagDirty) == wanted) return place;
+      if ((tag_at(tags, place) & ~kTagDirty) == (kTagTaken | number)) return place;
     }
     return -1;
   }
@@ -82,19 +79,21 @@ struct Frames {
   // The frame of a slot, or kNoFrame.
   HKV_HOST_DEVICE int64_t frame_of(int64_t slot) const {
     if (tags == nullptr) return kNoFrame;
-    const int64_t set = set_of(slot);
-    const int place = place_of(load_tags(set), slot);
-    return place < 0 ? kNoFrame : set * kFramesOfSet + place;
+    const Home home = home_of(slot);
+    const int place = place_of(load_tags(home.set), home.number);
+    return place < 0 ? kNoFrame : home.set * kFramesOfSet + place;
   }
 };
 
-// Frames of a table of so many slots whose rows, with state, take row_bytes each, in so many bytes
-// of HBM: num_slots where they all fit, otherwise a multiple of kFramesOfSet; none where they would
-// be too few for a set to serve its slots.
-inline int64_t frames_that_fit(int64_t num_slots, int64_t row_bytes, int64_t bytes) {
+// Frames of a table of so many slots, in buckets of bucket_slots, whose rows, with state, take
+// row_bytes each, in so many bytes of HBM: num_slots where they all fit, otherwise a multiple of
+// kFramesOfSet; none where they would be too few for a set to serve its slots.
+inline int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
+                               int64_t bytes) {
   if (bytes >= num_slots * row_bytes) return num_slots;
-  const int64_t sets = bytes <= 0 ? 0 : bytes / (kFramesOfSet * row_bytes + kSetBytes);
-  return sets * kMostSlotsOfSet < num_slots ? 0 : sets * kFramesOfSet;
+  int64_t sets = bytes <= 0 ? 0 : bytes / (kFramesOfSet * row_bytes + kSetBytes);
+  while (std::gcd(sets, bucket_slots) > 1) --sets;
+  return sets < 2 || sets * kMostSlotsOfSet < num_slots ? 0 : sets * kFramesOfSet;
 }
 
 }  // namespace torchrec_hkv::hash_table

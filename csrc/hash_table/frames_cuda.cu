@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads) write_home_kernel(TableView table) {
     const uint64_t tags = frames.load_tags(set);
     const uint32_t tag = Frames::tag_at(tags, tile);
     if ((tag & kTagTaken) && (tag & kTagDirty)) {
-      exchange(table, set * kFramesOfSet + tile, Frames::slot_of(frames.first_slot(set), tag),
-               kNoSlot, threadIdx.x % kTile);
+      exchange(table, set * kFramesOfSet + tile, frames.slot_of(set, tag), kNoSlot,
+               threadIdx.x % kTile);
     }
     constexpr unsigned long long kAllDirty = 0x0001000100010001ull * kTagDirty;
     if (threadIdx.x % kWarp == 0 && (tags & kAllDirty)) atomicAnd(&frames.tags[set], ~kAllDirty);
@@ -120,7 +120,6 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(TableView table) {
   const int lane = threadIdx.x % kWarp;
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
-    const int64_t first = frames.first_slot(set), end = frames.first_slot(set + 1);
     unsigned long long tags = frames.load_tags(set);
     int64_t chosen = kNoSlot;  // by the tile of each frame
     for (int place = 0; place < kFramesOfSet; ++place) {
@@ -128,9 +127,11 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(TableView table) {
       // The highest rank of the slots without a frame, and the first of these.
       Rank best{0, 0};
       int64_t slot = kNoSlot;
-      for (int64_t s = first + lane; s < end; s += kWarp) {
+      uint32_t number = lane;
+      for (int64_t s = set + lane * frames.num_sets; s < frames.num_slots;
+           s += kWarp * frames.num_sets, number += kWarp) {
         const uint32_t step = table.last_steps[s];
-        if (step == kFreeStep || Frames::place_of(tags, s) >= 0) continue;
+        if (step == kFreeStep || Frames::place_of(tags, number) >= 0) continue;
         const Rank rank{table.scores == nullptr ? step : table.scores[s], step};
         if (slot == kNoSlot || best < rank) {
           best = rank;
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(TableView table) {
         }
       }
       if (slot == kNoSlot) break;
-      tags |= static_cast<unsigned long long>(Frames::tag_of(slot)) << place * kTagBits;
+      const unsigned long long tag = kTagTaken | frames.home_of(slot).number;
+      tags |= tag << place * kTagBits;
       if (lane / kTile == place) chosen = slot;
     }
     if (chosen != kNoSlot) {

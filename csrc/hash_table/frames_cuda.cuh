@@ -21,12 +21,12 @@ __device__ __forceinline__ void mark_dirty(const Frames& frames, int64_t set, in
 __device__ __forceinline__ int64_t frame_to_write(const Frames& frames, int64_t slot,
                                                   bool marking) {
   if (frames.tags == nullptr) return kNoFrame;
-  const int64_t set = frames.set_of(slot);
-  const uint64_t tags = frames.load_tags(set);
-  const int place = Frames::place_of(tags, slot);
+  const Frames::Home home = frames.home_of(slot);
+  const uint64_t tags = frames.load_tags(home.set);
+  const int place = Frames::place_of(tags, home.number);
   if (place < 0) return kNoFrame;
-  if (marking) mark_dirty(frames, set, place, tags);
-  return set * kFramesOfSet + place;
+  if (marking) mark_dirty(frames, home.set, place, tags);
+  return home.set * kFramesOfSet + place;
 }
 __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t slot,
                                               bool marking = true) {
@@ -47,13 +47,13 @@ template <bool kNew>
 __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
                                                   const Visit& visit) {
   const Frames& frames = table.frames;
-  const int64_t set = frames.set_of(slot);
-  const int64_t first = frames.first_slot(set);
+  const Frames::Home home = frames.home_of(slot);
+  const int64_t set = home.set;
   const uint32_t pinned_from = visit.pinned_from();
   unsigned long long tags = load_l2(&frames.tags[set]);
   for (;;) {
     FrameClaim claim;
-    int place = Frames::place_of(tags, slot);
+    int place = Frames::place_of(tags, home.number);
     if (place >= 0) {
       if (kNew) mark_dirty(frames, set, place, tags);
       claim.frame = set * kFramesOfSet + place;
@@ -66,7 +66,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       Rank rank{0, 0};
       int64_t leaver = kNoSlot;
       if (tag & kTagTaken) {
-        const int64_t other = Frames::slot_of(first, tag);
+        const int64_t other = frames.slot_of(set, tag);
         const uint32_t step = load_l2(&table.last_steps[other]);
         if (step != kFreeStep) {  // else its entry is gone, and nobody wants its row
           if (step >= pinned_from) continue;
@@ -84,7 +84,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       return FrameClaim{};
     }
     const unsigned long long mask = 0xffffull << place * kTagBits;
-    const unsigned long long tag = Frames::tag_of(slot) | (kNew ? kTagDirty : 0u);
+    const unsigned long long tag = kTagTaken | home.number | (kNew ? kTagDirty : 0u);
     const unsigned long long seen =
         atomicCAS(&frames.tags[set], tags, (tags & ~mask) | tag << place * kTagBits);
     if (seen == tags) {

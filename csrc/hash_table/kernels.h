@@ -16,6 +16,10 @@
 
 namespace torchrec_hkv::hash_table {
 
+// What a GPU remembers of a group's updates, so that the next is done the quicker way: this many
+// bytes, zeros at first.
+constexpr int64_t kUpdatePlanBytes = 16;
+
 namespace cpu {
 
 // slots[i] = the slot of ids[i] in its group, or kNoSlot. Changes nothing.
@@ -136,21 +140,20 @@ void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const 
 void erase_slots(const TableView& table, const int64_t* slots, int64_t n, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<float> out, cudaStream_t stream);
+               Output<float> out, const GroupShape& shape, cudaStream_t stream);
 
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const float> grad, float* weights_grad, cudaStream_t stream);
 
 // Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots, and
-// tables of at most `widest` columns.
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, int32_t widest);
+// tables of this shape.
+size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape);
 
-// group_four_wide: all dims and state widths of the group are multiples of four (or rows have less
-// than two values of state). `scratch` must be aligned to 256 bytes.
+// plan: the group's. `scratch` must be aligned to 256 bytes.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const float> grad, const OptimizerConfig& optimizer,
-                 const float* learning_rate, int32_t num_tables, int64_t num_slots, int32_t widest,
-                 bool group_four_wide, void* scratch, cudaStream_t stream);
+                 const float* learning_rate, int32_t num_tables, int64_t num_slots,
+                 const GroupShape& shape, void* plan, void* scratch, cudaStream_t stream);
 
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, cudaStream_t stream);

@@ -1,6 +1,7 @@
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/kernels.h"
+#include "hash_table/pool_tiles_cuda.h"
 #include "hash_table/row_vector.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -133,9 +134,13 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<float> out, cudaStream_t stream) {
+               Output<float> out, const GroupShape& shape, cudaStream_t stream) {
   const int64_t bags = batch.num_features * batch.batch_size;
   if (bags == 0) return;
+  if (shape.four_wide && out.stride % 4 == 0) {
+    pool_four_wide(tables, batch, slots, pooling, out, shape, stream);
+    return;
+  }
   const int64_t warps = (bags + kBagsOfWarp - 1) / kBagsOfWarp;
   pool_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, batch, slots, pooling, out);
   HKV_CUDA_CHECK_LAUNCH();

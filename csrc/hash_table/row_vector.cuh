@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "hash_table/bucket_cuda.cuh"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -102,6 +103,15 @@ struct Columns {
     return sum;
   }
 };
+
+// Four columns of a row that is not worth a place in L1, since none is read twice soon.
+__device__ __forceinline__ Columns<4> load_once(const float* from) {
+  const uint4 bits = load_vector_once(from);
+  Columns<4> c;
+  c.v[0] = __uint_as_float(bits.x), c.v[1] = __uint_as_float(bits.y);
+  c.v[2] = __uint_as_float(bits.z), c.v[3] = __uint_as_float(bits.w);
+  return c;
+}
 
 // Whether rows of this width and outputs at this column can be read four floats at a time.
 __device__ __forceinline__ bool four_wide(int32_t dim, int32_t column, int64_t stride) {

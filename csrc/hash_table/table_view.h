@@ -84,6 +84,13 @@ struct TableView {
   }
 };
 
+// What kernels are chosen by.
+struct GroupShape {
+  int32_t widest;  // columns of the widest table
+  bool four_wide;  // dims and state widths are multiples of four, or states have one value or none
+  bool float32_rows;  // of all tables
+};
+
 // How low an entry ranks: the lowest leaves a full bucket.
 struct Rank {
   uint64_t score;

@@ -1,22 +1,20 @@
 // The backward on the GPU. One radix sort of (slot, position) brings equal slots together. A warp
-// has eight neighbours of the sorted order: it has their rows brought near all at once, then adds
-// up each run that begins among them in the order of the batch and updates its row once. Runs that
-// are too long for one warp are cut in pieces whose sums are added up by a block. No gradient is
-// stored for each id. Deterministic.
+// has neighbours of the sorted order: it has their rows brought near all at once, then adds up each
+// run that begins among them in the order of the batch and updates its row once. Runs that are too
+// long for one warp are cut in pieces whose sums are added up by a block. Where most rows stand at
+// one position of the batch only, these are updated before, in the order of the batch, since then
+// the rows of a bag share its gradient; bitmaps tell which (update_quick_cuda.cu). What the last
+// batch was like decides. No gradient is stored for each id. Deterministic: both ways add up the
+// same numbers in the same order.
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
-#include "hash_table/apply_row.cuh"
-#include "hash_table/bucket_cuda.cuh"
-#include "hash_table/kernels.h"
-#include "hash_table/row_vector.cuh"
+#include "hash_table/update_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kNeighbours = 8;       // of the sorted order, a warp's
-constexpr int64_t kLongest = 128;    // run that one warp adds up
-constexpr int64_t kPieceSize = 256;  // of a longer run
+constexpr int kNeighbours = 8;  // of the sorted order, a warp's
 
 // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
 // comes last.
@@ -25,50 +23,6 @@ int sort_bits(int64_t num_slots) {
   while ((int64_t{1} << bits) <= num_slots) ++bits;
   return bits;
 }
-
-// Slots as sort keys, of 32 bits where that is enough.
-struct Keys {
-  void* values;
-  bool wide;
-
-  __device__ __forceinline__ uint64_t operator[](int64_t i) const {
-    return wide ? static_cast<const uint64_t*>(values)[i] : static_cast<const uint32_t*>(values)[i];
-  }
-  __device__ __forceinline__ void set(int64_t i, uint64_t key) const {
-    if (wide) {
-      static_cast<uint64_t*>(values)[i] = key;
-    } else {
-      static_cast<uint32_t*>(values)[i] = static_cast<uint32_t>(key);
-    }
-  }
-};
-
-struct LongRun {
-  uint32_t first;  // in the sorted order
-  uint32_t length;
-  uint32_t first_piece;
-};
-
-// Runs longer than kLongest, and their pieces.
-struct LongRuns {
-  uint32_t* number;  // of runs
-  uint32_t* pieces;  // their number
-  LongRun* runs;     // in the order of their finding
-  uint32_t* run_of;  // by piece
-  float* sums;       // [pieces][widest]
-  int32_t widest;
-};
-
-struct Scratch {
-  Keys keys_in;
-  Keys keys;
-  uint32_t* positions_in;
-  uint32_t* positions;
-  uint32_t* bags;  // by position
-  LongRuns long_runs;
-  void* sort;
-  size_t sort_bytes;
-};
 
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -86,7 +40,9 @@ void sort(const Scratch& scratch, void* memory, size_t* bytes, int64_t n, int bi
                                    : sort_pairs<uint32_t>(scratch, memory, bytes, n, bits, stream));
 }
 
-size_t layout(int64_t n, int64_t num_slots, int32_t widest, char* base, Scratch* scratch) {
+bool is_quick(const GroupShape& shape) { return shape.four_wide && shape.widest <= kQuickColumns; }
+
+size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, char* base, Scratch* scratch) {
   size_t at = 0;
   const auto take = [&](size_t bytes) {
     char* place = base + at;
@@ -109,8 +65,18 @@ size_t layout(int64_t n, int64_t num_slots, int32_t widest, char* base, Scratch*
   runs.pieces = runs.number + 1;
   runs.runs = reinterpret_cast<LongRun*>(take(most * sizeof(LongRun)));
   runs.run_of = reinterpret_cast<uint32_t*>(take(most * sizeof(uint32_t)));
-  runs.sums = reinterpret_cast<float*>(take(most * widest * sizeof(float)));
-  runs.widest = widest;
+  runs.sums = reinterpret_cast<float*>(take(most * shape.widest * sizeof(float)));
+  runs.widest = shape.widest;
+  if (is_quick(shape)) {
+    // Bits enough for few slots to share one: 16 a position.
+    Repeats& repeats = scratch->repeats;
+    for (repeats.bits = 10; (int64_t{1} << repeats.bits) < std::min(num_slots, 16 * n);) {
+      ++repeats.bits;
+    }
+    repeats.exact = (int64_t{1} << repeats.bits) >= num_slots;
+    repeats.seen = reinterpret_cast<uint32_t*>(take(2 * repeats.words() * sizeof(uint32_t)));
+    repeats.twice = repeats.seen + repeats.words();
+  }
   scratch->sort_bytes = 0;
   sort(*scratch, nullptr, &scratch->sort_bytes, n, bits, nullptr);
   scratch->sort = take(scratch->sort_bytes);
@@ -147,35 +113,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What the reduction of one run reads.
-struct Run {
-  const uint32_t* positions;  // of the run
-  int64_t length;
-  const uint32_t* bags;
-};
-
-template <int kWidth>
-__device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& batch,
-                                                   const Pooling& pooling,
-                                                   const Output<const float>& grad,
-                                                   int32_t column) {
-  Columns<kWidth> sum = Columns<kWidth>::zero();
-#pragma unroll 4
-  for (int64_t k = 0; k < run.length; ++k) {
-    const uint32_t position = run.positions[k];
-    const uint32_t bag = run.bags[position];
-    const uint32_t feature = bag / static_cast<uint32_t>(batch.batch_size);
-    const int64_t sample = bag - feature * static_cast<uint32_t>(batch.batch_size);
-    float scale = pooling.weights != nullptr ? pooling.weights[position] : 1.0f;
-    if (pooling.mean) {
-      scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
-    }
-    sum.add(scale, Columns<kWidth>::load(grad.data + sample * grad.stride +
-                                         batch.feature_columns[feature] + column));
-  }
-  return sum;
-}
-
 // Rows wider than a warp's registers are summed again whenever their gradient is asked for.
 template <int kWidth, bool kColumnStates>
 __device__ __forceinline__ void update_row(const TableView& table, int64_t slot, const Run& run,
@@ -207,100 +144,6 @@ __device__ __forceinline__ bool all_four_wide(const Run& run, const TableView& t
   return true;
 }
 
-// What the kernels of an update share.
-struct Update {
-  Batch batch;
-  Pooling pooling;
-  Output<const float> grad;
-  OptimizerConfig optimizer;
-  const float* learning_rate;
-  uint64_t no_slot;
-  bool group_four_wide;
-};
-
-__device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
-                                                     uint32_t bag) {
-  return tables[update.batch.feature_tables[bag / update.batch.batch_size]];
-}
-
-// The end of a run: 32 keys at a time.
-__device__ __forceinline__ int64_t end_of_run(const Keys& keys, int64_t at, int64_t n,
-                                              uint64_t slot) {
-  for (int64_t end = at + 1;; end += kWarp) {
-    const int64_t look = end + threadIdx.x % kWarp;
-    const unsigned same = __ballot_sync(kAllLanes, look < n && keys[look] == slot);
-    if (same != kAllLanes) return end + __ffs(static_cast<int>(~same)) - 1;
-  }
-}
-
-__device__ __forceinline__ void note_long_run(const LongRuns& runs, int64_t first, int64_t length) {
-  const auto pieces = static_cast<uint32_t>((length + kPieceSize - 1) / kPieceSize);
-  uint32_t number = 0, first_piece = 0;
-  const int lane = threadIdx.x % kWarp;
-  if (lane == 0) {
-    number = atomicAdd(runs.number, 1u);
-    first_piece = atomicAdd(runs.pieces, pieces);
-    runs.runs[number] =
-        LongRun{static_cast<uint32_t>(first), static_cast<uint32_t>(length), first_piece};
-  }
-  number = __shfl_sync(kAllLanes, number, 0);
-  first_piece = __shfl_sync(kAllLanes, first_piece, 0);
-  for (uint32_t p = lane; p < pieces; p += kWarp) runs.run_of[first_piece + p] = number;
-}
-
-// One position of the sorted order, as the lane that looks at it sees it.
-struct Neighbour {
-  uint32_t table;
-  int64_t slot;      // in its table
-  int64_t gradient;  // offset of its bag's gradient
-  float scale;       // of it
-};
-
-__device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const Update& update,
-                                                  const Scratch& scratch, int64_t at,
-                                                  uint64_t key) {
-  const Batch& batch = update.batch;
-  const uint32_t position = scratch.positions[at];
-  const uint32_t bag = scratch.bags[position];
-  const auto batch_size = static_cast<uint32_t>(batch.batch_size);
-  const uint32_t feature = bag / batch_size;
-  Neighbour it;
-  it.table = batch.feature_tables[feature];
-  it.slot = static_cast<int64_t>(key) - tables[it.table].first_slot;
-  it.gradient = static_cast<int64_t>(bag - feature * batch_size) * update.grad.stride +
-                batch.feature_columns[feature];
-  it.scale = update.pooling.weights != nullptr ? update.pooling.weights[position] : 1.0f;
-  if (update.pooling.mean) {
-    it.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
-  }
-  return it;
-}
-__device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, int lane) {
-  return Neighbour{
-      __shfl_sync(kAllLanes, mine.table, lane), __shfl_sync(kAllLanes, mine.slot, lane),
-      __shfl_sync(kAllLanes, mine.gradient, lane), __shfl_sync(kAllLanes, mine.scale, lane)};
-}
-
-// Has what the update of a row reads brought into the second-level cache.
-__device__ __forceinline__ void prefetch_update(const TableView& table, const Neighbour& it,
-                                                const Update& update) {
-  const auto row_bytes = static_cast<uint32_t>(table.rows.bytes());
-  const auto state_bytes = static_cast<uint32_t>(table.states.bytes());
-  const int64_t frame = table.frames.frame_of(it.slot);
-  if (table.in_hbm(frame)) {
-    if (row_bytes % 16 == 0) prefetch_l2(table.rows.at(it.slot, frame), row_bytes);
-    const char* state = table.states.at(it.slot, frame);
-    if (state_bytes > 0 && state_bytes % 16 == 0) {
-      prefetch_l2(state, state_bytes);
-    } else if (state_bytes > 0) {
-      prefetch_l2(state);
-    }
-  }
-  if (update.group_four_wide) {
-    prefetch_l2(update.grad.data + it.gradient, static_cast<uint32_t>(table.dim()) * sizeof(float));
-  }
-}
-
 // Updates the rows of runs that are longer than one position, or wide, or not aligned; of a warp's
 // neighbours those in `left`. Out of line, so that it takes no registers from the simple ones.
 template <bool kColumnStates>
@@ -313,9 +156,9 @@ __device__ __noinline__ void update_runs(const TableView* __restrict__ tables, c
     const int source = __ffs(static_cast<int>(left)) - 1;
     const int64_t begin = first + source - 1;
     const uint64_t run_key = __shfl_sync(kAllLanes, key, source);
-    const int64_t length = end_of_run(scratch.keys, begin, n, run_key) - begin;
+    const int64_t length = end_of_run<kWarp>(scratch.keys, begin, n, run_key) - begin;
     if (length > kLongest) {
-      note_long_run(scratch.long_runs, begin, length);
+      note_long_run<kWarp>(scratch.long_runs, begin, length);
       continue;
     }
     const Run run{scratch.positions + begin, length, scratch.bags};
@@ -474,39 +317,58 @@ unsigned few_blocks() {
 
 }  // namespace
 
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, int32_t widest) {
+size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape) {
   Scratch scratch;
-  return layout(num_ids, num_slots, widest, nullptr, &scratch);
+  return layout(num_ids, num_slots, shape, nullptr, &scratch);
 }
 
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const float> grad, const OptimizerConfig& optimizer,
-                 const float* learning_rate, int32_t num_tables, int64_t num_slots, int32_t widest,
-                 bool group_four_wide, void* memory, cudaStream_t stream) {
+                 const float* learning_rate, int32_t num_tables, int64_t num_slots,
+                 const GroupShape& shape, void* plan, void* memory, cudaStream_t stream) {
   if (batch.num_ids == 0) {
     count_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables);
     HKV_CUDA_CHECK_LAUNCH();
     return;
   }
   Scratch scratch;
-  layout(batch.num_ids, num_slots, widest, static_cast<char*>(memory), &scratch);
+  layout(batch.num_ids, num_slots, shape, static_cast<char*>(memory), &scratch);
   const int bits = sort_bits(num_slots);
-  const Update update{
-      batch, pooling, grad, optimizer, learning_rate, (uint64_t{1} << bits) - 1, group_four_wide};
-  const int64_t num_bags = batch.num_features * batch.batch_size;
-  prepare_kernel<<<grid_for(num_bags * kWarp), kThreads, 0, stream>>>(
-      tables, num_tables, batch, slots, update.no_slot, scratch);
-  HKV_CUDA_CHECK_LAUNCH();
-  sort(scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
+  static_assert(sizeof(UpdatePlan) <= kUpdatePlanBytes);
+  const Update update{batch,
+                      pooling,
+                      grad,
+                      optimizer,
+                      learning_rate,
+                      (uint64_t{1} << bits) - 1,
+                      shape.four_wide && grad.stride % 4 == 0,
+                      static_cast<UpdatePlan*>(plan)};
   const bool column_states = has_column_states(optimizer);
+  const int64_t num_bags = batch.num_features * batch.batch_size;
   const int64_t warps = (batch.num_ids + kNeighbours - 1) / kNeighbours;
-  const auto kernel = column_states ? update_kernel<true> : update_kernel<false>;
-  kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, update, scratch);
-  HKV_CUDA_CHECK_LAUNCH();
+  const bool quick = is_quick(shape) && update.group_four_wide;
+  if (quick) {
+    mark_repeats(tables, num_tables, update, slots, scratch, stream);
+    update_alone(tables, update, slots, scratch, shape, stream);
+    sort(scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
+    update_sorted(tables, update, scratch, shape, stream);
+  } else {
+    prepare_kernel<<<grid_for(num_bags * kWarp), kThreads, 0, stream>>>(
+        tables, num_tables, batch, slots, update.no_slot, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+    sort(scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
+    const auto kernel = column_states ? update_kernel<true> : update_kernel<false>;
+    kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, update, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
   if (batch.num_ids <= kLongest) return;
   const unsigned blocks = std::min(few_blocks(), grid_for(warps * kWarp));
-  piece_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
-  HKV_CUDA_CHECK_LAUNCH();
+  if (quick) {
+    sum_pieces(tables, update, scratch, blocks, stream);
+  } else {
+    piece_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
   const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
   long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
   HKV_CUDA_CHECK_LAUNCH();

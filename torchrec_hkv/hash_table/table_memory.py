@@ -80,7 +80,9 @@ def hbm_slots_for(memory: TableMemory, hbm_bytes: int | None) -> int:
     """
     if hbm_bytes is None:
         return memory.num_slots
-    return _C.frames_that_fit(memory.num_slots, memory.row_bytes, hbm_bytes - memory.index_bytes)
+    return _C.frames_that_fit(
+        memory.num_slots, memory.bucket_slots, memory.row_bytes, hbm_bytes - memory.index_bytes
+    )
 
 
 def gpu_table_bytes(memory: TableMemory, hbm_bytes: int | None) -> tuple[int, int]:

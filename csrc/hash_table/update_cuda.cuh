@@ -1,0 +1,235 @@
+// What the kernels of an update share: update_cuda.cu says how they work together.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "hash_table/apply_row.cuh"
+#include "hash_table/bucket_cuda.cuh"
+#include "hash_table/kernels.h"
+#include "hash_table/row_vector.cuh"
+#include "hash_table/tile.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+constexpr int64_t kLongest = 128;    // run that one warp adds up
+constexpr int64_t kPieceSize = 256;  // of a longer run
+
+// Slots as sort keys, of 32 bits where that is enough.
+struct Keys {
+  void* values;
+  bool wide;
+
+  __device__ __forceinline__ uint64_t operator[](int64_t i) const {
+    return wide ? static_cast<const uint64_t*>(values)[i] : static_cast<const uint32_t*>(values)[i];
+  }
+  __device__ __forceinline__ void set(int64_t i, uint64_t key) const {
+    if (wide) {
+      static_cast<uint64_t*>(values)[i] = key;
+    } else {
+      static_cast<uint32_t*>(values)[i] = static_cast<uint32_t>(key);
+    }
+  }
+};
+
+struct LongRun {
+  uint32_t first;  // in the sorted order
+  uint32_t length;
+  uint32_t first_piece;
+};
+
+// Runs longer than kLongest, and their pieces.
+struct LongRuns {
+  uint32_t* number;  // of runs
+  uint32_t* pieces;  // their number
+  LongRun* runs;     // in the order of their finding
+  uint32_t* run_of;  // by piece
+  float* sums;       // [pieces][widest]
+  int32_t widest;
+};
+
+// Which slots of a batch stand at several positions: a bit a slot, or a bit for several slots where
+// there are too many, which then look as if they were repeated.
+struct Repeats {
+  uint32_t* seen;   // at one position
+  uint32_t* twice;  // at another, too
+  int32_t bits;     // log2 of their number
+  bool exact;       // a bit a slot
+
+  size_t words() const { return (size_t{1} << bits) / 32; }
+#ifdef __CUDACC__
+  __device__ __forceinline__ uint32_t bit_of(int64_t slot) const {
+    if (exact) return static_cast<uint32_t>(slot);
+    return static_cast<uint32_t>(static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ull >>
+                                 (64 - bits));
+  }
+  __device__ __forceinline__ bool repeated(int64_t slot) const {
+    const uint32_t bit = bit_of(slot);
+    return twice[bit >> 5] >> (bit & 31) & 1;
+  }
+#endif
+};
+
+// How the rows of a batch are updated, decided on the device: of what the last batch was like.
+struct UpdatePlan {
+  uint32_t alone;      // positions so far that no other has the slot of
+  uint32_t positions;  // of the batch
+  uint32_t mode;       // 1: those are updated in the order of the batch; 0: in that of the sort
+};
+
+struct Scratch {
+  Keys keys_in;
+  Keys keys;
+  uint32_t* positions_in;
+  uint32_t* positions;
+  uint32_t* bags;  // by position
+  Repeats repeats;
+  LongRuns long_runs;
+  void* sort;
+  size_t sort_bytes;
+};
+
+// What the reduction of one run reads.
+struct Run {
+  const uint32_t* positions;  // of the run
+  int64_t length;
+  const uint32_t* bags;
+};
+
+template <int kWidth>
+__device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& batch,
+                                                   const Pooling& pooling,
+                                                   const Output<const float>& grad,
+                                                   int32_t column) {
+  Columns<kWidth> sum = Columns<kWidth>::zero();
+#pragma unroll 4
+  for (int64_t k = 0; k < run.length; ++k) {
+    const uint32_t position = run.positions[k];
+    const uint32_t bag = run.bags[position];
+    const uint32_t feature = bag / static_cast<uint32_t>(batch.batch_size);
+    const int64_t sample = bag - feature * static_cast<uint32_t>(batch.batch_size);
+    float scale = pooling.weights != nullptr ? pooling.weights[position] : 1.0f;
+    if (pooling.mean) {
+      scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+    }
+    sum.add(scale, Columns<kWidth>::load(grad.data + sample * grad.stride +
+                                         batch.feature_columns[feature] + column));
+  }
+  return sum;
+}
+
+// What the kernels of an update share.
+struct Update {
+  Batch batch;
+  Pooling pooling;
+  Output<const float> grad;
+  OptimizerConfig optimizer;
+  const float* learning_rate;
+  uint64_t no_slot;
+  bool group_four_wide;
+  UpdatePlan* plan;
+};
+
+__device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
+                                                     uint32_t bag) {
+  return tables[update.batch.feature_tables[bag / update.batch.batch_size]];
+}
+
+// The end of a run: a tile's lanes' keys at a time.
+template <int kLanes>
+__device__ __forceinline__ int64_t end_of_run(const Keys& keys, int64_t at, int64_t n,
+                                              uint64_t slot) {
+  for (int64_t end = at + 1;; end += kLanes) {
+    const int64_t look = end + Tile<kLanes>::lane();
+    const unsigned same = Tile<kLanes>::ballot(look < n && keys[look] == slot);
+    if (same != Tile<kLanes>::kFull) return end + __ffs(static_cast<int>(~same)) - 1;
+  }
+}
+
+template <int kLanes>
+__device__ __forceinline__ void note_long_run(const LongRuns& runs, int64_t first, int64_t length) {
+  using Lanes = Tile<kLanes>;
+  const auto pieces = static_cast<uint32_t>((length + kPieceSize - 1) / kPieceSize);
+  uint32_t number = 0, first_piece = 0;
+  if (Lanes::lane() == 0) {
+    number = atomicAdd(runs.number, 1u);
+    first_piece = atomicAdd(runs.pieces, pieces);
+    runs.runs[number] =
+        LongRun{static_cast<uint32_t>(first), static_cast<uint32_t>(length), first_piece};
+  }
+  number = Lanes::of_lane(number, 0);
+  first_piece = Lanes::of_lane(first_piece, 0);
+  for (uint32_t p = Lanes::lane(); p < pieces; p += kLanes) runs.run_of[first_piece + p] = number;
+}
+
+// One position of the sorted order, as the lane that looks at it sees it.
+struct Neighbour {
+  uint32_t table;
+  int64_t slot;      // in its table
+  int64_t gradient;  // offset of its bag's gradient
+  float scale;       // of it
+};
+
+__device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const Update& update,
+                                                  const Scratch& scratch, int64_t at,
+                                                  uint64_t key) {
+  const Batch& batch = update.batch;
+  const uint32_t position = scratch.positions[at];
+  const uint32_t bag = scratch.bags[position];
+  const auto batch_size = static_cast<uint32_t>(batch.batch_size);
+  const uint32_t feature = bag / batch_size;
+  Neighbour it;
+  it.table = batch.feature_tables[feature];
+  it.slot = static_cast<int64_t>(key) - tables[it.table].first_slot;
+  it.gradient = static_cast<int64_t>(bag - feature * batch_size) * update.grad.stride +
+                batch.feature_columns[feature];
+  it.scale = update.pooling.weights != nullptr ? update.pooling.weights[position] : 1.0f;
+  if (update.pooling.mean) {
+    it.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+  }
+  return it;
+}
+__device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, int lane) {
+  return Neighbour{
+      __shfl_sync(kAllLanes, mine.table, lane), __shfl_sync(kAllLanes, mine.slot, lane),
+      __shfl_sync(kAllLanes, mine.gradient, lane), __shfl_sync(kAllLanes, mine.scale, lane)};
+}
+
+// Has what the update of a row reads brought into the second-level cache.
+__device__ __forceinline__ void prefetch_update(const TableView& table, const Neighbour& it,
+                                                const Update& update) {
+  const auto row_bytes = static_cast<uint32_t>(table.rows.bytes());
+  const auto state_bytes = static_cast<uint32_t>(table.states.bytes());
+  const int64_t frame = table.frames.frame_of(it.slot);
+  if (table.in_hbm(frame)) {
+    if (row_bytes % 16 == 0) prefetch_l2(table.rows.at(it.slot, frame), row_bytes);
+    const char* state = table.states.at(it.slot, frame);
+    if (state_bytes > 0 && state_bytes % 16 == 0) {
+      prefetch_l2(state, state_bytes);
+    } else if (state_bytes > 0) {
+      prefetch_l2(state);
+    }
+  }
+  if (update.group_four_wide) {
+    prefetch_l2(update.grad.data + it.gradient, static_cast<uint32_t>(table.dim()) * sizeof(float));
+  }
+}
+
+// In update_quick_cuda.cu, for groups of rows of at most kQuickColumns columns, all four wide.
+constexpr int32_t kQuickColumns = 4 * kWarp;
+
+// Counts the update, decides how it is done, and finds out which slots are repeated.
+void mark_repeats(const TableView* tables, int32_t num_tables, const Update& update,
+                  const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
+// Updates rows that stand alone, in the order of the batch, and writes what is to be sorted.
+void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
+                  const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
+// Updates the rows of the sorted runs, but for long ones, which are noted.
+void update_sorted(const TableView* tables, const Update& update, const Scratch& scratch,
+                   const GroupShape& shape, cudaStream_t stream);
+// Adds up the pieces of long runs.
+void sum_pieces(const TableView* tables, const Update& update, const Scratch& scratch,
+                unsigned blocks, cudaStream_t stream);
+
+}  // namespace torchrec_hkv::hash_table::cuda
