@@ -162,6 +162,16 @@ class TableGroup:
         """Slots of all tables at their full capacities; slot numbers are below this."""
         return self._group.num_slots
 
+    @property
+    def growths(self) -> int:
+        """How often tables have grown so far; slots found before are not valid any more."""
+        return self._group.growths
+
+    @property
+    def num_features(self) -> int:
+        """Features of a lookup."""
+        return self._group.num_features
+
     def present_slots(self, table: int) -> int:
         """Slots that a table has at present; it grows up to its capacity."""
         return self._group.present_slots(table)
