@@ -202,7 +202,10 @@ class HKVOptimizer(RowOptimizer):
 
 
 class HKVAdamOptimizer(RowOptimizer):
-    """Adam of rows, as ``torch.optim.SparseAdam``: one count of steps corrects all means.
+    """Adam of rows: one count of steps corrects all means, as in ``torch.optim.SparseAdam``.
+
+    The formula is that of ``torch.optim.Adam``. ``SparseAdam`` adds ``eps`` before the correction,
+    which tells only where gradients are not much larger than ``eps``.
 
     States of a row: means of its gradients and of their squares, 8 bytes a column.
 
