@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table import SGD, Initializer, Optimizer, Uniform
+from torchrec_hkv.hash_table import SGD, Initializer, Optimizer, TableGroup, Uniform
 from torchrec_hkv.nn.capacity import HbmLimits, gib_to_bytes
 from torchrec_hkv.nn.contents import Contents, positions
 from torchrec_hkv.nn.marker import Marker
@@ -237,6 +237,16 @@ class TableModule(nn.Module):
     def device(self) -> torch.device:
         """Where the tables are."""
         return self._tables.group.device
+
+    @property
+    def group(self) -> TableGroup:
+        """The tables; another group after the module was moved, loaded or given to an optimizer."""
+        return self._tables.group
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Names of the tables."""
+        return self._tables.plan.names
 
     @property
     def seed(self) -> int:
