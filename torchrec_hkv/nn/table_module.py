@@ -254,6 +254,11 @@ class TableModule(nn.Module):
         return self._tables.plan.seed
 
     @property
+    def initializer(self) -> Initializer:
+        """Of the initial rows."""
+        return self._tables.plan.initializer
+
+    @property
     def capacity(self) -> int:
         """Rows that each table can hold: ``max_capacity``, or less where memory is."""
         return self._tables.capacity
