@@ -117,8 +117,13 @@ class TableModule(nn.Module):
         if training:
             _refuse_ddp()
         rows = self._tables.lookup(flat, self.padding_idx, training)
+        if len(ids) == 1:  # without unbind, whose backward copies
+            return [rows.view(*ids[0].shape, self.embedding_dim)]
+        # Slicing only where it cuts, since its backward writes a gradient of its own.
         return [
-            of_table[: part.numel()].view(*part.shape, self.embedding_dim)
+            (of_table[: part.numel()] if part.numel() < len(of_table) else of_table).view(
+                *part.shape, self.embedding_dim
+            )
             for of_table, part in zip(rows.unbind(1), ids, strict=True)
         ]
 
