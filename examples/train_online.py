@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         type=share,
-        default=0.25,
+        default=1.0,
         metavar="SHARE",
         help="rows of a table for each id that its column will ever have (default: %(default)s)",
     )
