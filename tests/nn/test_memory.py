@@ -6,7 +6,7 @@ import torch
 from tests.support.embeddings import make_embedding, make_tables
 from torchrec_hkv import HKVAdamOptimizer, HKVOptimizer
 from torchrec_hkv.hash_table import table_memory
-from torchrec_hkv.nn.capacity import GIB, HbmLimits, Shape
+from torchrec_hkv.nn.capacity import GIB, HbmLimits, Shape, free_memory
 
 
 def test_a_capacity_beyond_the_memory_is_capped_and_said(device_type):
@@ -24,15 +24,30 @@ def test_a_first_allocation_beyond_the_memory_is_refused(device_type):
         make_embedding(64, device_type, max_capacity=10**12, init_capacity=10**12)
 
 
-def test_states_that_do_not_fit_are_refused_and_nothing_changes(device_type, monkeypatch):
-    embedding = make_embedding(64, device_type, max_capacity=4096, init_capacity=4096)
+def test_an_empty_table_makes_room_for_the_one_with_states(device_type):
+    """The example of a billion ids needs it: twice the memory would not be there."""
+    hbm, host = free_memory(torch.device(device_type))
+    rows = int(0.25 * (hbm or host) / (2048 * 4))  # with the states of Adam 0.75
+    embedding = make_embedding(2048, device_type, max_capacity=rows, init_capacity=rows)
+    optimizer = HKVAdamOptimizer(embedding, lr=0.5)
+    before = embedding(torch.arange(3, device=device_type))
+    before.sum().backward()
+    optimizer.step()
+    after = embedding(torch.arange(3, device=device_type)).detach()
+    torch.testing.assert_close(after, before.detach() - 0.5, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_states_that_do_not_fit_are_refused_and_nothing_changes(held, device_type):
+    hbm, host = free_memory(torch.device(device_type))
+    rows = int(0.4 * (hbm or host) / (2048 * 4))  # with the states of Adam thrice as much
+    embedding = make_embedding(2048, device_type, max_capacity=rows, init_capacity=rows)
     optimizer = HKVOptimizer(embedding, lr=0.5)
-    before = embedding(torch.arange(3, device=device_type)).detach()
-    small = 4096 * 600 / 0.9  # rows fit, not with their states
-    for name in ("host_memory", "gpu_memory"):
-        monkeypatch.setattr(f"torchrec_hkv.nn.capacity.{name}", lambda *_: (small, 1 << 50))
-    with pytest.raises(ValueError, match="init_capacity is 4,096, but the memory"):
+    embedding(torch.arange(held, device=device_type))
+    with pytest.raises(ValueError, match=r"init_capacity is .*, but the memory"):
         HKVAdamOptimizer(embedding)
+    assert embedding.counters()["embedding"]["size"] == held
+    before = embedding(torch.arange(3, device=device_type)).detach()
     embedding(torch.arange(3, device=device_type)).sum().backward()
     optimizer.step()
     after = embedding(torch.arange(3, device=device_type)).detach()
@@ -53,13 +68,23 @@ def test_hbm_limits_of_rows_and_states():
     assert HbmLimits(None, 100 * 128).hbm_bytes(memory, 32) == memory.index_bytes + 100 * 192
 
 
-def test_the_largest_capacity_fits_and_a_larger_one_does_not(monkeypatch):
-    monkeypatch.setattr("torchrec_hkv.nn.capacity.host_memory", lambda: (1 << 30, 1 << 40))
-    shape = Shape(3, 16, 32, "lru", HbmLimits(), torch.device("cpu"))
-    most = shape.most_rows(10**9)
+def test_the_largest_capacity_fits_and_a_larger_one_does_not():
+    shape = Shape(3, 16, 32, "lru", HbmLimits(), torch.device("cpu"), 64)
+    most = shape.most_rows(10**9, 0, 1 << 30)
     assert 3 * shape.memory(most).bytes <= 0.9 * (1 << 30)
-    assert 3 * shape.memory(most + most // 500).bytes > 0.9 * (1 << 30)
-    assert shape.most_rows(most // 2) == most // 2
+    # Capacities are rounded up by a sixteenth at most, as they grow from 64 rows.
+    assert 3 * shape.memory(most).bytes > 0.9 * (1 << 30) * 15 / 16
+    assert shape.most_rows(most // 2, 0, 1 << 30) == most // 2
+
+
+def test_an_index_as_large_as_its_limit_is_rounded_down_not_refused():
+    """A GPU with little memory for much host memory: the index decides, which is always in HBM."""
+    for first in (64, 1000, 65_536, 1_000_000):
+        device = torch.device("cuda", 0)
+        shape = Shape(1, 64, 128, "lru", HbmLimits(GIB), device, first)
+        most = shape.most_rows(10**9, 1 << 40, 1 << 45)
+        assert shape.memory(most).least_hbm_bytes <= GIB
+        assert most > 0.9 * GIB / 14
 
 
 @pytest.mark.gpu

@@ -29,6 +29,11 @@ def gib_to_bytes(what: str, size: float | None) -> int | None:
     return int(size * GIB)
 
 
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free now: of the GPU's memory, 0 on a CPU, and of host memory."""
+    return gpu_memory(device)[0] if device.type == "cuda" else 0, host_memory()[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class HbmLimits:
     """What one table may take of a GPU's memory.
@@ -64,6 +69,7 @@ class Shape:
         eviction: their policy.
         limits: of each.
         device: of all.
+        initial_capacity: rows that each has memory for at first, which tells how it is rounded.
     """
 
     tables: int
@@ -72,25 +78,29 @@ class Shape:
     eviction: str
     limits: HbmLimits
     device: torch.device
+    initial_capacity: int
 
-    def memory(self, capacity: int, initial_capacity: int | None = None) -> TableMemory:
+    def memory(self, capacity: int) -> TableMemory:
         """Of one table."""
+        first = min(capacity, self.initial_capacity)
         return table_memory(
-            capacity, self.dim, self.state_width, self.eviction, initial_capacity=initial_capacity
+            capacity, self.dim, self.state_width, self.eviction, initial_capacity=first
         )
 
-    def hbm_bytes(self, capacity: int, initial_capacity: int | None = None) -> int | None:
+    def hbm_bytes(self, capacity: int) -> int | None:
         """What one table may take of a GPU's memory; None: all that it needs."""
-        return self.limits.hbm_bytes(self.memory(capacity, initial_capacity), self.state_width)
+        return self.limits.hbm_bytes(self.memory(capacity), self.state_width)
 
-    def most_rows(self, capacity: int) -> int:
-        """Rows that each can hold here, at most ``capacity``; 0 where not even one fits.
+    def most_rows(self, capacity: int, hbm_free: int, host_free: int) -> int:
+        """Rows that each can hold, at most ``capacity``; 0 where not even one fits.
 
-        All together may take nine tenths of the memory that is free now.
+        Args:
+            capacity: rows asked for.
+            hbm_free: bytes of the GPU's memory, of which all together may take nine tenths.
+            host_free: the same of host memory.
         """
         on_gpu = self.device.type == "cuda"
-        hbm = _SHARE * gpu_memory(self.device)[0] if on_gpu else 0.0
-        host = _SHARE * host_memory()[0]
+        hbm, host = _SHARE * hbm_free, _SHARE * host_free
 
         def fits(rows: int) -> bool:
             memory = self.memory(rows)

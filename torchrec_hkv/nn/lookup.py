@@ -58,7 +58,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tables: Tables, found: Found) -> Tensor:
         """Rows, ``[batch_size, tables * dim]``."""
-        ctx.tables, ctx.group, ctx.found = tables, tables.group, found
+        ctx.tables, ctx.handle, ctx.found = tables, tables.group.handle, found
         return tables.rows(found)
 
     @staticmethod
@@ -66,7 +66,7 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of the anchor, see :mod:`torchrec_hkv.nn.marker`."""
         tables: Tables = ctx.tables
-        if ctx.group is not tables.group:
+        if ctx.handle != tables.group.handle:
             raise RuntimeError(
                 "The backward of a lookup came after its table was moved, loaded, or given to "
                 "another optimizer: look up again."

@@ -164,8 +164,10 @@ class TableModule(nn.Module):
             dataclasses.replace(held, states=held.states[:, :0]) for held in self._tables.contents()
         ]
         plan = dataclasses.replace(plan, optimizer=optimizer, limits=limits)
-        steps = torch.zeros_like(self._tables.group.optimizer_steps)
-        self._tables.replace(plan, stateless, steps=steps)
+        self._tables.check_no_gradients()
+        if plan != self._tables.plan or optimizer.state_width(self.embedding_dim) > 0:
+            steps = torch.zeros_like(self._tables.group.optimizer_steps)
+            self._tables.replace(plan, stateless, steps=steps)
         self._tables.is_trained = True
         self._owner = owner
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table import Initializer, Optimizer, TableGroup, TableSpec
 from torchrec_hkv.hash_table.accumulation import Round, as_one_batch
 from torchrec_hkv.nn import contents
-from torchrec_hkv.nn.capacity import HbmLimits, Shape
+from torchrec_hkv.nn.capacity import HbmLimits, Shape, free_memory
 from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
 from torchrec_hkv.nn.lookup import Found, Interval, Lookup
@@ -279,8 +279,9 @@ class Tables:
     ) -> None:
         """Makes the tables anew, with what they hold or something else in them.
 
-        Optimizer states start from zeros where the optimizer is another. Takes memory for the old
-        tables and the new ones meanwhile; where that fails, all is as before.
+        Optimizer states start from zeros where the optimizer is another. Unless the tables are
+        empty it takes memory for the old and the new ones meanwhile; where it fails, all is as
+        before.
 
         Args:
             plan: of the new tables.
@@ -293,16 +294,40 @@ class Tables:
             ValueError: the tables can't be made so.
         """
         self.check_no_gradients()
+        before, was_empty = self.plan, not any(self.group.sizes())
+        held = self.contents() if loaded is None else loaded
+        clock_before, steps_before = self.group.clock, self.group.optimizer_steps.clone()
+        if was_empty:  # nothing to lose: its memory may be needed
+            del self.group, self._gradients
+        try:
+            made = self._made_anew(
+                plan,
+                held,
+                clock_before if clock is None else clock,
+                steps_before if steps is None else steps,
+            )
+        except BaseException:
+            if was_empty:
+                made = _make(before)
+                made[0].set_clock(clock_before)
+                made[0].optimizer_steps.copy_(steps_before)
+                self._set(before, *made)
+            raise
+        self._set(plan, *made)
+
+    def _made_anew(
+        self, plan: Plan, held: Sequence[Contents], clock: int, steps: Tensor
+    ) -> tuple[TableGroup, int]:
         group, capacity = _make(plan)
-        group.set_clock(self.group.clock if clock is None else clock)
+        group.set_clock(clock)
         keeps_states = plan.optimizer == self.plan.optimizer
-        for table, held in enumerate(self.contents() if loaded is None else loaded):
+        for table, of_table in enumerate(held):
             if not keeps_states:
-                held = dataclasses.replace(held, states=held.states[:, :0])
-            contents.put(group, table, held)
+                of_table = dataclasses.replace(of_table, states=of_table.states[:, :0])
+            contents.put(group, table, of_table)
         if keeps_states:
-            group.optimizer_steps.copy_(self.group.optimizer_steps if steps is None else steps)
-        self._set(plan, group, capacity)
+            group.optimizer_steps.copy_(steps)
+        return group, capacity
 
     def check_no_gradients(self) -> None:
         """Raises RuntimeError where gradients are held, which belong to the tables as they are."""
@@ -318,8 +343,16 @@ class Tables:
 def _make(plan: Plan) -> tuple[TableGroup, int]:
     """A group, and the capacity of its tables."""
     width = plan.optimizer.state_width(plan.dim)
-    shape = Shape(len(plan.names), plan.dim, width, plan.eviction, plan.limits, plan.device)
-    capacity = shape.most_rows(plan.max_capacity)
+    shape = Shape(
+        len(plan.names),
+        plan.dim,
+        width,
+        plan.eviction,
+        plan.limits,
+        plan.device,
+        plan.initial_capacity,
+    )
+    capacity = shape.most_rows(plan.max_capacity, *free_memory(plan.device))
     what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
     if capacity < plan.initial_capacity:
         raise ValueError(
@@ -339,7 +372,7 @@ def _make(plan: Plan) -> tuple[TableGroup, int]:
             capacity=capacity,
             dim=plan.dim,
             eviction=plan.eviction,
-            hbm_bytes=shape.hbm_bytes(capacity, plan.initial_capacity),
+            hbm_bytes=shape.hbm_bytes(capacity),
             seed=plan.seed,
             initializer=plan.initializer,
             initial_capacity=plan.initial_capacity,
