@@ -1,6 +1,7 @@
 """A billion ids in one embedding on one GPU, within bytes that are stated before.
 
     python examples/billion_ids.py                       # an H200: 10^9 ids, rows of 16
+    python examples/billion_ids.py --optimizer adagrad --max-hbm-gb 110
     python examples/billion_ids.py --ids 1000000 --device cpu
 
 Every id is looked up once and trained: the ids are a permutation of the integers, in no order. Then
@@ -45,6 +46,12 @@ def parse_arguments() -> argparse.Namespace:
         "--batch-size", type=positive, default=1 << 21, help="ids a step (default: %(default)s)"
     )
     parser.add_argument(
+        "--max-hbm-gb",
+        type=positive,
+        metavar="GIB",
+        help="of the GPU's memory; what is beyond lies in host memory (default: all in the GPU's)",
+    )
+    parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cuda" if torch.cuda.is_available() else "cpu",
@@ -68,7 +75,13 @@ def make(
     """
     try:
         embedding = HierarchicalHashEmbedding(
-            arguments.dim, capacity, capacity, grad_buffer_hbm_gb=8, seed=0, device=arguments.device
+            arguments.dim,
+            capacity,
+            capacity,
+            arguments.max_hbm_gb,
+            grad_buffer_hbm_gb=8,
+            seed=0,
+            device=arguments.device,
         )
         if arguments.optimizer == "sgd":
             return embedding, HKVOptimizer(embedding, lr=LEARNING_RATE)
@@ -154,7 +167,10 @@ def main() -> None:
         f" {counted['refused']:,}"
     )
     off = f"{taken / stated - 1:+.2%} of what was stated"
-    print(f"took {format_bytes(taken)} ({taken:,} bytes), {off}")
+    tiers = (
+        f"{format_bytes(group.hbm_bytes(0))} of HBM, {format_bytes(group.host_bytes(0))} of host"
+    )
+    print(f"took {format_bytes(taken)} ({taken:,} bytes: {tiers} memory), {off}")
     print(f"largest error of a row {error:.1e}; {ids / seconds:,.0f} ids/s trained")
     if counted["size"] != ids or error > 1e-5 or abs(taken - stated) > 0.05 * stated:
         raise DataError("The table does not hold what it should.")

@@ -17,7 +17,7 @@ def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type):
     assert done.returncode == 0, done.stderr
     assert "held 50,000 of 50,000 ids" in done.stdout
     assert "evicted 0, refused 0" in done.stdout
-    stated, taken = re.findall(r"\(([0-9,]+) bytes\)", done.stdout)
+    stated, taken = re.findall(r"\(([0-9,]+) bytes[):]", done.stdout)
     stated, taken = (int(text.replace(",", "")) for text in (stated, taken))
     per_row = 14 + 4 * 16 * (2 if optimizer == "adagrad" else 1)
     assert stated == pytest.approx(50_000 / 0.9 * per_row, rel=0.01)
