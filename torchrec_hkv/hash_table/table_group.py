@@ -32,6 +32,17 @@ _EVICTIONS = {
     "epoch_lfu": _C.Eviction.EPOCH_LFU,
     "customized": _C.Eviction.CUSTOMIZED,
 }
+#: What :meth:`TableGroup.device_counters` gives of a table.
+DEVICE_COUNTS = (
+    "lookups",
+    "hits",
+    "inserted",
+    "evicted",
+    "refused",
+    "unadmitted",
+    "expired",
+    "size",
+)
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -42,8 +53,6 @@ Pin = _C.Pin
 
 _SIGN_BIT = -(1 << 63)
 _COUNTERS = ("lookups", "misses", "inserted", "evicted", "refused", "unadmitted", "expired")
-#: What :meth:`TableGroup.device_counters` gives of a table.
-COUNTS = ("lookups", "hits", *_COUNTERS[2:], "size")
 #: The column of the counters that strict tables watch.
 _CROWDED = 7
 
@@ -471,17 +480,21 @@ class TableGroup:
         ``refused`` those that found no place, ``unadmitted`` those that were not admitted;
         ``expired`` are entries that left for their age. Waits for the device.
         """
-        counted = self.device_counters().tolist()
-        return [
-            {**dict(zip(COUNTS, row, strict=True)), "capacity": self._group.full_slots(table)}
-            for table, row in enumerate(counted)
-        ]
+        sizes = self._group.sizes().tolist()  # first: waits for calls on other streams too
+        counts = self._group.counters.tolist()
+        result = []
+        for table, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+            counted = dict(zip(_COUNTERS, count[: len(_COUNTERS)], strict=True))
+            counted["hits"] = counted["lookups"] - counted.pop("misses")
+            result.append({**counted, "size": size, "capacity": self._group.full_slots(table)})
+        return result
 
     def device_counters(self) -> Tensor:
-        """:data:`COUNTS` of each table, int64 ``[tables, 8]`` on the device; waits for nothing."""
+        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 8]`` on the device; no wait."""
         sizes = self._group.sizes().to(self.device)  # first: in order with other streams
-        lookups, misses, *others = self._group.counters.unbind(1)[: len(_COUNTERS)]
-        return torch.stack([lookups, lookups - misses, *others, sizes], dim=1)
+        counted = dict(zip(_COUNTERS, self._group.counters.unbind(1), strict=False))
+        counted |= {"hits": counted["lookups"] - counted["misses"], "size": sizes}
+        return torch.stack([counted[name] for name in DEVICE_COUNTS], dim=1)
 
     def hbm_bytes(self, table: int) -> int:
         """Bytes a table takes of a GPU's memory."""
