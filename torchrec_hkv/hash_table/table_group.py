@@ -33,16 +33,8 @@ _EVICTIONS = {
     "customized": _C.Eviction.CUSTOMIZED,
 }
 #: What :meth:`TableGroup.device_counters` gives of a table.
-DEVICE_COUNTS = (
-    "lookups",
-    "hits",
-    "inserted",
-    "evicted",
-    "refused",
-    "unadmitted",
-    "expired",
-    "size",
-)
+DEVICE_COUNTS = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted")
+DEVICE_COUNTS += ("expired", "size")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
