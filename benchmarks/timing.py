@@ -31,3 +31,29 @@ def median_ms(call: Callable[[T], object], inputs: Iterable[T], device: torch.de
             call(item)
             times.append(1000 * (time.perf_counter() - begin_s))
     return statistics.median(times[2:])
+
+
+def steps_ms(step: Callable[[int], object], steps: int, device: torch.device) -> float:
+    """Median milliseconds a step of five rounds of ``steps`` steps back to back, after three more.
+
+    Args:
+        step: is given its number.
+        steps: of a round.
+        device: where they run.
+    """
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for at in range(3):
+        step(at)
+    times = []
+    for _ in range(5):
+        wait()
+        begin = time.perf_counter()
+        for at in range(steps):
+            step(at)
+        wait()
+        times.append(1000 * (time.perf_counter() - begin) / steps)
+    return statistics.median(times)

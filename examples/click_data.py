@@ -1,8 +1,9 @@
 """Click logs for the examples: who saw what, when, and whether they liked it.
 
-Three formats are read: MovieLens-100K as it lies inside the ``recbole`` wheel (or its ``.inter``
-file by itself), MovieTweetings (``.dat``) and the Criteo sample (``.npz``). All of them become one
-:class:`ClickLog`, in order of time.
+Read are MovieLens-100K as it lies inside the ``recbole`` wheel (or its ``.inter`` file by itself),
+MovieTweetings (``.dat``), and Criteo: the published text files (of the Kaggle challenge and of the
+terabyte log, gzipped or not) and arrays (``.npz``). All of them become one :class:`ClickLog`, in
+order of time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import zipfile
 from pathlib import Path
 
+import criteo_text
 import numpy as np
 
 MOVIELENS_MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
@@ -49,12 +51,14 @@ class ClickLog:
         labels: float32 ``[rows]``, 0 or 1.
         dense: float32 ``[rows, features]``.
         columns: the categorical columns.
+        seconds: int64 ``[rows]``, the time of each, where it is known.
     """
 
     name: str
     labels: np.ndarray
     dense: np.ndarray
     columns: list[Column]
+    seconds: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -65,7 +69,11 @@ class ClickLog:
             dataclasses.replace(c, ids=c.ids[:rows], present=c.present[:rows]) for c in self.columns
         ]
         return dataclasses.replace(
-            self, labels=self.labels[:rows], dense=self.dense[:rows], columns=columns
+            self,
+            labels=self.labels[:rows],
+            dense=self.dense[:rows],
+            columns=columns,
+            seconds=None if self.seconds is None else self.seconds[:rows],
         )
 
 
@@ -77,8 +85,12 @@ def mix64(ids: np.ndarray) -> np.ndarray:
     return (x ^ (x >> np.uint64(31))).view(np.int64)
 
 
-def read(path: Path) -> ClickLog:
+def read(path: Path, limit: int | None = None) -> ClickLog:
     """Reads a click log; the format follows from the file's name.
+
+    Args:
+        path: of the file.
+        limit: earliest rows to keep; all by default.
 
     Raises:
         DataError: the file is missing, or is not what its name says.
@@ -91,11 +103,14 @@ def read(path: Path) -> ClickLog:
     }
     if not path.is_file():
         raise DataError(f"There is no data file {path}.")
-    if path.suffix not in readers:
-        raise DataError(
-            f"{path.name} is of an unknown format; known are {', '.join(sorted(readers))}."
-        )
-    return readers[path.suffix](path)
+    if path.suffix in criteo_text.SUFFIXES:
+        log = criteo_log(*criteo_text.read(path, limit, DataError))
+    elif path.suffix in readers:
+        log = readers[path.suffix](path)
+    else:
+        known = sorted({*readers, *filter(None, criteo_text.SUFFIXES)})
+        raise DataError(f"{path.name} is of an unknown format; known are {', '.join(known)}.")
+    return log if limit is None else log.first(limit)
 
 
 def read_movielens_wheel(path: Path) -> ClickLog:
@@ -162,6 +177,7 @@ def ratings(name: str, rows: np.ndarray, liked_from: int) -> ClickLog:
             Column("movie", mix64(movie), always, open_ended=True),
             Column("hour", hour, always, open_ended=False),
         ],
+        seconds=seconds,
     )
 
 
@@ -177,6 +193,11 @@ def read_criteo(path: Path) -> ClickLog:
             raise DataError(
                 f"{path.name}: '{key}' must be of shape {(len(label), *shape)}, not {array.shape}."
             )
+    return criteo_log(label, dense, cat)
+
+
+def criteo_log(label: np.ndarray, dense: np.ndarray, cat: np.ndarray) -> ClickLog:
+    """A log of Criteo's columns, in which -1 is an id that is missing."""
     # Counts with a long tail; a missing one is a zero.
     dense = np.log1p(np.maximum(np.nan_to_num(dense), 0))
     columns = []

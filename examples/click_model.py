@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from click_data import ClickLog, Column
+from deepfm import DeepFM
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
@@ -28,6 +29,7 @@ from torchrec_hkv.hash_table import Uniform, initial_rows
 DIM = 16
 DENSE_LAYERS = [32, 16]
 OVER_LAYERS = [64, 32, 1]
+DEEP_LAYERS = [64, 32]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Variant:
         kernel: ``fused``, TorchRec's own, or ``hkv``.
         rows: rows of a table for each id of its column.
         hashed: ids share the rows of a stock table by hashing.
+        eviction: of hash tables.
+        expire_after: of hash tables.
     """
 
     key: str
@@ -47,10 +51,12 @@ class Variant:
     kernel: str
     rows: float
     hashed: bool = False
+    eviction: str = "lfu"
+    expire_after: int | None = None
 
     def num_embeddings(self, column: Column) -> int:
         ids = len(np.unique(column.ids[column.present]))
-        return max(1, round(ids * self.rows)) if column.open_ended else ids
+        return max(1, round(ids * self.rows) if column.open_ended else ids)
 
     def encode(self, column: Column) -> torch.Tensor:
         """The ids as this variant's table takes them: int64 ``[rows of the log]``."""
@@ -77,7 +83,7 @@ VARIANTS = [
 
 def init_bound(column: Column) -> float:
     """Rows start uniformly between minus and plus this, whatever the number of rows."""
-    return len(np.unique(column.ids[column.present])) ** -0.5
+    return max(1, len(np.unique(column.ids[column.present]))) ** -0.5
 
 
 def build(
@@ -86,8 +92,9 @@ def build(
     device: torch.device,
     seed: int,
     row_learning_rate: float,
+    architecture: str = "dlrm",
 ) -> DistributedModelParallel:
-    """Plans and shards the model; the plan is printed on rank 0."""
+    """Plans and shards the model, a ``"dlrm"`` or ``"deepfm"``; the plan is printed on rank 0."""
     torch.manual_seed(seed)
     tables = [
         EmbeddingBagConfig(
@@ -100,13 +107,12 @@ def build(
         )
         for column in log.columns
     ]
-    model = DLRM(
-        embedding_bag_collection=EmbeddingBagCollection(tables, device=torch.device("meta")),
-        dense_in_features=log.dense.shape[1],
-        dense_arch_layer_sizes=DENSE_LAYERS,
-        over_arch_layer_sizes=OVER_LAYERS,
-        dense_device=device,
-    )
+    collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    dense_features = log.dense.shape[1]
+    if architecture == "deepfm":
+        model = DeepFM(collection, dense_features, DEEP_LAYERS, device)
+    else:
+        model = DLRM(collection, dense_features, DENSE_LAYERS, OVER_LAYERS, device)
     apply_optimizer_in_backward(
         RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": row_learning_rate}
     )
@@ -131,7 +137,7 @@ def constraint(column: Column, variant: Variant, seed: int) -> ParameterConstrai
     return ParameterConstraints(
         sharding_types=["row_wise"],
         compute_kernels=["hkv"],
-        options=HKVOptions(eviction="lfu", seed=seed),
+        options=HKVOptions(eviction=variant.eviction, seed=seed, expire_after=variant.expire_after),
     )
 
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from click_batches import ClickBatch, ClickBatches
 from click_data import ClickLog
 from click_model import Variant, build
-from report import Progress
 from torch import nn
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_hkv.metrics import ConsoleLine, TensorBoard, Watch
 from torchrec_hkv.sharding import table_counters
 
 ROW_LEARNING_RATE = 0.05
 DENSE_LEARNING_RATE = 1e-3
-# Batches between two refreshes of the progress line, which sums counters over the ranks.
+# Of the rows, in time; the others are the test.
+TRAIN_SHARE = 0.8
+# Batches between two refreshes of the progress line, which sums metrics over the ranks.
 REFRESH = 8
 # The progress line's loss and AUC are of so many last batches, each judged before training on it.
 WINDOW = 16
@@ -33,6 +37,8 @@ class Settings:
     batch_size: int
     seed: int
     device: torch.device
+    tensorboard: Path | None = None
+    architecture: str = "dlrm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +57,13 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
     """Trains on the rows before ``split`` and tests on the others."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = settings.device
-    model = build(log, variant, device, settings.seed, ROW_LEARNING_RATE)
+    model = build(log, variant, device, settings.seed, ROW_LEARNING_RATE, settings.architecture)
     batches = ClickBatches(log, variant, device, rank, world_size)
     steps = settings.epochs * (split // settings.batch_size)
     started = time.perf_counter()
-    with Progress(variant.title, steps, settings.batch_size, shown=rank == 0) as progress:
-        loss = train(model, training_batches(batches, split, settings), progress)
+    folder = settings.tensorboard / variant.key if settings.tensorboard and rank == 0 else None
+    with Reporter(model, variant, steps, folder) as reporter:
+        loss = train(model, training_batches(batches, split, settings), reporter)
     seconds = time.perf_counter() - started
     counters = hash_table_counters(model, device)
     test = range(split, len(log))
@@ -77,7 +84,44 @@ def training_batches(batches: ClickBatches, split: int, settings: Settings) -> I
         yield from batches.shuffled(range(split), settings.batch_size, seed)
 
 
-def train(model: nn.Module, batches: Iterable[ClickBatch], progress: Progress) -> float:
+class Reporter:
+    """The progress line of a run, and its TensorBoard where a folder is named."""
+
+    def __init__(self, model: nn.Module, variant: Variant, steps: int, folder: Path | None) -> None:
+        self.steps = steps
+        self.line = ConsoleLine(variant.title, steps, shown=dist.get_rank() == 0)
+        self.board = None if folder is None else TensorBoard(folder)
+        sinks = [self.line] if self.board is None else [self.line, self.board]
+        self.watch = None
+        if variant.kernel == "hkv":
+            self.watch = Watch(model, REFRESH, sinks, dist.group.WORLD)
+        self.samples = 0
+
+    def __enter__(self) -> Reporter:
+        with contextlib.ExitStack() as stack:
+            for part in (self.line, self.board, self.watch):
+                if part is not None:
+                    stack.enter_context(part)
+            self._parts = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._parts.__exit__(*error)
+
+    def step(self, samples: int) -> None:
+        """After each step, with the rows of it over all ranks."""
+        self.samples += samples
+        if self.watch is not None:
+            self.watch.step()
+
+    def quality(self, step: int, loss: float, auc: float) -> None:
+        """Loss and AUC of a step."""
+        self.line.update(step, self.samples, loss=loss, AUC=auc)
+        if self.board is not None:
+            self.board.scalars(step, loss=loss, AUC=auc)
+
+
+def train(model: nn.Module, batches: Iterable[ClickBatch], reporter: Reporter) -> float:
     """Returns the mean loss of the last batches."""
     model.train()
     # The rows are not among these: their optimizer runs in the backward.
@@ -91,10 +135,10 @@ def train(model: nn.Module, batches: Iterable[ClickBatch], progress: Progress) -
         nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
         dense_optimizer.step()
         recent.append((logits.detach(), batch.labels))
-        if step % REFRESH == 0 or step == progress.steps:
+        reporter.step(len(batch.labels) * dist.get_world_size())
+        if step % REFRESH == 0 or step == reporter.steps:
             loss, auc = recent_quality(recent)
-            counters = hash_table_counters(model, logits.device)
-            progress.update(step, loss, auc, counters)
+            reporter.quality(step, loss, auc)
     return loss
 
 

@@ -1,18 +1,15 @@
-"""What the example shows: a live progress line, a table at the end, a JSON file."""
+"""What an example shows at the end: a table, a JSON file."""
 
 from __future__ import annotations
 
 import json
 import platform
-import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from torchrec_hkv._version import __version__
 
@@ -21,52 +18,6 @@ if TYPE_CHECKING:
     from click_training import Result, Settings
 
 PACKAGES = ["torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torch"]
-
-
-class Progress:
-    """One line for one run: redrawn on a terminal, printed once at the end elsewhere."""
-
-    def __init__(self, title: str, steps: int, batch_size: int, shown: bool) -> None:
-        self.title = title
-        self.steps = steps
-        self.batch_size = batch_size
-        self.shown = shown
-        self.live = shown and sys.stderr.isatty()
-        self.counters: dict[str, int] = {}
-        self.line = ""
-
-    def __enter__(self) -> Progress:
-        self.started = time.perf_counter()
-        self.bar = tqdm(
-            total=self.steps,
-            disable=not self.live,
-            bar_format="{desc}: {percentage:3.0f}%{postfix}",
-            desc=self.title,
-            dynamic_ncols=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-        if self.shown and not self.live and self.line:
-            print(f"{self.title}: {self.line}", flush=True)
-
-    def update(self, step: int, loss: float, auc: float, counters: dict[str, int]) -> None:
-        """Counters are totals since the start of the run; the line shows rates since the last."""
-        speed = step * self.batch_size / (time.perf_counter() - self.started)
-        parts = [f"{speed:,.0f} samples/s", f"loss {loss:.4f}", f"AUC {auc:.4f}"]
-        if counters:
-            lookups = counters["lookups"] - self.counters.get("lookups", 0)
-            hits = counters["hits"] - self.counters.get("hits", 0)
-            parts += [
-                f"hit rate {hits / max(1, lookups):.1%}",
-                f"load factor {counters['size'] / counters['capacity']:.2f}",
-                f"evictions {counters['evicted']:,}",
-            ]
-        self.counters = counters
-        self.line = ", ".join(parts)
-        self.bar.set_postfix_str(self.line, refresh=False)
-        self.bar.update(step - self.bar.n)
 
 
 COLUMNS = ["run", "rows", "test AUC", "hit rate", "load", "evictions"]

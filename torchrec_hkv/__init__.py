@@ -5,6 +5,14 @@ from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend
 from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
 from torchrec_hkv.hash_table import HashTable
+from torchrec_hkv.nn import (
+    HierarchicalHashEmbedding,
+    HKVAdagrad,
+    HKVAdamOptimizer,
+    HKVOptimizer,
+    HKVSparseAdam,
+    MultiTableHKVEmbedding,
+)
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec_hkv.sharding import accumulate_gradients, get_default_sharders
 
@@ -12,8 +20,14 @@ register_backend(HKVBackend())
 
 __all__ = [
     "EmbeddingShardingPlanner",
+    "HKVAdagrad",
+    "HKVAdamOptimizer",
+    "HKVOptimizer",
     "HKVOptions",
+    "HKVSparseAdam",
     "HashTable",
+    "HierarchicalHashEmbedding",
+    "MultiTableHKVEmbedding",
     "ParameterConstraints",
     "__version__",
     "accumulate_gradients",

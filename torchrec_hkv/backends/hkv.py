@@ -316,6 +316,12 @@ class HKVLookup(GroupLookup):
         """
         self._group.reserve(self._index[name], rows)
 
+    def device_counters(self) -> tuple[Sequence[str], Tensor]:
+        return list(self._index), self._group.device_counters()
+
+    def capacity(self, name: str) -> int:
+        return self._group.full_slots(self._index[name])
+
     def memory(self, name: str) -> StorageBytes:
         """Bytes the table takes on this rank."""
         index = self._index[name]

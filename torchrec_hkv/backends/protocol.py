@@ -188,6 +188,23 @@ class GroupLookup(nn.Module, abc.ABC):
         ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``,
         ``size``, ``capacity``."""
 
+    def device_counters(self) -> tuple[Sequence[str], torch.Tensor] | None:
+        """The counts of all tables without a wait, None where they can't be had so; the default.
+
+        Returns:
+            Names, and int64 ``[tables, 8]`` on the tables' device: ``lookups``, ``hits``,
+            ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``size``.
+        """
+        return None
+
+    def capacity(self, name: str) -> int:
+        """Rows a table may hold on this rank; 0, the default, where that has no meaning."""
+        return 0
+
+    def memory(self, name: str) -> StorageBytes:
+        """Bytes a table takes on this rank at present; none by default."""
+        return StorageBytes(hbm=0, host=0)
+
 
 class Backend(abc.ABC):
     """One kind of table."""

@@ -22,8 +22,8 @@ _ops = torch.ops.torchrec_hkv
 
 
 @dataclasses.dataclass(frozen=True)
-class _Round:
-    """One backward: arguments of ``update_rows``, and the pin of its slots."""
+class Round:
+    """One backward: arguments of ``update_rows``, and what pins its slots."""
 
     grad: Tensor
     ids: Tensor
@@ -33,7 +33,7 @@ class _Round:
     growths: int  # of the group, when the slots were found
     batch_size: int
     mean: bool
-    pin: _C.Pin  # keeps the rows of the slots
+    pin: Any  # while it is there, the rows of the slots stay
 
 
 class Accumulator:
@@ -47,7 +47,7 @@ class Accumulator:
     def __init__(self, group: _C.TableGroup, optimizer: Optimizer | None) -> None:
         self.group = group
         self.optimizer = optimizer
-        self._rounds: list[_Round] = []
+        self._rounds: list[Round] = []
         self._holds = False
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class Accumulator:
         """
         return _HeldLookup.apply(anchor, weights, self, self._holds, *args)
 
-    def add(self, backward: _Round) -> None:
+    def add(self, backward: Round) -> None:
         """Holds one more."""
         self._rounds.append(backward)
 
@@ -84,17 +84,17 @@ class Accumulator:
         group = self.group
         if self.optimizer is not None:
             rounds = [self._present(held) for held in rounds]
-            merged = _merged(rounds, group.num_features)
-            _ops.update_rows(group.counters, group.handle, *merged, learning_rate, len(rounds))
+            batch = as_one_batch(rounds, group.num_features)
+            _ops.update_rows(group.counters, group.handle, *batch, learning_rate, len(rounds))
         # With the rounds go their pins.
 
-    def _present(self, held: _Round) -> _Round:
+    def _present(self, held: Round) -> Round:
         args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size)
-        return dataclasses.replace(held, slots=_present_slots(self.group, *args)[0])
+        return dataclasses.replace(held, slots=slots_at_present(self.group, *args)[0])
 
 
-def _present_slots(
-    group: _C.TableGroup,
+def slots_at_present(
+    group: Any,
     slots: Tensor,
     growths: int,
     ids: Tensor,
@@ -104,6 +104,14 @@ def _present_slots(
     """Slots, found again where a table has grown since; and the growths that they are of.
 
     What is pinned is still there. What had no slot stays without one.
+
+    Args:
+        group: a TableGroup, in Python or the extension's.
+        slots: as they were found.
+        growths: of the group, then.
+        ids: of the slots; the other arguments as for ``TableGroup.find``.
+        offsets: likewise.
+        batch_size: likewise.
     """
     now = group.growths
     if now == growths:
@@ -130,7 +138,7 @@ class _HeldLookup(torch.autograd.Function):
     ) -> Tensor:
         group = accumulator.group
         ctx.accumulator, ctx.holds, ctx.learning_rate = accumulator, holds, learning_rate
-        slots, ctx.growths = _present_slots(group, slots, pin.growths, ids, offsets, batch_size)
+        slots, ctx.growths = slots_at_present(group, slots, pin.growths, ids, offsets, batch_size)
         ctx.save_for_backward(ids, offsets, slots, weights)
         ctx.batch_size, ctx.mean = batch_size, mean
         ctx.pin = pin
@@ -144,7 +152,7 @@ class _HeldLookup(torch.autograd.Function):
         ids, offsets, slots, weights = ctx.saved_tensors
         accumulator: Accumulator = ctx.accumulator
         where = (slots, ctx.growths, ids, offsets, ctx.batch_size)
-        slots, growths = _present_slots(accumulator.group, *where)
+        slots, growths = slots_at_present(accumulator.group, *where)
         optimizer = accumulator.optimizer
         # A copy: the gradient's memory may be used again.
         bound = None if optimizer is None else optimizer.clip_output
@@ -158,7 +166,7 @@ class _HeldLookup(torch.autograd.Function):
         if weights is not None:
             weights = weights.detach()
         accumulator.add(
-            _Round(grad, ids, offsets, weights, slots, growths, ctx.batch_size, ctx.mean, ctx.pin)
+            Round(grad, ids, offsets, weights, slots, growths, ctx.batch_size, ctx.mean, ctx.pin)
         )
         ctx.pin = None
         if not ctx.holds:
@@ -166,8 +174,17 @@ class _HeldLookup(torch.autograd.Function):
         return (None, weights_grad, *[None] * 9)
 
 
-def _merged(rounds: list[_Round], features: int) -> tuple[Any, ...]:
-    """One batch of all: grad, ids, offsets, weights, slots, batch_size, mean. Asks no device."""
+def as_one_batch(rounds: list[Round], features: int) -> tuple[Any, ...]:
+    """One batch of all: grad, ids, offsets, weights, slots, batch_size, mean. Asks no device.
+
+    Args:
+        rounds: at least one.
+        features: of their group.
+    """
+    if len(rounds) == 1:
+        (held,) = rounds
+        batch = (held.grad, held.ids, held.offsets, held.weights, held.slots)
+        return (*batch, held.batch_size, held.mean)
     batch_size = max(held.batch_size for held in rounds)
     starts, first = [], 0
     for held in rounds:
@@ -195,7 +212,7 @@ def _merged(rounds: list[_Round], features: int) -> tuple[Any, ...]:
     )
 
 
-def _starts(held: _Round, batch_size: int, features: int) -> Tensor:
+def _starts(held: Round, batch_size: int, features: int) -> Tensor:
     """Where the bags of a batch start, with empty ones up to ``batch_size`` a feature."""
     size = held.batch_size
     if size == batch_size:

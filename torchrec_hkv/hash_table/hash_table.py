@@ -128,6 +128,11 @@ class HashTable:
         return self._group.device
 
     @property
+    def group(self) -> TableGroup:
+        """The group that has this table alone."""
+        return self._group
+
+    @property
     def epoch(self) -> int:
         """The epoch of the calls to come, 0 to 2^32 - 1, for the epoch policies. To be set."""
         return self._epoch

@@ -32,6 +32,9 @@ _EVICTIONS = {
     "epoch_lfu": _C.Eviction.EPOCH_LFU,
     "customized": _C.Eviction.CUSTOMIZED,
 }
+#: What :meth:`TableGroup.device_counters` gives of a table.
+DEVICE_COUNTS = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted")
+DEVICE_COUNTS += ("expired", "size")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -171,6 +174,16 @@ class TableGroup:
     def num_slots(self) -> int:
         """Slots of all tables at their full capacities; slot numbers are below this."""
         return self._group.num_slots
+
+    @property
+    def growths(self) -> int:
+        """How often tables have grown so far; slots found before are not valid any more."""
+        return self._group.growths
+
+    @property
+    def num_features(self) -> int:
+        """Features of a lookup."""
+        return self._group.num_features
 
     def present_slots(self, table: int) -> int:
         """Slots that a table has at present; it grows up to its capacity."""
@@ -487,6 +500,13 @@ class TableGroup:
             counted["hits"] = counted["lookups"] - counted.pop("misses")
             result.append({**counted, "size": size, "capacity": self._group.full_slots(table)})
         return result
+
+    def device_counters(self) -> Tensor:
+        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 8]`` on the device; no wait."""
+        sizes = self._group.sizes().to(self.device)  # first: in order with other streams
+        counted = dict(zip(_COUNTERS, self._group.counters.unbind(1), strict=False))
+        counted |= {"hits": counted["lookups"] - counted["misses"], "size": sizes}
+        return torch.stack([counted[name] for name in DEVICE_COUNTS], dim=1)
 
     def hbm_bytes(self, table: int) -> int:
         """Bytes a table takes of a GPU's memory."""

@@ -1,0 +1,62 @@
+"""One model trained on one click log: what train_dlrm.py and train_deepfm.py have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.distributed as dist
+from click_model import SLACK, Variant
+from click_training import TRAIN_SHARE, Settings, run
+from launch import MOVIELENS, load, make_parser, positive, processes
+from report import print_table, write_json
+
+HKV = Variant("hkv", "hash tables", "hkv", SLACK)
+
+
+def main(description: str, architecture: str) -> None:
+    """Parses arguments, trains, prints.
+
+    Args:
+        description: of the example.
+        architecture: ``"dlrm"`` or ``"deepfm"``.
+
+    Raises:
+        DataError: something is wrong with the input, in one sentence.
+    """
+    parser = make_parser(description, None if architecture == "dlrm" else MOVIELENS)
+    parser.add_argument("--epochs", type=positive, default=1, help="(default: %(default)s)")
+    parser.add_argument(
+        "--rows",
+        type=float,
+        default=SLACK,
+        metavar="SHARE",
+        help="rows of a hash table for each id of its column; less than 1 evicts (default:"
+        " %(default)s)",
+    )
+    arguments = parser.parse_args()
+    if not 0 < arguments.rows <= 100:
+        parser.error(f"argument --rows: {arguments.rows} is not above 0 and at most 100")
+    log = load(arguments, TRAIN_SHARE)
+    split = int(len(log) * TRAIN_SHARE)
+    with processes(arguments.device) as device:
+        settings = Settings(
+            epochs=arguments.epochs,
+            batch_size=arguments.batch_size,
+            seed=arguments.seed,
+            device=device,
+            tensorboard=arguments.tensorboard,
+            architecture=architecture,
+        )
+        speaks = dist.get_rank() == 0
+        if speaks:
+            print(
+                f"{log.name}: {split:,} rows to train on, {len(log) - split:,} to test on;"
+                f" {dist.get_world_size()} processes on {device.type}"
+            )
+        result = run(log, split, dataclasses.replace(HKV, rows=arguments.rows), settings)
+        if speaks:
+            print_table(f"{log.name}, {architecture}, seed {settings.seed}", [result])
+            print(f"test AUC {result.auc:.4f}, {result.samples_per_second:,.0f} samples/s")
+            if arguments.json:
+                write_json(arguments.json, log, split, settings, [result])
+                print(f"Written: {arguments.json}")

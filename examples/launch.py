@@ -1,0 +1,168 @@
+"""What all examples do at the start: arguments, processes, and errors in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from click_data import ClickLog, DataError, read
+
+ROOT = Path(__file__).resolve().parent.parent
+MOVIELENS = ROOT / ".data" / "recbole-1.2.1-py3-none-any.whl"
+
+
+def positive(text: str) -> int:
+    """An argument that is a whole number above 0."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
+
+
+def share(text: str) -> float:
+    """An argument between 0 and 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0, at most 1")
+    return number
+
+
+def make_parser(description: str, data: Path | None = None) -> argparse.ArgumentParser:
+    """A parser with the arguments that all examples have.
+
+    Args:
+        description: the example's docstring.
+        data: the default file; None: one must be named.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=data,
+        required=data is None,
+        metavar="FILE",
+        help="MovieLens-100K (.inter, or the recbole wheel), MovieTweetings (.dat), or Criteo"
+        " (.npz, or the published text files: .txt, .tsv, .gz or without suffix, as day_0)"
+        + (" (default: the wheel that 'make demo' downloads)" if data else ""),
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=256,
+        help="rows a step, over all processes (default: %(default)s)",
+    )
+    parser.add_argument("--limit", type=positive, help="use the earliest rows only, so many")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="(default here: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="FOLDER", help="write the metrics for TensorBoard"
+    )
+    return parser
+
+
+def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
+    """Reads the data, and checks what argparse does not.
+
+    Raises:
+        DataError: something is wrong, in one sentence.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    if arguments.device == "cuda" and here > gpus:
+        raise DataError(f"As many GPUs as processes ({here}) are needed, and there are {gpus}.")
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        raise DataError(f"There is no folder {arguments.json.absolute().parent}.")
+    if arguments.tensorboard:
+        check_tensorboard()
+    log = read(arguments.data, arguments.limit)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.batch_size % processes:
+        raise DataError(f"The batch size must be a multiple of the {processes} processes.")
+    if arguments.batch_size > int(len(log) * train_share):
+        raise DataError(
+            f"A batch of {arguments.batch_size} rows is more than the"
+            f" {int(len(log) * train_share)} rows to train on."
+        )
+    return log
+
+
+def check_tensorboard() -> None:
+    """Raises DataError where TensorBoard is asked for and is not installed."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        raise DataError(
+            "TensorBoard needs the package tensorboard, which is not installed: "
+            "pip install tensorboard."
+        ) from None
+
+
+def join_processes(device: str) -> torch.device:
+    """Joins the processes that torchrun started, or makes a group of one."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+
+
+@contextlib.contextmanager
+def processes(device: str) -> Iterator[torch.device]:
+    """The processes joined; at the end all wait for all."""
+    joined = join_processes(device)
+    yield joined
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def silence_advice() -> None:
+    """Leaves out what TorchRec and PyTorch advise their own developers."""
+    warnings.simplefilter("ignore", FutureWarning)
+    for name in ("torchrec", "torch.fx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def run(example: Callable[[], None]) -> int:
+    """Runs an example; what is wrong with its input is said in one sentence, once.
+
+    Returns:
+        The exit code.
+    """
+    silence_advice()
+    try:
+        example()
+    except DataError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            # All ranks fail alike; the first to exit makes torchrun end the others, and rank 0
+            # must have spoken by then.
+            time.sleep(5)
+        return 2
+    return 0

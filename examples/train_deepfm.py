@@ -1,0 +1,17 @@
+"""Trains a DeepFM on a click log, its open-ended columns in hash tables.
+
+    torchrun --nproc_per_node 2 examples/train_deepfm.py
+
+A factorization machine and a deep network share the rows. The first 80 % of the rows in
+time are trained on, the last 20 % are the test.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from click_example import main
+from launch import run
+
+if __name__ == "__main__":
+    sys.exit(run(lambda: main(__doc__, architecture="deepfm")))

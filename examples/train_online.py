@@ -1,0 +1,213 @@
+"""Trains online: one pass in time order, each period evaluated first and then trained on.
+
+    torchrun --nproc_per_node 2 examples/train_online.py --data movietweetings.dat
+
+New users and movies keep arriving: their hash tables give them rows when they come. Ids that no
+step has asked for in so many periods (--expire-after) leave with their optimizer states, and so do
+those not asked for the longest where a table is full. Each period's line has the AUC of predictions
+made before training on it, and what came and went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from click_batches import ClickBatch, ClickBatches
+from click_data import SECONDS_A_DAY, ClickLog, DataError
+from click_model import Variant, build
+from click_training import DENSE_LEARNING_RATE, ROW_LEARNING_RATE, auc, gather
+from launch import MOVIELENS, load, make_parser, positive, processes, run, share
+from torch import nn
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
+
+COLUMNS = ["period", "rows", "new ids", "AUC", "loss", "ids held", "expired", "evicted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Period:
+    """What one period gave; ``auc`` and ``loss`` are of predictions before training on it."""
+
+    number: int
+    rows: int
+    new_ids: float
+    auc: float
+    loss: float
+    metrics: TableMetrics
+
+    def cells(self) -> list[str]:
+        """For the printed table."""
+        figures = [f"{self.number}", f"{self.rows:,}", f"{self.new_ids:.0%}"]
+        figures += [f"{self.auc:.4f}", f"{self.loss:.4f}", f"{self.metrics.size:,}"]
+        return [*figures, f"{self.metrics.expired:,}", f"{self.metrics.evicted:,}"]
+
+
+def periods_of(log: ClickLog, days: int, least: int) -> list[range]:
+    """Rows of each period of so many days, of at least so many rows (of equal parts without time).
+
+    Raises:
+        DataError: there are less than two.
+    """
+    if log.seconds is None:
+        bounds = np.linspace(0, len(log), 11).astype(int).tolist()
+    else:
+        number = (log.seconds - log.seconds[0]) // (days * SECONDS_A_DAY)
+        bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(log)]
+    periods: list[range] = []
+    for begin, end in itertools.pairwise(bounds):
+        if periods and (len(periods[-1]) < least or len(log) - begin < least):
+            begin = periods.pop().start
+        periods.append(range(begin, end))
+    if len(periods) < 2:
+        raise DataError(f"The log has {len(periods)} period of {days} days: name fewer days.")
+    return periods
+
+
+def new_share(log: ClickLog, rows: range) -> float:
+    """Share of the ids of open-ended columns that were never there before."""
+    shares = [
+        1 - np.isin(column.ids[rows.start : rows.stop], column.ids[: rows.start]).mean()
+        for column in log.columns
+        if column.open_ended
+    ]
+    return float(np.mean(shares))
+
+
+def steps_in(rows: range, batch_size: int) -> int:
+    return math.ceil(len(rows) / batch_size)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterator[ClickBatch]) -> tuple[float, float]:
+    """AUC and loss of all ranks' predictions."""
+    model.eval()
+    logits, labels, real = [], [], []
+    for batch in batches:
+        logits.append(model(batch.dense, batch.sparse).squeeze(1))
+        labels.append(batch.labels)
+        real.append(batch.real)
+    kept = gather(torch.cat(real))
+    all_logits, all_labels = gather(torch.cat(logits))[kept], gather(torch.cat(labels))[kept]
+    loss = nn.functional.binary_cross_entropy_with_logits(all_logits, all_labels)
+    return auc(all_logits, all_labels), loss.item()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[ClickBatch]
+) -> None:
+    """One pass. Rows that only fill up the last batch do not count."""
+    model.train()
+    for batch in batches:
+        logits = model(batch.dense, batch.sparse).squeeze(1)
+        losses = nn.functional.binary_cross_entropy_with_logits(
+            logits, batch.labels, reduction="none"
+        )
+        optimizer.zero_grad()
+        ((losses * batch.real).sum() / batch.real.sum().clamp(min=1)).backward()
+        optimizer.step()
+
+
+def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) -> list[Period]:
+    """Goes through the periods; prints a line for each on rank 0."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    periods = periods_of(log, arguments.days, arguments.batch_size)
+    mean = sum(steps_in(rows, arguments.batch_size) for rows in periods) / len(periods)
+    expire = round(arguments.expire_after * mean) if arguments.expire_after else None
+    variant = Variant(
+        "online", "online", "hkv", arguments.rows, eviction="lru", expire_after=expire
+    )
+    model = build(log, variant, device, arguments.seed, ROW_LEARNING_RATE)
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LEARNING_RATE)
+    batches = ClickBatches(log, variant, device, rank, world_size)
+    done: list[Period] = []
+    before = TableMetrics()
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(ConsoleLine("online", len(periods), shown=rank == 0))
+        board = None
+        if arguments.tensorboard and rank == 0:
+            board = stack.enter_context(TensorBoard(arguments.tensorboard))
+        for number, rows in enumerate(periods, start=1):
+            score, loss = evaluate(model, batches.in_order(rows, arguments.batch_size))
+            train(model, optimizer, batches.in_order(rows, arguments.batch_size))
+            metrics = collect(model, dist.group.WORLD)
+            total = sum(metrics.values(), TableMetrics())
+            recent = total.since(before)
+            before = total
+            done.append(Period(number, len(rows), new_share(log, rows), score, loss, recent))
+            line(number, metrics)
+            line.update(number, samples=rows.stop, AUC=score, loss=loss)
+            if board is not None:
+                board(number, metrics)
+                board.scalars(number, AUC=score, loss=loss)
+    return done
+
+
+def report(done: list[Period]) -> dict[str, float]:
+    """Prints a table; gives the means over the periods after the first fifth, by rows."""
+    lines = [COLUMNS, *(period.cells() for period in done)]
+    for line in lines:
+        print("".join(f"{cell:>10}" for cell in line))
+    later = done[max(1, len(done) // 5) :]
+    rows = sum(period.rows for period in later)
+    means = {
+        "auc": sum(period.auc * period.rows for period in later) / rows,
+        "loss": sum(period.loss * period.rows for period in later) / rows,
+    }
+    print(
+        f"mean of the last {len(later)} periods: AUC {means['auc']:.4f}, loss {means['loss']:.4f}"
+    )
+    return means
+
+
+def main() -> None:
+    """Parses arguments, learns, prints.
+
+    Raises:
+        DataError: something is wrong with the input, in one sentence.
+    """
+    parser = make_parser(__doc__, MOVIELENS)
+    parser.add_argument(
+        "--days",
+        type=positive,
+        default=7,
+        help="of a period (default: %(default)s); a log without times is cut in ten parts",
+    )
+    parser.add_argument(
+        "--expire-after",
+        type=positive,
+        metavar="PERIODS",
+        help="forget ids that have not come for so many periods (default: keep them)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=share,
+        default=1.0,
+        metavar="SHARE",
+        help="rows of a table for each id that its column will ever have (default: %(default)s)",
+    )
+    arguments = parser.parse_args()
+    log = load(arguments)
+    with processes(arguments.device) as device:
+        done = learn(log, arguments, device)
+        if dist.get_rank() == 0:
+            means = report(done)
+            if arguments.json:
+                content = {"data": log.name, **means}
+                content["periods"] = [dataclasses.asdict(period) for period in done]
+                arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,111 @@
+"""Bad input: exit code 2 and one sentence."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_hkv.cli import main
+from torchrec_hkv.cli.sizes import parse_bytes, parse_count
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ["plan", "--table", "user:1M:64"]
+
+SENTENCES = {
+    "A verb is missing: env or plan; --help says more.": [],
+    "The following arguments are required: --table.": ["plan"],
+    "--table is 'user:1M', but must be NAME:ROWS:DIM, such as user:1B:64.": [
+        *("plan", "--table", "user:1M")
+    ],
+    "The number of rows of table 'user' is '0', but must be a whole number such as": [
+        *("plan", "--table", "user:0:64")
+    ],
+    "The dim of table 'user' is '6.5', but must be a whole number": [
+        *("plan", "--table", "user:1M:6.5")
+    ],
+    "Tables must have different names, but they are user, user.": [
+        *TABLE,
+        *("--table", "user:2M:64"),
+    ],
+    "--hbm is 'much', but must be a size such as 80GiB": [*TABLE, "--hbm", "much"],
+    "--gpus is '-1', but must be a whole number": [*TABLE, "--gpus=-1"],
+    "--gpus is 5000, but must be at most 4096.": [*TABLE, "--gpus", "5000"],
+    "Argument --optimizer: invalid choice: 'lion'": [*TABLE, "--optimizer", "lion"],
+    "which is neither a registered backend": [*TABLE, "--backend", "magic"],
+    "--hbm-per-table is of backend 'hkv', not 'fused'.": [
+        *TABLE,
+        *("--backend", "fused", "--hbm-per-table", "1GiB"),
+    ],
+    "embedding_dim is 4096, but backend 'hkv' takes 1 to 2048.": [
+        "plan",
+        "--table",
+        "user:1M:4096",
+    ],
+    "hbm_bytes is 1048576, but": [*TABLE, "--hbm-per-table", "1MiB"],
+    "Unrecognized arguments: --fast.": ["env", "--fast"],
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_one_sentence(sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(SENTENCES[sentence])
+    assert stopped.value.code == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert sentence in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7", 7),
+        ("1_000", 1000),
+        ("1,000", 1000),
+        ("1e9", 10**9),
+        ("1.5B", 15 * 10**8),
+        ("2k", 2000),
+    ],
+)
+def test_counts(text, number):
+    assert parse_count("n", text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("2", 2 << 30), ("1.5GiB", 3 << 29), ("512mib", 1 << 29), ("1 TiB", 1 << 40)],
+)
+def test_sizes(text, number):
+    assert parse_bytes("size", text) == number
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e", "1Q", "nan", "1.5"])
+def test_what_is_no_count(text):
+    with pytest.raises(ValueError, match=r"n is .*, but must be a whole number"):
+        parse_count("n", text)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["env", "--help"], ["plan", "--help"]])
+def test_help_and_version(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 0
+    assert "torchrec-hkv" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_module():
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrec_hkv.cli", *TABLE, "--hbm", "x"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: --hbm is 'x'")
+    assert "Traceback" not in done.stderr

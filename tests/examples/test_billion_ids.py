@@ -1,0 +1,35 @@
+"""The billion-id example, with fewer ids."""
+
+import re
+
+import pytest
+
+from tests.support.example_runs import refusal, run_example
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type):
+    done = run_example(
+        "billion_ids.py",
+        *("--ids", 50_000, "--batch-size", 20_000, "--optimizer", optimizer),
+        device=device_type,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held 50,000 of 50,000 ids" in done.stdout
+    assert "evicted 0, refused 0" in done.stdout
+    stated, taken = re.findall(r"\(([0-9,]+) bytes[):]", done.stdout)
+    stated, taken = (int(text.replace(",", "")) for text in (stated, taken))
+    per_row = 14 + 4 * 16 * (2 if optimizer == "adagrad" else 1)
+    assert stated == pytest.approx(50_000 / 0.9 * per_row, rel=0.01)
+    assert taken == pytest.approx(stated, rel=0.05)
+
+
+def test_too_many_ids_get_one_sentence():
+    message = refusal("billion_ids.py", "--ids", 10**13)
+    assert "init_capacity is 11,111,111,111,111, but the memory" in message
+
+
+def test_help():
+    done = run_example("billion_ids.py", "--help")
+    assert done.returncode == 0
+    assert "A billion ids in one embedding" in done.stdout

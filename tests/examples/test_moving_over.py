@@ -1,0 +1,52 @@
+"""docs/moving_over.md: its code runs, and its diff moves it over."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "moving_over.md").read_text()
+
+
+def block(language):
+    (code,) = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    return code
+
+
+def moved_over():
+    """The code after the diff, each piece of which must be found once."""
+    code = block("python")
+    for piece in re.split(r"^@@\n", block("diff"), flags=re.MULTILINE):
+        lines = piece.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        assert code.count(before) == 1, before
+        code = code.replace(before, after)
+    return code
+
+
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_both_versions_run_on_two_processes(which, tmp_path):
+    script = tmp_path / "training.py"
+    script.write_text(block("python") if which == "before" else moved_over())
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc_per_node", "2", str(script)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("hkv" in done.stdout) == (which == "after")
+
+
+def test_the_diff_is_a_few_lines():
+    lines = block("diff").splitlines()
+    assert sum(line[:1] == "+" for line in lines) <= 4
+    assert sum(line[:1] == "-" for line in lines) <= 4

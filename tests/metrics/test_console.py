@@ -1,0 +1,54 @@
+"""The line of progress."""
+
+import io
+
+import pytest
+
+from torchrec_hkv.metrics import ConsoleLine, TableMetrics, describe
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+BEFORE = {"a": TableMetrics(lookups=100, hits=50, size=10, capacity=100)}
+NOW = {
+    "a": TableMetrics(lookups=200, hits=140, evicted=1234, size=20, capacity=100),
+    "b": TableMetrics(lookups=100, hits=40, refused=7, size=30, capacity=100),
+}
+
+
+def test_metrics_in_a_few_words():
+    expected = "hit rate 60.0%, load factor 0.25, evictions 1,234, refused 7"
+    assert describe(NOW) == expected
+    assert describe(NOW, BEFORE).startswith("hit rate 65.0%, load factor 0.25, evictions 1,234")
+    assert describe({}) == ""
+
+
+def test_without_a_terminal_the_last_state_is_printed_once(capsys):
+    with ConsoleLine("run", 10, file=io.StringIO()) as line:
+        line(1, BEFORE)
+        line.update(2, samples=50, loss=0.51)
+        line(2, NOW)
+        line.update(3, samples=90, loss=0.25)
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed.startswith("run: ")
+    assert "samples/s, loss 0.2500, hit rate 65.0%, load factor 0.25" in printed
+
+
+@pytest.mark.parametrize("steps", [10, None])
+def test_a_terminal_sees_the_line_while_it_runs(steps, capsys):
+    terminal = Terminal()
+    with ConsoleLine("run", steps, file=terminal) as line:
+        line(3, NOW)
+        line.update(4, loss=0.25)
+    assert "run" in terminal.getvalue()
+    assert capsys.readouterr().out.startswith("run: loss 0.2500, hit rate")
+
+
+def test_other_ranks_show_nothing(capsys):
+    terminal = Terminal()
+    with ConsoleLine("run", 10, shown=False, file=terminal) as line:
+        line.update(1, loss=0.5)
+    assert (terminal.getvalue(), capsys.readouterr().out) == ("", "")

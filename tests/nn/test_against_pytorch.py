@@ -1,0 +1,125 @@
+"""Rows are those of PyTorch's optimizers on the ids that have gradients, over 50 steps."""
+
+import pytest
+import torch
+
+from tests.support.embeddings import make_embedding
+from torchrec_hkv import HKVAdagrad, HKVAdamOptimizer, HKVOptimizer, HKVSparseAdam
+
+IDS, DIM, STEPS = 40, 12, 50
+
+
+def batches(device, seed=0):
+    """Ids with repetitions, and gradients.
+
+    These are multiples of 1/8, so that their sums are exact: Adam's first steps depend on the
+    direction of a gradient alone, and would make much of a sum that is 0 but for its rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(STEPS):
+        ids = torch.randint(IDS, (4, 9), generator=generator).square() % IDS
+        grads = (8 * torch.randn(4, 9, DIM, generator=generator)).round() / 8
+        yield ids.to(device), grads.to(device)
+
+
+def stepped(module, optimizer, ids, grads):
+    loss = (module(ids) * grads).sum() + module(ids[:1]).sum() / 8  # two lookups
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def rows_of(embedding, device):
+    with torch.no_grad():
+        return embedding(torch.arange(IDS, device=device)).cpu()
+
+
+CASES = {
+    "sgd": (
+        lambda e: HKVOptimizer(e, lr=0.004),
+        lambda p: torch.optim.SGD(p, lr=0.004),
+    ),
+    "adam": (
+        lambda e: HKVAdamOptimizer(e, lr=0.02, betas=(0.8, 0.98)),
+        lambda p: torch.optim.SparseAdam(p, lr=0.02, betas=(0.8, 0.98)),
+    ),
+    "adagrad": (
+        lambda e: HKVAdagrad(e, lr=0.1, initial_accumulator_value=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_equal_those_of_a_sparse_embedding(case, device_type):
+    make_ours, make_theirs = CASES[case]
+    ours = make_embedding(DIM, device=device_type)
+    theirs = torch.nn.Embedding(IDS, DIM, sparse=True, device=device_type)
+    theirs.weight.data.copy_(rows_of(ours, device_type))
+    before = theirs.weight.detach().cpu().clone()
+    our_optimizer, their_optimizer = make_ours(ours), make_theirs(theirs.parameters())
+    for ids, grads in batches(device_type):
+        stepped(ours, our_optimizer, ids, grads)
+        stepped(theirs, their_optimizer, ids, grads)
+    expected = theirs.weight.detach().cpu()
+    assert (expected - before).abs().max() > 0.1
+    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)
+
+
+REGULARISED = {
+    "sgd": (
+        lambda e: HKVOptimizer(e, lr=0.01, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1),
+    ),
+    "adam by row": (
+        lambda e: HKVSparseAdam(e, lr=0.02, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1),
+    ),
+    "adagrad": (
+        lambda e: HKVAdagrad(e, lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REGULARISED)
+def test_rows_equal_those_of_parameters_of_their_own(case, device_type):
+    """A parameter without a gradient stands still, and counts no step."""
+    make_ours, make_theirs = REGULARISED[case]
+    ours = make_embedding(DIM, device=device_type)
+    rows = [torch.nn.Parameter(row.clone()) for row in rows_of(ours, device_type).to(device_type)]
+    our_optimizer, their_optimizer = make_ours(ours), make_theirs(rows)
+
+    def lookup(ids):
+        there, where = ids.unique(return_inverse=True)
+        return torch.stack([rows[id] for id in there.tolist()])[where]
+
+    for ids, grads in batches(device_type):
+        stepped(ours, our_optimizer, ids, grads)
+        stepped(lookup, their_optimizer, ids, grads)
+    expected = torch.stack([row.detach().cpu() for row in rows])
+    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)
+
+
+def test_built_in_sgd_takes_the_modules_rate_and_decay(device_type):
+    ours = make_embedding(DIM, device=device_type, learning_rate=0.3, weight_decay=0.1)
+    rows = rows_of(ours, device_type)
+    ids = torch.tensor([3, 5, 3], device=device_type)
+    ours(ids).sum().backward()
+    ours.apply_gradients()
+    expected = rows.clone()
+    for id, count in ((3, 2), (5, 1)):
+        expected[id] -= 0.3 * (count + 0.1 * rows[id])
+    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)
+
+
+def test_groups_have_learning_rates_of_their_own(device_type):
+    first, second = (make_embedding(DIM, device=device_type, seed=seed) for seed in (1, 2))
+    before = [rows_of(module, device_type) for module in (first, second)]
+    groups = [{"params": [first], "lr": 0.5}, {"params": [second]}]
+    optimizer = HKVOptimizer(groups, lr=0.25)
+    ids = torch.arange(IDS, device=device_type)
+    (first(ids).sum() + second(ids).sum()).backward()
+    optimizer.step()
+    for module, rows, rate in zip((first, second), before, (0.5, 0.25), strict=True):
+        torch.testing.assert_close(rows_of(module, device_type), rows - rate)

@@ -1,0 +1,90 @@
+"""Runs an example as a user does, on small logs that are made up or, where they are, real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_SHARED = ROOT.parent / "shared" / "data"
+
+
+def run_example(
+    name: str, *arguments: object, processes: int | None = None, device: str = "cpu"
+) -> subprocess.CompletedProcess[str]:
+    """An example's output and exit code.
+
+    Args:
+        name: of its file.
+        arguments: of its command line.
+        processes: under torchrun; None: without.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [
+            sys.executable,
+            *(launcher if processes else []),
+            str(ROOT / "examples" / name),
+            "--device",
+            device,
+            *map(str, arguments),
+        ],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def refusal(name: str, *arguments: object) -> str:
+    """The sentence that an example ends with on bad input."""
+    done = run_example(name, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def shared_file(name: str) -> Path:
+    """A file of real data; skips the test where there is none."""
+    path = _SHARED / name
+    if not path.is_file():
+        pytest.skip(f"{name} is not here")
+    return path
+
+
+def write_ratings(path: Path, rows: int = 4000, users: int = 120, movies: int = 80) -> Path:
+    """MovieTweetings' format: some movies are liked and others are not, over 28 days."""
+    random = np.random.default_rng(0)
+    seconds = np.sort(random.integers(28 * 86400, size=rows)) + 1_360_000_000
+    # Ids arrive and leave: of a window that moves on.
+    user = random.integers(users // 2, size=rows) + np.arange(rows) * (users // 2) // rows
+    movie = random.integers(movies, size=rows)
+    liked = random.random(rows) < np.where(movie % 2 == 0, 0.85, 0.15)
+    lines = [
+        f"{u}::{m}::{9 if like else 3}::{s}"
+        for u, m, like, s in zip(user, movie, liked, seconds, strict=True)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def criteo_lines(rows: int = 2000) -> list[str]:
+    """Criteo's text format: clicks depend on the first id; some fields are missing."""
+    random = np.random.default_rng(0)
+    lines = []
+    for _ in range(rows):
+        kind = int(random.integers(50))
+        click = int(random.random() < (0.8 if kind % 2 else 0.1))
+        counts = [str(random.integers(-1, 100)) if random.random() < 0.8 else "" for _ in range(13)]
+        ids = [f"{kind * 7919:08x}"]
+        ids += [f"{random.integers(1 << 32):08x}", ""]
+        ids += [f"{random.integers(20):08x}" for _ in range(23)]
+        lines.append("\t".join([str(click), *counts, *ids]))
+    return lines

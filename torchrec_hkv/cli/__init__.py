@@ -1,0 +1,5 @@
+"""The command ``torchrec-hkv``."""
+
+from torchrec_hkv.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,58 @@
+"""Parses the command line and calls the verb."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torchrec_hkv import __version__
+from torchrec_hkv.cli import env, plan
+
+_VERBS = {"env": env, "plan": plan}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        sentence = message if message.endswith(".") else f"{message}."
+        self.exit(2, f"error: {sentence[:1].upper()}{sentence[1:]}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``torchrec-hkv``.
+
+    Args:
+        arguments: those of the process by default.
+
+    Returns:
+        0; 1 where the answer is no (a plan that does not fit). Bad input exits with 2.
+    """
+    parser = _Parser(
+        prog="torchrec-hkv",
+        description="Looks at an installation and plans tables of torchrec_hkv.",
+    )
+    parser.add_argument("--version", action="version", version=f"torchrec-hkv {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+    for name, verb in _VERBS.items():
+        described = verbs.add_parser(
+            name,
+            help=verb.HELP,
+            description=verb.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        described.add_argument("--json", action="store_true", help="print JSON")
+        verb.add_arguments(described)
+    parsed = parser.parse_args(arguments)
+    if parsed.verb is None:
+        parser.error(f"a verb is missing: {' or '.join(_VERBS)}; --help says more")
+    try:
+        answer = _VERBS[parsed.verb].run(parsed)
+    except ValueError as error:
+        parser.error(str(error))
+    print(json.dumps(answer.content, indent=2) if parsed.json else answer.text)
+    sys.stdout.flush()
+    return answer.code

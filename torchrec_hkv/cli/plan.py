@@ -1,0 +1,289 @@
+"""Whether tables with their optimizer states fit GPUs that need not be here.
+
+    torchrec-hkv plan --table user:1B:64 --optimizer adam --gpus 8 --hbm 141GiB --host 2TiB
+    torchrec-hkv plan --table user:1B:64 --table page:10M:32 --gpus 2 --hbm-per-table 40GiB
+
+Each table is sharded row-wise by the planner of the package, as a training would be, so that the
+figures are its own. Exit code 0: it fits; 1: it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.hkv import HKVOptions
+from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.sizes import parse_bytes, parse_count
+from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec_hkv.planner.report import ReportedModulePlan, format_bytes
+from torchrec_hkv.sharding import get_default_sharders
+
+HELP = "whether tables fit GPUs, offline"
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
+    "none": None,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+}
+# More memory than there is, to learn what tables take that do not fit.
+_ENDLESS = 1 << 60
+_MOST_GPUS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table to plan."""
+
+    name: str
+    rows: int
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Machines:
+    """What the tables are to fit.
+
+    Attributes:
+        gpus: ranks.
+        per_host: ranks of a host.
+        hbm: bytes of a GPU.
+        host: bytes of a host.
+    """
+
+    gpus: int
+    per_host: int
+    hbm: int
+    host: int
+
+    def topology(self, endless: bool = False) -> Topology:
+        """As TorchRec sees them."""
+        return Topology(
+            world_size=self.gpus,
+            local_world_size=min(self.gpus, self.per_host),
+            compute_device="cuda",
+            hbm_cap=_ENDLESS if endless else self.hbm,
+            ddr_cap=_ENDLESS if endless else self.host // min(self.gpus, self.per_host),
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is planned, and for what."""
+    parser.add_argument(
+        "--table",
+        action="append",
+        required=True,
+        metavar="NAME:ROWS:DIM",
+        help="a table; may be repeated. Rows as 1000000, 1e9, 10M or 1B",
+    )
+    parser.add_argument(
+        "--optimizer", choices=list(_OPTIMIZERS), default="adam", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backend",
+        default="hkv",
+        metavar="NAME",
+        help="a backend, or a kernel of TorchRec's such as fused (default: %(default)s)",
+    )
+    parser.add_argument("--gpus", default="1", metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--gpus-per-host", default="8", metavar="N", help="of one machine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hbm", default="139GiB", metavar="SIZE", help="of a GPU (default: %(default)s, an H200)"
+    )
+    parser.add_argument(
+        "--host", default="1TiB", metavar="SIZE", help="of a machine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hbm-per-table",
+        metavar="SIZE",
+        help="that an hkv table may take of each GPU; rows beyond lie in host memory"
+        " (default: all in HBM)",
+    )
+    parser.add_argument(
+        "--batch-size", default="1024", metavar="N", help="of a GPU (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Plans.
+
+    Raises:
+        ValueError: bad input.
+    """
+    tables = [_table(text) for text in arguments.table]
+    names = [table.name for table in tables]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Tables must have different names, but they are {', '.join(names)}.")
+    machines = Machines(
+        gpus=parse_count("--gpus", arguments.gpus),
+        per_host=parse_count("--gpus-per-host", arguments.gpus_per_host),
+        hbm=parse_bytes("--hbm", arguments.hbm),
+        host=parse_bytes("--host", arguments.host),
+    )
+    if machines.gpus > _MOST_GPUS:
+        raise ValueError(f"--gpus is {machines.gpus}, but must be at most {_MOST_GPUS}.")
+    planning = _Planning(
+        tables, _OPTIMIZERS[arguments.optimizer], _constraint(arguments), _batch_size(arguments)
+    )
+    endless = planning.plan(machines, endless=True)
+    if endless is None:
+        raise ValueError(f"No kernel {arguments.backend!r} of TorchRec's serves these tables.")
+    fits = planning.plan(machines) is not None
+    content = {
+        "fits": fits,
+        "optimizer": arguments.optimizer,
+        "backend": arguments.backend,
+        "machines": dataclasses.asdict(machines),
+        "tables": {name: _described(endless, name) for name in names},
+    }
+    content["hbm_per_gpu"], content["host_per_gpu"] = (
+        max(
+            sum(content["tables"][name][key][rank] for name in names)
+            for rank in range(machines.gpus)
+        )
+        for key in ("hbm", "host")
+    )
+    if not fits:
+        content["fits_on_gpus"] = planning.enough_gpus(machines)
+    return Answer(_text(content, endless, machines), content, 0 if fits else 1)
+
+
+def _table(text: str) -> Table:
+    parts = text.split(":")
+    if len(parts) != 3 or not parts[0]:
+        raise ValueError(f"--table is {text!r}, but must be NAME:ROWS:DIM, such as user:1B:64.")
+    rows = parse_count(f"The number of rows of table {parts[0]!r}", parts[1])
+    return Table(parts[0], rows, parse_count(f"The dim of table {parts[0]!r}", parts[2]))
+
+
+def _batch_size(arguments: argparse.Namespace) -> int:
+    return parse_count("--batch-size", arguments.batch_size)
+
+
+def _constraint(arguments: argparse.Namespace) -> ParameterConstraints:
+    options = None
+    if arguments.hbm_per_table is not None:
+        if arguments.backend != "hkv":
+            raise ValueError(f"--hbm-per-table is of backend 'hkv', not {arguments.backend!r}.")
+        options = HKVOptions(hbm_bytes=parse_bytes("--hbm-per-table", arguments.hbm_per_table))
+    return ParameterConstraints(
+        sharding_types=["row_wise"], compute_kernels=[arguments.backend], options=options
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """TorchRec warns of topologies and of dense models that are not here."""
+    stock = logging.getLogger("torchrec")
+    before = stock.level
+    stock.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        stock.setLevel(before)
+
+
+class _Planning:
+    """Tables, planned for different machines."""
+
+    def __init__(
+        self,
+        tables: list[Table],
+        optimizer: type[torch.optim.Optimizer] | None,
+        constraint: ParameterConstraints,
+        batch_size: int,
+    ) -> None:
+        self._constraints = {table.name: constraint for table in tables}
+        self._batch_size = batch_size
+        self._model: nn.Module = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name=table.name,
+                    feature_names=[table.name],
+                    num_embeddings=table.rows,
+                    embedding_dim=table.dim,
+                )
+                for table in tables
+            ],
+            device=torch.device("meta"),
+        )
+        if optimizer is not None:
+            apply_optimizer_in_backward(optimizer, self._model.parameters(), {"lr": 0.01})
+
+    def plan(self, machines: Machines, endless: bool = False) -> ReportedModulePlan | None:
+        """A plan; None where none fits.
+
+        Raises:
+            ValueError: the backend can't serve a table.
+        """
+        with _quiet():
+            planner = EmbeddingShardingPlanner(
+                topology=machines.topology(endless),
+                batch_size=self._batch_size,
+                constraints=dict(self._constraints),
+            )
+            try:
+                return planner.plan(self._model, get_default_sharders()).plan[""]
+            except PlannerError:
+                return None
+
+    def enough_gpus(self, machines: Machines) -> int | None:
+        """The first power-of-two multiple of the GPUs that is enough, None beyond 4,096."""
+        gpus = 2 * machines.gpus
+        while gpus <= _MOST_GPUS:
+            if self.plan(dataclasses.replace(machines, gpus=gpus)) is not None:
+                return gpus
+            gpus *= 2
+        return None
+
+
+def _described(plan: ReportedModulePlan, name: str) -> dict[str, Any]:
+    report = plan.reports[name]
+    return {
+        "rows": list(report.rows),
+        "dim": report.dim,
+        "hbm": [part.hbm for part in report.bytes],
+        "host": [part.host for part in report.bytes],
+    }
+
+
+def _text(content: dict[str, Any], plan: ReportedModulePlan, machines: Machines) -> str:
+    kind = content["backend"]
+    what = "a backend of this package" if kind in registry.names() else "a kernel of TorchRec's"
+    gpus = "1 GPU" if machines.gpus == 1 else f"{machines.gpus} GPUs"
+    lines = [
+        f"{gpus} of {format_bytes(machines.hbm)}, machines of "
+        f"{format_bytes(machines.host)}; {content['optimizer']}, {kind} ({what})",
+        str(plan).strip("\n"),
+        "",
+        f"A GPU gives its tables {format_bytes(content['hbm_per_gpu'])} of HBM and "
+        f"{format_bytes(content['host_per_gpu'])} of host memory.",
+    ]
+    if content["fits"]:
+        return "\n".join([*lines, "It fits."])
+    lines.append(
+        "It does not fit: besides tables, the planner leaves room for the dense model, "
+        "communication and 15 % in reserve."
+    )
+    more = content["fits_on_gpus"]
+    if more is not None:
+        lines.append(f"{more} of these GPUs are enough.")
+    elif kind == "hkv":
+        lines.append("More GPUs of this kind are not enough; --hbm-per-table moves rows to hosts.")
+    return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""Numbers and sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_ROWS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_BYTES = {"": 30, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
+_PATTERN = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_count(what: str, text: str) -> int:
+    """A whole number, at least 1: ``1000``, ``1_000``, ``1e9``, ``1.5B`` (k, M and B).
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = _scaled(text, {unit: float(factor) for unit, factor in _ROWS.items()})
+    if number is None or number < 1 or number != int(number):
+        raise ValueError(f"{what} is {text!r}, but must be a whole number such as 1000000 or 1B.")
+    return int(number)
+
+
+def parse_bytes(what: str, text: str) -> int:
+    """Bytes of a size: ``141GiB``, ``512MiB``, ``2TiB``; without a unit GiB.
+
+    Raises:
+        ValueError: it is none, or less than a byte.
+    """
+    number = _scaled(text, {unit: float(1 << bits) for unit, bits in _BYTES.items()})
+    if number is None or number < 1:
+        raise ValueError(f"{what} is {text!r}, but must be a size such as 80GiB, 512MiB or 2TiB.")
+    return int(number)
+
+
+def _scaled(text: str, units: dict[str, float]) -> float | None:
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None or match[2].lower() not in units:
+        return None
+    return float(match[1].replace("_", "").replace(",", "")) * units[match[2].lower()]

@@ -1,0 +1,153 @@
+"""One line that is redrawn on a terminal, and printed once at the end elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from torchrec_hkv.metrics.table_metrics import TableMetrics
+
+
+def describe(
+    metrics: Mapping[str, TableMetrics], before: Mapping[str, TableMetrics] | None = None
+) -> str:
+    """Metrics of all tables together, in a few words.
+
+    Args:
+        metrics: by table.
+        before: of an earlier time; the hit rate is that since then.
+
+    Returns:
+        Hit rate, load factor, evictions, and what else there was; "" without tables.
+    """
+    if not metrics:
+        return ""
+    total = sum(metrics.values(), TableMetrics())
+    recent = total.since(sum((before or {}).values(), TableMetrics()))
+    parts = []
+    if recent.lookups:
+        parts.append(f"hit rate {recent.hit_rate:.1%}")
+    if total.capacity:
+        parts.append(f"load factor {total.load_factor:.2f}")
+    parts.append(f"evictions {total.evicted:,}")
+    rare = {"refused": total.refused, "unadmitted": total.unadmitted, "expired": total.expired}
+    parts += [f"{name} {count:,}" for name, count in rare.items() if count]
+    return ", ".join(parts)
+
+
+class ConsoleLine:
+    """A line of progress with figures and the metrics of tables.
+
+    With rich installed, and on a terminal, the line is redrawn with a bar; else only the last state
+    is printed, when it is closed.
+
+    Args:
+        title: at its beginning.
+        steps: how many there will be; None where that is not known.
+        shown: False prints nothing, as on ranks other than the first.
+        file: standard error by default for the live line; the final one goes to standard output.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        steps: int | None = None,
+        shown: bool = True,
+        file: TextIO | None = None,
+    ) -> None:
+        self.title = title
+        self.line = ""
+        self._steps = steps
+        self._step = 0
+        self._shown = shown
+        self._file = file or sys.stderr
+        self._before: dict[str, TableMetrics] = {}
+        self._tables = ""
+        self._figures: dict[str, str] = {}
+        self._began = time.perf_counter()
+        self._live: Any = None
+
+    def __enter__(self) -> ConsoleLine:
+        if self._shown and self._file.isatty():
+            self._live = _live_progress(self.title, self._steps, self._file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        if self._shown and self.line:
+            print(f"{self.title}: {self.line}", flush=True)
+
+    def __call__(self, step: int, metrics: Mapping[str, TableMetrics]) -> None:
+        """A sink of :class:`torchrec_hkv.metrics.Watch`; the hit rate is that since the last."""
+        self._tables = describe(metrics, self._before)
+        self._before = dict(metrics)
+        self.update(max(step, self._step))
+
+    def update(self, step: int, samples: int | None = None, **figures: float) -> None:
+        """Redraws the line.
+
+        Args:
+            step: how many are done.
+            samples: how many were trained on since the line began.
+            figures: such as ``loss``, by name.
+        """
+        self._step = step
+        if samples is not None:
+            speed = samples / (time.perf_counter() - self._began)
+            self._figures["speed"] = f"{speed:,.0f} samples/s"
+        self._figures |= {name: f"{name} {value:.4f}" for name, value in figures.items()}
+        self.line = ", ".join(filter(None, [*self._figures.values(), self._tables]))
+        if self._live is not None:
+            self._live.update(step, self.line)
+
+
+def _live_progress(title: str, steps: int | None, file: TextIO) -> Any:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:
+        return _PlainLine(title, file)
+    return _RichLine(
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=Console(file=file),
+            transient=True,
+        ),
+        title,
+        steps,
+    )
+
+
+class _RichLine:
+    def __init__(self, progress: Any, title: str, steps: int | None) -> None:
+        self._progress = progress
+        self._task = progress.add_task(title, total=steps, line="")
+        progress.start()
+
+    def update(self, step: int, line: str) -> None:
+        self._progress.update(self._task, completed=step, line=line)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class _PlainLine:
+    """Where rich is not installed."""
+
+    def __init__(self, title: str, file: TextIO) -> None:
+        self._title = title
+        self._file = file
+
+    def update(self, step: int, line: str) -> None:
+        self._file.write(f"\r\x1b[2K{self._title} {step}: {line}")
+        self._file.flush()
+
+    def stop(self) -> None:
+        self._file.write("\r\x1b[2K")
+        self._file.flush()

@@ -1,0 +1,85 @@
+"""Metrics of tables as scalars of TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torchrec_hkv.metrics.table_metrics import COUNTED, TableMetrics
+
+_STATES = ("size", "load_factor", "hbm_bytes", "host_bytes")
+
+
+class Writer(Protocol):
+    """What is needed of a ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Writes one value."""
+
+    def close(self) -> Any:
+        """Writes all to the file."""
+
+
+class TensorBoard:
+    """A sink of :class:`torchrec_hkv.metrics.Watch` that writes for TensorBoard.
+
+    For each table ``{table}/{metric}``: counts and the hit rate since the last time; size, load
+    factor and bytes as they are.
+
+    Args:
+        log_dir: a folder for the files; None where ``writer`` is given.
+        writer: one that is there already, which :meth:`close` leaves open.
+
+    Raises:
+        ImportError: the package ``tensorboard`` is not installed.
+        ValueError: neither or both are given.
+    """
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str] | None = None, writer: Writer | None = None
+    ) -> None:
+        if (log_dir is None) == (writer is None):
+            raise ValueError("Either a log_dir or a writer must be given.")
+        self._own = writer is None
+        self.writer: Writer = _summary_writer(log_dir) if writer is None else writer
+        self._before: dict[str, TableMetrics] = {}
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, step: int, metrics: Mapping[str, TableMetrics]) -> None:
+        """Writes the metrics of a step."""
+        for table, now in metrics.items():
+            recent = now.since(self._before[table]) if table in self._before else now
+            values: dict[str, float] = {name: getattr(recent, name) for name in COUNTED}
+            if recent.lookups:
+                values["hit_rate"] = recent.hit_rate
+            values |= {name: getattr(now, name) for name in _STATES if now.capacity}
+            for name, value in values.items():
+                self.writer.add_scalar(f"{table}/{name}", value, step)
+        self._before = dict(metrics)
+
+    def scalars(self, step: int, **figures: float) -> None:
+        """Writes other figures, such as ``loss``, by name."""
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes all to the files."""
+        if self._own:
+            self.writer.close()
+
+
+def _summary_writer(log_dir: Any) -> Writer:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ImportError(
+            "TensorBoard needs the package tensorboard, which is not installed: "
+            "pip install tensorboard."
+        ) from None
+    return SummaryWriter(str(log_dir))

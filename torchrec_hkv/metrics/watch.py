@@ -1,0 +1,163 @@
+"""Metrics every so many steps, which are there a little later."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_hkv.metrics.sources import DEVICE_FIELDS, HOST_FIELDS, Source, probes_of
+from torchrec_hkv.metrics.table_metrics import TableMetrics
+
+Metrics = dict[str, TableMetrics]
+#: Gets the number of a step and the metrics of it.
+Sink = Callable[[int, Mapping[str, TableMetrics]], None]
+
+
+def collect(source: Source, group: dist.ProcessGroup | None = None) -> Metrics:
+    """Metrics of all tables by name, as they are now. Waits for the device.
+
+    Args:
+        source: a sharded model, a module with embeddings of :mod:`torchrec_hkv.nn`, or a HashTable.
+        group: ranks to add up over, which all call this; None: this rank's tables only.
+    """
+    reading = _Reader(source, group).begin(0)
+    reading.wait()
+    return reading.metrics()
+
+
+class Watch:
+    """Reads the metrics of a model every so many steps, without making a step wait for the device.
+
+    A reading is begun on the device, with its copy to the host, and handed to the sinks in the
+    first :meth:`step` that finds it done, or in :meth:`close`.
+
+    Args:
+        source: as for :func:`collect`.
+        every: steps from one reading to the next.
+        sinks: called with the step that a reading is of, and with it, on every rank.
+        group: as for :func:`collect`. NCCL adds up without a wait, gloo waits.
+
+    Raises:
+        TypeError: the source is none.
+        ValueError: ``every`` is not positive, or two tables have one name.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        every: int = 100,
+        sinks: Sequence[Sink] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"every is {every!r}, but must be a number of steps, at least 1.")
+        self._every = every
+        self._sinks = list(sinks)
+        self._reader = _Reader(source, group)
+        self._steps = 0
+        self._open: list[_Reading] = []
+        #: The last reading that was done, empty before the first.
+        self.latest: Metrics = {}
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self) -> None:
+        """Counts a step; every so many times begins a reading, and hands on what is done."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self._open.append(self._reader.begin(self._steps))
+        while self._open and self._open[0].is_done():
+            self._hand_on(self._open.pop(0))
+
+    def close(self) -> None:
+        """Hands on all readings, with one of the last step; waits for the device."""
+        if self._steps % self._every:
+            self._open.append(self._reader.begin(self._steps))
+        for reading in self._open:
+            reading.wait()
+            self._hand_on(reading)
+        self._open = []
+
+    def _hand_on(self, reading: _Reading) -> None:
+        self.latest = reading.metrics()
+        for sink in self._sinks:
+            sink(reading.step, self.latest)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Metrics on their way to the host."""
+
+    step: int
+    names: tuple[str, ...]
+    values: Tensor  # int64 [tables, fields] in host memory
+    event: torch.cuda.Event | None
+
+    def is_done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def metrics(self) -> Metrics:
+        fields = (*DEVICE_FIELDS, *HOST_FIELDS)
+        return {
+            name: TableMetrics(**dict(zip(fields, row, strict=True)))
+            for name, row in zip(self.names, self.values.tolist(), strict=True)
+        }
+
+
+class _Reader:
+    """Begins readings. All ranks know all names, since tables may lie on some ranks only."""
+
+    def __init__(self, source: Source, group: dist.ProcessGroup | None) -> None:
+        self._probes = probes_of(source)
+        self._group = group
+        mine = [name for probe in self._probes for name in probe.names]
+        names = [mine]
+        if group is not None:
+            names = [[] for _ in range(group.size())]
+            dist.all_gather_object(names, mine, group=group)
+        self._names = tuple(dict.fromkeys(name for each in names for name in each))
+        self._rows = [self._names.index(name) for name in mine]
+        if not self._names:
+            raise ValueError("There are no tables of this package to watch.")
+
+    def begin(self, step: int) -> _Reading:
+        """A reading of this step."""
+        parts = [probe.counts() for probe in self._probes]
+        device = parts[0].device if parts else self._backend_device()
+        host = torch.tensor([row for probe in self._probes for row in probe.sizes()])
+        values = torch.zeros(
+            len(self._names), len(DEVICE_FIELDS) + len(HOST_FIELDS), dtype=torch.int64
+        )
+        if device.type == "cuda":
+            values = values.pin_memory()
+        for row, sizes in zip(self._rows, host.tolist(), strict=True):
+            values[row, len(DEVICE_FIELDS) :] = torch.tensor(sizes)
+        on_device = values.to(device, non_blocking=True)
+        for row, counts in zip(self._rows, [row for part in parts for row in part], strict=True):
+            on_device[row, : len(DEVICE_FIELDS)] = counts
+        if self._group is not None:
+            dist.all_reduce(on_device, group=self._group)
+        if device.type != "cuda":
+            return _Reading(step, self._names, on_device, None)
+        result = torch.empty(on_device.shape, dtype=torch.int64, pin_memory=True)
+        result.copy_(on_device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return _Reading(step, self._names, result, event)
+
+    def _backend_device(self) -> torch.device:
+        """Of a rank without tables."""
+        nccl = self._group is not None and dist.get_backend(self._group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -1,0 +1,121 @@
+"""All that a table holds, in host memory: to save it, and to move it to another table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table import TableGroup
+
+_ops = torch.ops.torchrec_hkv
+_BATCH = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Entries of one table, in the order of their slots.
+
+    Attributes:
+        ids: int64 ``[n]``.
+        rows: float32 ``[n, dim]``.
+        last_steps: int32 ``[n]``, when each was last looked up.
+        scores: int64 ``[n]``; ``[0]`` under LRU.
+        states: float32 ``[n, state width]``.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    last_steps: Tensor
+    scores: Tensor
+    states: Tensor
+
+    def split(self, size: int) -> Iterator[Contents]:
+        """Parts of so many entries."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        for first in range(0, len(self.ids), size):
+            yield Contents(*(t[first : first + size] if len(t) else t for t in fields))
+
+    def with_states(self, ids: Tensor, states: Tensor) -> Contents:
+        """The same entries with the states of these ids, and zeros for others.
+
+        Args:
+            ids: int64 ``[m]``, distinct.
+            states: float32 ``[m, width]``.
+        """
+        found, at = positions(ids, self.ids)
+        taken = states.new_zeros(len(self.ids), states.shape[1])
+        taken[found] = states[at[found]]
+        return dataclasses.replace(self, states=taken)
+
+
+def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where ids are.
+
+    Args:
+        ids: int64 ``[m]``, distinct.
+        wanted: int64 ``[n]``.
+
+    Returns:
+        Whether each wanted id is there, bool ``[n]``, and where, int64 ``[n]``.
+    """
+    if ids.numel() == 0:
+        return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
+    ordered, order = ids.sort()
+    at = torch.searchsorted(ordered, wanted).clamp(max=len(ids) - 1)
+    return ordered[at] == wanted, order[at]
+
+
+def take(group: TableGroup, table: int) -> Contents:
+    """What a table of a group holds (waits for the device)."""
+    slots = group.select_slots(table)
+    parts = [
+        [tensor.cpu() for tensor in _ops.read_slots(group.handle, table, part)]
+        for part in (slots.split(_BATCH) if slots.numel() else (slots,))
+    ]
+    return Contents(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def put(group: TableGroup, table: int, contents: Contents) -> None:
+    """Adds entries to a table that holds none of them.
+
+    The group's clock must not be before their last steps.
+
+    Raises:
+        ValueError: they have no room; the table is left empty.
+    """
+    width = _C.table_layout(group.handle, table)[2]
+    try:
+        group.reserve(table, min(len(contents.ids), group.full_slots(table)))
+        lost = sum(_put_part(group, table, part, width) for part in contents.split(_BATCH))
+        if lost:
+            raise ValueError(
+                f"{lost} of {len(contents.ids)} rows find no place in table "
+                f"{group.tables[table].name!r} of {group.full_slots(table)} slots: give it a "
+                "larger max_capacity."
+            )
+    except BaseException:
+        group.clear_table(table)
+        raise
+
+
+def _put_part(group: TableGroup, table: int, part: Contents, width: int) -> int:
+    """How many entries found no place."""
+    states = part.states
+    if states.shape[1] != width:
+        states = torch.zeros(len(part.ids), width)
+    fields = (part.ids, part.rows, part.last_steps, part.scores, states)
+    entries = tuple(tensor.to(group.device).contiguous() for tensor in fields)
+    lost = 0
+    while entries[0].numel():
+        *displaced, counts = _ops.restore_entries(
+            group.counter_tensor, group.handle, table, *entries
+        )
+        again, refused = counts.tolist()
+        lost += refused
+        # What another entry took the place of may still have one in its other bucket.
+        entries = tuple(tensor[:again] for tensor in displaced)
+    return lost

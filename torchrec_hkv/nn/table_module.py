@@ -1,0 +1,435 @@
+"""What modules of hash tables have in common: moving, copying, saving, and training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table import SGD, Initializer, Optimizer, TableGroup, Uniform
+from torchrec_hkv.nn.capacity import HbmLimits, gib_to_bytes
+from torchrec_hkv.nn.contents import Contents, positions
+from torchrec_hkv.nn.marker import Marker
+from torchrec_hkv.nn.tables import Plan, Tables
+
+# Rows that a table has memory for at first, where nothing else is said.
+_INITIAL_CAPACITY = 1 << 16
+_EVICTIONS = ("lru", "lfu")
+_MAX_DIM = 2048
+
+
+class TableModule(nn.Module):
+    """Hash tables of one dim behind one module; see the two classes that derive from it.
+
+    Args:
+        names: of the tables.
+        prefixes: of each table's keys in a ``state_dict``.
+        embedding_dim: columns of a row.
+        max_capacity: most rows of each.
+        init_capacity: rows that each has memory for at first.
+        max_hbm_gb: of each.
+        learning_rate: of the built-in SGD.
+        weight_decay: of optimizers that say nothing else.
+        grad_buffer_hbm_gb: of all together.
+        padding_idx: an id without a row.
+        eviction: the policy.
+        initializer: of new rows.
+        seed: of new rows.
+        device: of the tables.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        prefixes: Sequence[str],
+        embedding_dim: int,
+        max_capacity: int,
+        init_capacity: int | None,
+        max_hbm_gb: float | None,
+        learning_rate: float,
+        weight_decay: float,
+        grad_buffer_hbm_gb: float,
+        padding_idx: int | None,
+        eviction: str,
+        initializer: Initializer | None,
+        seed: int | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        _check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
+        _check_int("max_capacity", max_capacity, 1, (1 << 63) - 1)
+        if init_capacity is None:
+            init_capacity = min(max_capacity, _INITIAL_CAPACITY)
+        _check_int("init_capacity", init_capacity, 1, max_capacity)
+        if padding_idx is not None:
+            _check_int("padding_idx", padding_idx, -(1 << 63), (1 << 63) - 1)
+        if seed is None:  # as the weights of other modules, torch.manual_seed decides
+            seed = int(torch.randint((1 << 63) - 1, (), device="cpu"))
+        _check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
+        if eviction not in _EVICTIONS:
+            raise ValueError(f"eviction is {eviction!r}, but must be 'lru' or 'lfu'.")
+        if initializer is None:
+            initializer = Uniform(-(embedding_dim**-0.5), embedding_dim**-0.5)
+        if not isinstance(initializer, Initializer):
+            raise ValueError(
+                f"initializer is {initializer!r}, but must be a Uniform, Normal, TruncatedNormal "
+                "or Constant of torchrec_hkv.hash_table, or None."
+            )
+        check_rate("learning_rate", learning_rate)
+        if grad_buffer_hbm_gb is None:
+            raise ValueError("grad_buffer_hbm_gb is None, but must be a positive number of GiB.")
+        limit = gib_to_bytes("grad_buffer_hbm_gb", grad_buffer_hbm_gb)
+        self.embedding_dim = embedding_dim
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.padding_idx = padding_idx
+        self._prefixes = tuple(prefixes)
+        plan = Plan(
+            names=tuple(names),
+            dim=embedding_dim,
+            max_capacity=max_capacity,
+            initial_capacity=init_capacity,
+            eviction=eviction,
+            limits=HbmLimits(gib_to_bytes("max_hbm_gb", max_hbm_gb)),
+            gradient_bytes=limit or 0,
+            seed=seed,
+            initializer=initializer,
+            optimizer=SGD(weight_decay=weight_decay),
+            device=_device(device),
+        )
+        self.anchor = nn.Parameter(torch.zeros(1, device=plan.device))
+        #: The optimizer that was attached last.
+        self._owner: object | None = None
+        self._tables = Tables(plan, Marker(self.anchor))
+
+    # -- lookups ----------------------------------------------------------------------------------
+
+    def _lookup(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Rows of ids of any shapes, one tensor a table."""
+        flat = [self._flat(part) for part in ids]
+        training = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        if training:
+            _refuse_ddp()
+        rows = self._tables.lookup(flat, self.padding_idx, training)
+        if len(ids) == 1:  # without unbind, whose backward copies
+            return [rows.view(*ids[0].shape, self.embedding_dim)]
+        # Slicing only where it cuts, since its backward writes a gradient of its own.
+        return [
+            (of_table[: part.numel()] if part.numel() < len(of_table) else of_table).view(
+                *part.shape, self.embedding_dim
+            )
+            for of_table, part in zip(rows.unbind(1), ids, strict=True)
+        ]
+
+    def _flat(self, ids: Tensor) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"ids must be a tensor of int64 or int32, but are {kind}.")
+        if ids.device != self._tables.group.device:
+            raise ValueError(
+                f"ids are on {ids.device}, but the table is on {self._tables.group.device}."
+            )
+        return ids.reshape(-1).long()
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def attach(self, owner: object, optimizer: Optimizer, state_hbm_gb: float | None) -> None:
+        """Lets an optimizer train the rows; their states start from zeros.
+
+        What :class:`torchrec_hkv.nn.HKVOptimizer` and its kin call. The optimizer before it can't
+        step any more.
+
+        Args:
+            owner: the optimizer, as users see it.
+            optimizer: as kernels see it.
+            state_hbm_gb: GiB of a GPU's memory that states of each table may take; None: they count
+                as rows.
+
+        Raises:
+            RuntimeError: gradients are held.
+            ValueError: the tables with their states don't fit.
+        """
+        plan = self._tables.plan
+        limits = HbmLimits(
+            plan.limits.rows, gib_to_bytes("state_hbm_gb_per_embedding", state_hbm_gb)
+        )
+        # Without the old optimizer, so that equal ones start from zeros, too.
+        stateless = [
+            dataclasses.replace(held, states=held.states[:, :0]) for held in self._tables.contents()
+        ]
+        plan = dataclasses.replace(plan, optimizer=optimizer, limits=limits)
+        self._tables.check_no_gradients()
+        if plan != self._tables.plan or optimizer.state_width(self.embedding_dim) > 0:
+            steps = torch.zeros_like(self._tables.group.optimizer_steps)
+            self._tables.replace(plan, stateless, steps=steps)
+        self._tables.is_trained = True
+        self._owner = owner
+
+    def apply_gradients(self, learning_rate: float | Tensor | None = None) -> None:
+        """Updates the rows by the gradients held, by the optimizer they have, by default SGD.
+
+        The built-in SGD of a module without an HKV optimizer; those call this in ``step()``.
+
+        Args:
+            learning_rate: by default the module's.
+        """
+        rate = self.learning_rate if learning_rate is None else learning_rate
+        self.apply_scaled_gradients(rate, None)
+
+    def apply_scaled_gradients(self, learning_rate: float | Tensor, scale: Tensor | None) -> None:
+        """As :meth:`apply_gradients`, where a ``GradScaler`` may have scaled the loss.
+
+        Args:
+            learning_rate: of this update.
+            scale: what gradients are divided by; None without a scaler. With one, gradients that
+                are not all finite are dropped.
+        """
+        if not isinstance(learning_rate, Tensor):
+            check_rate("learning_rate", learning_rate)
+        self._tables.apply(learning_rate, scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients held, whatever ``set_to_none`` says; so does that of a parent."""
+        self._tables.drop()
+
+    @property
+    def owner(self) -> object | None:
+        """The optimizer that was attached last; None after copying and loading a pickle."""
+        return self._owner
+
+    def optimizer_states(self) -> list[dict[str, Tensor]]:
+        """For each table ``ids``, ``states`` and ``step``; see ``RowOptimizer.state_dict``."""
+        steps = self._tables.group.optimizer_steps.cpu()
+        return [
+            {"ids": held.ids, "states": held.states, "step": step}
+            for held, step in zip(self._tables.contents(), steps, strict=True)
+        ]
+
+    def check_optimizer_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Raises ValueError where :meth:`load_optimizer_states` can't have these."""
+        names = self._tables.plan.names
+        if len(states) != len(names):
+            raise ValueError(f"The states are of {len(states)} tables, but there are {len(names)}.")
+        width = self._tables.plan.optimizer.state_width(self.embedding_dim)
+        for name, state, held in zip(names, states, self._tables.contents(), strict=True):
+            n = state["ids"].numel()
+            _check_tensor("ids", state["ids"], torch.int64, (n,))
+            _check_tensor("states", state["states"], torch.float32, (n, width))
+            _check_tensor("step", state["step"], torch.int64, ())
+            missing = n - int(positions(held.ids, state["ids"].cpu())[0].sum())
+            if missing:
+                raise ValueError(
+                    f"The state_dict has states of {missing} ids that {name!r} does not hold: load "
+                    "the embedding's state_dict before its optimizer's."
+                )
+
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Gives rows their states; zeros to those that have none here."""
+        held = [
+            table.with_states(state["ids"].cpu(), state["states"].cpu())
+            for table, state in zip(self._tables.contents(), states, strict=True)
+        ]
+        steps = torch.stack([state["step"] for state in states])
+        self._tables.replace(self._tables.plan, held, steps=steps)
+
+    # -- what it is and has -----------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self._tables.group.device
+
+    @property
+    def group(self) -> TableGroup:
+        """The tables; another group after the module was moved, loaded or given to an optimizer."""
+        return self._tables.group
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Names of the tables."""
+        return self._tables.plan.names
+
+    @property
+    def seed(self) -> int:
+        """Of the initial rows."""
+        return self._tables.plan.seed
+
+    @property
+    def initializer(self) -> Initializer:
+        """Of the initial rows."""
+        return self._tables.plan.initializer
+
+    @property
+    def capacity(self) -> int:
+        """Rows that each table can hold: ``max_capacity``, or less where memory is."""
+        return self._tables.capacity
+
+    @property
+    def grad_buffer_bytes(self) -> int:
+        """What the gradients held take."""
+        return self._tables.gradient_bytes
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Counts of each table by its name, and its size and capacity; waits for the device.
+
+        See :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
+        """
+        return dict(zip(self._tables.plan.names, self._tables.group.counters(), strict=True))
+
+    def extra_repr(self) -> str:
+        plan = self._tables.plan
+        return (
+            f"{plan.dim}, tables={len(plan.names)}, capacity={self.capacity}, "
+            f"eviction={plan.eviction}, optimizer={plan.optimizer}, device={self.device}"
+        )
+
+    # -- moving, copying, saving ------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
+        moved = fn(self.anchor.detach())
+        if moved.dtype != torch.float32:
+            raise TypeError(
+                f"{type(self).__name__} has rows of float32 and can't be made {moved.dtype}: its "
+                "rows are float32 under autocast, too."
+            )
+        if moved.device.type not in ("cpu", "cuda") or (moved.is_shared() and not moved.is_cuda):
+            raise ValueError(
+                f"{type(self).__name__} can't be on device {moved.device} or in shared memory: its "
+                "tables are on a CPU or a CUDA device."
+            )
+        if moved.device != self.device:
+            plan = dataclasses.replace(self._tables.plan, device=_device(moved.device))
+            self._tables.replace(plan)
+        before = self.anchor
+        super()._apply(fn, recurse)
+        if self.anchor is not before:
+            self._tables.marker.bind(self.anchor)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_parameters"] = {k: v for k, v in self._parameters.items() if k != "anchor"}
+        del state["_tables"]
+        state["_owner"] = None
+        group = self._tables.group
+        steps = group.optimizer_steps.cpu()
+        state["_saved"] = (self._tables.plan, self._tables.contents(), group.clock, steps)
+        state["_saved_training"] = (self._tables.is_trained, self.anchor.requires_grad)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        plan, held, clock, steps = state.pop("_saved")
+        is_trained, requires_grad = state.pop("_saved_training")
+        super().__setstate__(state)
+        if plan.device.type == "cuda" and not torch.cuda.is_available():
+            plan = dataclasses.replace(plan, device=torch.device("cpu"))
+        self.anchor = nn.Parameter(torch.zeros(1, device=plan.device))
+        self._tables = Tables(plan, Marker(self.anchor))
+        self._tables.replace(plan, held, clock, steps)
+        self._tables.is_trained = is_trained
+        self.anchor.requires_grad_(requires_grad)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        destination[prefix + "seed"] = torch.tensor(self.seed)
+        destination[prefix + "clock"] = torch.tensor(self._tables.group.clock)
+        for of_table, held in zip(self._prefixes, self._tables.contents(), strict=True):
+            for name in _SAVED:
+                destination[f"{prefix}{of_table}{name}"] = getattr(held, name)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = ["seed", "clock", *(of + name for of in self._prefixes for name in _SAVED)]
+        missing = [prefix + name for name in names if prefix + name not in state_dict]
+        given = [key for key in state_dict if key.startswith(prefix)]
+        unexpected_keys.extend(k for k in given if k.removeprefix(prefix) not in names and strict)
+        if missing:
+            missing_keys.extend(missing)
+            return
+        saved = {name: state_dict[prefix + name] for name in names}
+        try:
+            self._load(saved)
+        except (RuntimeError, TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix or type(self).__name__}: {error}")
+
+    def _load(self, saved: dict[str, Tensor]) -> None:
+        loaded = []
+        for of, here in zip(self._prefixes, self._tables.contents(), strict=True):
+            held = self._checked_contents(of, saved)
+            loaded.append(held.with_states(here.ids, here.states))
+        for name in ("seed", "clock"):
+            _check_tensor(name, saved[name], torch.int64, ())
+        plan = dataclasses.replace(self._tables.plan, seed=int(saved["seed"]))
+        self._tables.replace(plan, loaded, int(saved["clock"]))
+
+    def _checked_contents(self, of: str, saved: dict[str, Tensor]) -> Contents:
+        tensors = {name: saved[of + name] for name in _SAVED}
+        n = tensors["ids"].shape[0] if tensors["ids"].dim() else 0
+        keeps_scores = self._tables.plan.eviction != "lru"
+        _check_tensor(of + "ids", tensors["ids"], torch.int64, (n,))
+        _check_tensor(of + "rows", tensors["rows"], torch.float32, (n, self.embedding_dim))
+        _check_tensor(of + "last_steps", tensors["last_steps"], torch.int32, (n,))
+        _check_tensor(of + "scores", tensors["scores"], torch.int64, (n if keeps_scores else 0,))
+        if tensors["ids"].unique().numel() != n:
+            raise ValueError(f"{of}ids hold an id more than once.")
+        return Contents(**{k: v.cpu() for k, v in tensors.items()}, states=torch.zeros(n, 0))
+
+
+#: Fields of a table's contents that a module's state_dict holds; states are the optimizer's.
+_SAVED = ("ids", "rows", "last_steps", "scores")
+
+
+def check_rate(name: str, value: object) -> None:
+    """Raises ValueError for what is no learning rate."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} is {value!r}, but must be a finite number, not negative.")
+
+
+def _check_int(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {most}.")
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} must be {dtype} of shape {shape}, but is {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}."
+        )
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and _C.has_cuda else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _refuse_ddp() -> None:
+    # Set by DistributedDataParallel while its forward runs.
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if active is not None and torch.distributed.get_world_size(active.process_group) > 1:
+        raise RuntimeError(
+            "Hash tables of torchrec_hkv.nn are not kept equal by DistributedDataParallel, which "
+            "knows nothing of their gradients: shard tables with DistributedModelParallel and the "
+            "backend 'hkv', or keep this embedding outside of the module that is wrapped."
+        )

@@ -1,0 +1,383 @@
+"""The tables of a module: one group, the gradients it holds, and what trains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table import Initializer, Optimizer, TableGroup, TableSpec
+from torchrec_hkv.hash_table.accumulation import Round, as_one_batch
+from torchrec_hkv.nn import contents
+from torchrec_hkv.nn.capacity import HbmLimits, Shape, free_memory
+from torchrec_hkv.nn.contents import Contents
+from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
+from torchrec_hkv.nn.lookup import Found, Interval, Lookup
+from torchrec_hkv.nn.marker import Marker
+
+_ops = torch.ops.torchrec_hkv
+# Shapes of batches whose offsets are kept.
+_KEPT_OFFSETS = 4
+# Of a round whose slots are to be found again when they are needed.
+_LOOK_AGAIN = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the tables of a module are to be.
+
+    Attributes:
+        names: of the tables; mixed into the seed of initial rows.
+        dim: of their rows.
+        max_capacity: rows that each is to hold.
+        initial_capacity: rows that each has memory for at first.
+        eviction: ``"lru"`` or ``"lfu"``.
+        limits: of each in a GPU's memory.
+        gradient_bytes: that held gradients may take.
+        seed: of initial rows.
+        initializer: of initial rows.
+        optimizer: what trains them.
+        device: of all.
+    """
+
+    names: tuple[str, ...]
+    dim: int
+    max_capacity: int
+    initial_capacity: int
+    eviction: str
+    limits: HbmLimits
+    gradient_bytes: int
+    seed: int
+    initializer: Initializer
+    optimizer: Optimizer
+    device: torch.device
+
+
+class Tables:
+    """The tables of a module.
+
+    Args:
+        plan: what they are to be.
+        marker: of the module's anchor.
+
+    Raises:
+        ValueError: not even the initial capacity fits, or the group refuses an argument.
+    """
+
+    def __init__(self, plan: Plan, marker: Marker) -> None:
+        self.marker = marker
+        #: Whether an optimizer of this package, or ``apply_gradients``, has to do with the tables.
+        self.is_trained = False
+        self._interval: weakref.ref[Interval] | None = None
+        self._offsets: dict[tuple[int, ...], Tensor] = {}
+        self._set(plan, *_make(plan))
+
+    def _set(self, plan: Plan, group: TableGroup, capacity: int) -> None:
+        self.plan = plan
+        self.group = group
+        self.capacity = capacity
+        self._gradients = GradientBuffer(plan.gradient_bytes, group, plan.dim)
+        self._interval = None
+        self._offsets.clear()
+        self._no_rate = torch.zeros((), device=group.device)
+        self._rate = torch.zeros((), device=group.device)
+        self._rate_value = 0.0
+
+    # -- lookups ----------------------------------------------------------------------------------
+
+    def lookup(self, ids: Sequence[Tensor], padding_idx: int | None, training: bool) -> Tensor:
+        """Rows of ids.
+
+        Args:
+            ids: for each table int64 ``[n]`` on the tables' device.
+            padding_idx: an id whose row is zeros and is not trained.
+            training: whether to insert ids that are not there, and to hold the gradient.
+
+        Returns:
+            float32 ``[most ids of a table, tables, dim]``; zeros after the last id of each table.
+        """
+        sizes = tuple(part.numel() for part in ids)
+        flat = torch.cat(list(ids)) if len(ids) > 1 else ids[0].contiguous()
+        offsets, batch_size = self._offsets_of(sizes), max(sizes)
+        interval = None
+        if training:
+            slots, interval = self._find_or_insert(flat, offsets, batch_size)
+        else:
+            slots = self.group.find(flat, offsets, batch_size)
+        weights = None
+        if padding_idx is not None:
+            is_padding = flat == padding_idx
+            weights = is_padding.logical_not().float()
+            slots = slots.masked_fill(is_padding, -1)
+        growths = self.group.growths
+        found = Found(flat, offsets, weights, slots, sizes, batch_size, growths, interval)
+        rows = Lookup.apply(self.marker.anchor, self, found) if training else self.rows(found)
+        return rows.view(batch_size, len(sizes), self.plan.dim)
+
+    def rows(self, found: Found) -> Tensor:
+        """Rows of what was found, ``[batch_size, tables * dim]``; not recorded by autograd."""
+        with torch.no_grad():
+            return self.group.pooled_lookup(
+                self._no_rate,
+                found.ids,
+                found.offsets,
+                found.weights,
+                found.slots,
+                found.batch_size,
+                False,
+                None,
+                self._no_rate,
+            )
+
+    def _find_or_insert(
+        self, ids: Tensor, offsets: Tensor, batch_size: int
+    ) -> tuple[Tensor, Interval]:
+        interval = None if self._interval is None else self._interval()
+        pin = None
+        if interval is None:
+            pin = self.group.pin()
+            interval = Interval(pin)
+        slots = self.group.find_or_insert(ids, offsets, batch_size, pin)
+        self._interval = weakref.ref(interval)
+        return slots, interval
+
+    def _offsets_of(self, sizes: tuple[int, ...]) -> Tensor:
+        offsets = self._offsets.pop(sizes, None)
+        if offsets is None:
+            offsets = bag_offsets(sizes, self.group.device)
+        self._offsets[sizes] = offsets  # the last used comes last
+        if len(self._offsets) > _KEPT_OFFSETS:
+            del self._offsets[next(iter(self._offsets))]
+        return offsets
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there is something to apply."""
+        return bool(self._gradients) and not self.marker.was_dropped
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What held gradients take."""
+        return self._gradients.bytes
+
+    def hold(self, grad: Tensor, found: Found) -> None:
+        """Holds the gradient of a lookup.
+
+        Raises:
+            RuntimeError: it finds no room; nothing has changed then.
+        """
+        if self.marker.was_dropped:
+            self.drop()
+        elif self.marker.was_written:
+            self._gradients.scale(self.marker.factor())
+            self.marker.clear()
+        if found.ids.numel() == 0:
+            return
+        growths = found.growths
+        if found.interval is None:  # a second backward of one graph: what pinned it may be gone
+            growths = _LOOK_AGAIN
+        backward = Round(
+            # Its memory is autograd's, and somebody may write to it.
+            grad.clone(memory_format=torch.contiguous_format),
+            found.ids,
+            found.offsets,
+            None,  # padding has no slot
+            found.slots,
+            growths,
+            found.batch_size,
+            False,
+            found.interval,
+        )
+        self._gradients.add(backward, found.sizes)
+
+    def apply(self, learning_rate: float | Tensor, scale: Tensor | None = None) -> None:
+        """Updates the rows by all that is held, once; nothing is held any more.
+
+        Asks nothing of the device.
+
+        Args:
+            learning_rate: of this update.
+            scale: of the loss, where a ``GradScaler`` makes the step: gradients are divided by it;
+                and where they are not all finite, nothing is done, and the step does not count.
+        """
+        self.is_trained = True
+        self.marker.checks = scale is not None
+        if not self.holds_gradients:
+            self.drop()
+            return
+        factor, finite = self.marker.factor(), None
+        if scale is not None:
+            factor = (1 if factor is None else factor) / scale
+            # Not the factor alone: at first, backwards don't look.
+            finite = factor.isfinite().all() & self._gradients.finite()
+        rounds, group = self._gradients.take(), self.group
+        grad, ids, offsets, weights, slots, batch_size, mean = as_one_batch(
+            rounds, group.num_features
+        )
+        if factor is not None:
+            weights = factor.expand(ids.numel()).contiguous()
+        if finite is not None:
+            slots = slots.masked_fill(finite.logical_not(), -1)
+        _ops.update_rows(
+            group.counter_tensor,
+            group.handle,
+            grad,
+            ids,
+            offsets,
+            weights,
+            slots,
+            batch_size,
+            mean,
+            self._rate_of(learning_rate),
+            len(rounds),
+        )
+        if finite is not None:
+            group.optimizer_steps.sub_(finite.logical_not().long())
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets what is held."""
+        if self._gradients and not self.is_trained:
+            self.is_trained = True  # said once
+            warnings.warn(
+                "The gradients of hash tables were dropped, and no optimizer has ever applied any: "
+                "give this embedding to an HKV optimizer, such as HKVAdamOptimizer, since others "
+                "don't train its rows.",
+                stacklevel=2,
+            )
+        self._gradients.drop()
+        self.marker.clear()
+        self._interval = None
+
+    def _rate_of(self, learning_rate: float | Tensor) -> Tensor:
+        if isinstance(learning_rate, Tensor) and learning_rate.device.type != "cpu":
+            self._rate.copy_(learning_rate.detach().view(()), non_blocking=True)
+            self._rate_value = float("nan")  # not known here
+        elif (value := float(learning_rate)) != self._rate_value:
+            self._rate.fill_(value)
+            self._rate_value = value
+        return self._rate
+
+    # -- what is held, as a whole ------------------------------------------------------------------
+
+    def contents(self) -> list[Contents]:
+        """What each table holds (waits for the device)."""
+        return [contents.take(self.group, table) for table in range(len(self.plan.names))]
+
+    def replace(
+        self,
+        plan: Plan,
+        loaded: Sequence[Contents] | None = None,
+        clock: int | None = None,
+        steps: Tensor | None = None,
+    ) -> None:
+        """Makes the tables anew, with what they hold or something else in them.
+
+        Optimizer states start from zeros where the optimizer is another. Unless the tables are
+        empty it takes memory for the old and the new ones meanwhile; where it fails, all is as
+        before.
+
+        Args:
+            plan: of the new tables.
+            loaded: for each table; None: what it holds.
+            clock: of ``loaded``; None: as it is.
+            steps: updates of each table, where the optimizer stays; None: as many as there were.
+
+        Raises:
+            RuntimeError: gradients are held.
+            ValueError: the tables can't be made so.
+        """
+        self.check_no_gradients()
+        before, was_empty = self.plan, not any(self.group.sizes())
+        held = self.contents() if loaded is None else loaded
+        clock_before, steps_before = self.group.clock, self.group.optimizer_steps.clone()
+        if was_empty:  # nothing to lose: its memory may be needed
+            del self.group, self._gradients
+        try:
+            made = self._made_anew(
+                plan,
+                held,
+                clock_before if clock is None else clock,
+                steps_before if steps is None else steps,
+            )
+        except BaseException:
+            if was_empty:
+                made = _make(before)
+                made[0].set_clock(clock_before)
+                made[0].optimizer_steps.copy_(steps_before)
+                self._set(before, *made)
+            raise
+        self._set(plan, *made)
+
+    def _made_anew(
+        self, plan: Plan, held: Sequence[Contents], clock: int, steps: Tensor
+    ) -> tuple[TableGroup, int]:
+        group, capacity = _make(plan)
+        group.set_clock(clock)
+        keeps_states = plan.optimizer == self.plan.optimizer
+        for table, of_table in enumerate(held):
+            if not keeps_states:
+                of_table = dataclasses.replace(of_table, states=of_table.states[:, :0])
+            contents.put(group, table, of_table)
+        if keeps_states:
+            group.optimizer_steps.copy_(steps)
+        return group, capacity
+
+    def check_no_gradients(self) -> None:
+        """Raises RuntimeError where gradients are held, which belong to the tables as they are."""
+        if self.marker.was_dropped:
+            self.drop()
+        if self._gradients:
+            raise RuntimeError(
+                "Gradients are held for these tables: call step() or zero_grad() before the tables "
+                "are moved, loaded or given to an optimizer."
+            )
+
+
+def _make(plan: Plan) -> tuple[TableGroup, int]:
+    """A group, and the capacity of its tables."""
+    width = plan.optimizer.state_width(plan.dim)
+    shape = Shape(
+        len(plan.names),
+        plan.dim,
+        width,
+        plan.eviction,
+        plan.limits,
+        plan.device,
+        plan.initial_capacity,
+    )
+    capacity = shape.most_rows(plan.max_capacity, *free_memory(plan.device))
+    what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
+    if capacity < plan.initial_capacity:
+        raise ValueError(
+            f"init_capacity is {plan.initial_capacity:,}, but the memory that is there, or allowed,"
+            f" holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}."
+        )
+    if capacity < plan.max_capacity:
+        warnings.warn(
+            f"max_capacity is {plan.max_capacity:,}, but the memory that is there, or allowed, "
+            f"holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}: from "
+            "there on it evicts.",
+            stacklevel=2,
+        )
+    specs = [
+        TableSpec(
+            name=name,
+            capacity=capacity,
+            dim=plan.dim,
+            eviction=plan.eviction,
+            hbm_bytes=shape.hbm_bytes(capacity),
+            seed=plan.seed,
+            initializer=plan.initializer,
+            initial_capacity=plan.initial_capacity,
+        )
+        for name in plan.names
+    ]
+    group = TableGroup(specs, list(range(len(specs))), plan.optimizer, device=plan.device)
+    return group, capacity
