@@ -237,8 +237,8 @@ class HKVLookup(GroupLookup):
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
-        self._shards = {shard.name: shard for shard in shards}
-        self._index = {shard.name: i for i, shard in enumerate(shards)}
+        self._shards = {shard.key: shard for shard in shards}
+        self._index = {shard.key: i for i, shard in enumerate(shards)}
         self._mean = shards[0].pooling == "mean"
         self._group = TableGroup(
             [_table_spec(shard) for shard in shards],
@@ -274,18 +274,19 @@ class HKVLookup(GroupLookup):
     def accumulate(self) -> AbstractContextManager[None]:
         return self._group.accumulate()
 
-    def export_table(self, name: str) -> dict[str, Tensor]:
-        state = self._group.export_table(self._index[name])
-        spec = HKVBackend.state_of(self._shards[name], self._optimizer)
+    def export_table(self, key: str) -> dict[str, Tensor]:
+        state = self._group.export_table(self._index[key])
+        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
         exported = {
-            key: getattr(state, field) for key, field in _STATE_FIELDS.items() if key in spec
+            name: getattr(state, field) for name, field in _STATE_FIELDS.items() if name in spec
         }
         if _LAYOUT_KEY in spec:
             exported[_LAYOUT_KEY] = torch.tensor([self._group.state_layout])
         return exported
 
-    def load_table(self, name: str, state: Mapping[str, Tensor]) -> None:
-        spec = HKVBackend.state_of(self._shards[name], self._optimizer)
+    def load_table(self, key: str, state: Mapping[str, Tensor]) -> None:
+        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
+        name = self._shards[key].name
         missing = sorted(set(spec) - set(state))
         if missing:
             raise ValueError(f"table '{name}': the state to load lacks {', '.join(missing)}.")
@@ -301,24 +302,24 @@ class HKVLookup(GroupLookup):
             "scores": torch.empty(0, dtype=torch.int64),
             "optimizer_step": torch.zeros(1, dtype=torch.int64),
         }
-        fields = {field: state[key] for key, field in _STATE_FIELDS.items() if key in spec}
-        self._group.load_table(self._index[name], TableState(**{**absent, **fields}))
+        fields = {field: state[part] for part, field in _STATE_FIELDS.items() if part in spec}
+        self._group.load_table(self._index[key], TableState(**{**absent, **fields}))
 
-    def counters(self, name: str) -> dict[str, int]:
+    def counters(self, key: str) -> dict[str, int]:
         """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
-        return self._group.counters()[self._index[name]]
+        return self._group.counters()[self._index[key]]
 
-    def reserve(self, name: str, rows: int) -> None:
+    def reserve(self, key: str, rows: int) -> None:
         """Grows a table now, so that this rank takes ``rows`` rows in all without growing.
 
         Raises:
             ValueError: ``rows`` is negative, or more than the capacity on this rank.
         """
-        self._group.reserve(self._index[name], rows)
+        self._group.reserve(self._index[key], rows)
 
-    def memory(self, name: str) -> StorageBytes:
+    def memory(self, key: str) -> StorageBytes:
         """Bytes the table takes on this rank."""
-        index = self._index[name]
+        index = self._index[key]
         return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))
 
 

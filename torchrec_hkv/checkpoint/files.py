@@ -27,7 +27,7 @@ from torchrec_hkv.sharding.state import SHARDS_KEY
 # What torch.distributed.checkpoint writes last.
 _METADATA_FILE = ".metadata"
 
-_SHARDS_PATTERN = re.compile(rf"\.embedding_bags\.(?P<table>.+)\.{SHARDS_KEY}$")
+_SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")
 
 
 def save(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.planner.constraints import Assignment
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
-from torchrec_hkv.sharding.tables import balanced_rows, config_shards
+from torchrec_hkv.sharding.tables import balanced_rows, config_shards, table_configs
 
 
 def is_ours(option: ShardingOption) -> bool:
@@ -18,18 +18,15 @@ def is_ours(option: ShardingOption) -> bool:
     return option.compute_kernel == KERNEL
 
 
-def config_of(option: ShardingOption) -> EmbeddingBagConfig:
-    """The config of an option's table, which lies in an EmbeddingBagCollection."""
-    configs = {config.name: config for config in option.module[1].embedding_bag_configs()}
-    return configs[option.name]
+def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
+    """The config of an option's table."""
+    return table_configs(option.module[1])[option.name]
 
 
 def shards_of(option: ShardingOption, assignment: Assignment) -> list[TableShard]:
     """The shards of an option's table, as its backend is asked about them."""
-    config = config_of(option)
     return config_shards(
-        config,
-        config.pooling,
+        config_of(option),
         option.sharding_type,
         [shard.size for shard in option.shards],
         [shard.offset for shard in option.shards],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _ID_DTYPES: frozenset[torch.dtype] = frozenset(
@@ -14,7 +14,7 @@ _ID_DTYPES: frozenset[torch.dtype] = frozenset(
 
 
 def prepare_features(
-    features: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig], *, is_weighted: bool
+    features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig], *, is_weighted: bool
 ) -> KeyedJaggedTensor:
     """Checks a batch on the rank that got it, and widens its ids.
 
@@ -28,8 +28,7 @@ def prepare_features(
         itself where it is so already. Weights of a collection that is not weighted are dropped.
 
     Raises:
-        ValueError: ids of another dtype, a missing feature, missing weights, or a batch size of
-            its own for a feature.
+        ValueError: ids of another dtype, a missing feature, or missing weights.
     """
     values = features.values()
     if values.dtype not in _ID_DTYPES:
@@ -45,11 +44,6 @@ def prepare_features(
                     f"Table {config.name!r} looks up feature {feature!r}, which the batch lacks: "
                     f"it has {features.keys()}."
                 )
-    if features.variable_stride_per_key():
-        raise ValueError(
-            "The batch has a batch size of its own for each feature (variable stride per key), "
-            "which tables served by backends don't take yet: give all features the same batch size."
-        )
     weights = features.weights_or_none()
     if is_weighted and (weights is None or not weights.is_floating_point()):
         raise ValueError(
@@ -67,4 +61,8 @@ def prepare_features(
         lengths=features.lengths_or_none(),
         offsets=features.offsets_or_none(),
         stride=features.stride(),
+        stride_per_key_per_rank=(
+            features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
+        ),
+        inverse_indices=features.inverse_indices_or_none(),
     )
