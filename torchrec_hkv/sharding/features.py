@@ -28,7 +28,8 @@ def prepare_features(
         itself where it is so already. Weights of a collection that is not weighted are dropped.
 
     Raises:
-        ValueError: ids of another dtype, a missing feature, or missing weights.
+        ValueError: ids of another dtype, a missing feature, missing weights, or batch sizes that
+            differ between features without inverse indices.
     """
     values = features.values()
     if values.dtype not in _ID_DTYPES:
@@ -44,6 +45,11 @@ def prepare_features(
                     f"Table {config.name!r} looks up feature {feature!r}, which the batch lacks: "
                     f"it has {features.keys()}."
                 )
+    if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
+        raise ValueError(
+            "The batch has a batch size of its own for each feature and no inverse indices: give "
+            "the KeyedJaggedTensor inverse_indices, which say which of its bags each sample has."
+        )
     weights = features.weights_or_none()
     if is_weighted and (weights is None or not weights.is_floating_point()):
         raise ValueError(
