@@ -55,6 +55,14 @@ def test_a_table_of_a_module_that_no_sharder_of_ours_serves():
     assert "backends serve tables of EmbeddingBagCollections and EmbeddingCollections" in message
 
 
+@pytest.mark.parametrize("sharding_type", ["table_row_wise", "table_column_wise", "grid_shard"])
+def test_a_sharding_type_that_torchrec_has_not_for_sequences(sharding_type):
+    constraint = ParameterConstraints(compute_kernels=["hkv"], sharding_types=[sharding_type])
+    message = _refusal(_sequences(), constraint)
+    assert f"'t' in an EmbeddingCollection can't be sharded {sharding_type!r}" in message
+    assert "allowed are ['column_wise', 'row_wise', 'table_wise']" in message
+
+
 def test_a_sharder_that_knows_no_backends():
     message = _refusal(make_model([_table()]), TOY, [EmbeddingBagCollectionSharder()])
     assert "sharded by EmbeddingBagCollectionSharder" in message

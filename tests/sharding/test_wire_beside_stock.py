@@ -1,4 +1,4 @@
-"""An output exchange in 16 or 8 bits (``QCommsConfig``) serves tables of a backend as stock ones."""
+"""An output exchange in 16 or 8 bits (``QCommsConfig``) serves ours as it does stock tables."""
 
 from __future__ import annotations
 

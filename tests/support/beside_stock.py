@@ -18,7 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim import LAMB, SGD, PartialRowWiseAdam, RowWiseAdagrad
 
 from tests.support.models import make_model, shard_model
-from torchrec_hkv import ParameterConstraints, get_default_sharders
+from torchrec_hkv import ParameterConstraints
 from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 
 #: Distinct ids. Stock tables have them as rows 0 .. IDS - 1.
@@ -159,14 +159,38 @@ def _shard(
     return shard_model(model, constraints, world_size, device, _sharders(scenario))
 
 
-def _sharders(scenario: Scenario) -> list[Any]:
-    if scenario.wire is None:
-        return get_default_sharders()
-    precision = CommType(scenario.wire)
-    registry = get_qcomm_codecs_registry(
+def codecs_registry(wire: str | None) -> dict[str, Any] | None:
+    """For sharders, of exchanges at a ``CommType``; None for None."""
+    if wire is None:
+        return None
+    precision = CommType(wire)
+    return get_qcomm_codecs_registry(
         QCommsConfig(forward_precision=precision, backward_precision=precision)
     )
+
+
+def _sharders(scenario: Scenario) -> list[Any]:
+    registry = codecs_registry(scenario.wire)
     return [BackendEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
+
+
+def draw_sizes(generator: torch.Generator) -> tuple[list[int], torch.Tensor]:
+    """A number of bags for each feature, and the bag of each sample, ``[features, BATCH]``."""
+    sizes = torch.randint(1, BATCH + 1, (len(KEYS),), generator=generator).tolist()
+    bags = [torch.randint(0, size, (BATCH,), generator=generator) for size in sizes]
+    return sizes, torch.stack(bags)
+
+
+def variable_sizes(
+    lengths: list[torch.Tensor], inverse: torch.Tensor | None, device: torch.device
+) -> dict[str, Any]:
+    """What a KeyedJaggedTensor is told where features have sizes of their own."""
+    if inverse is None:
+        return {}
+    return {
+        "stride_per_key_per_rank": [[n.numel()] for n in lengths],
+        "inverse_indices": (KEYS, inverse.to(device)),
+    }
 
 
 def _features(
@@ -176,18 +200,12 @@ def _features(
     device: torch.device,
     inverse: torch.Tensor | None = None,
 ) -> KeyedJaggedTensor:
-    variable = {}
-    if inverse is not None:
-        variable = {
-            "stride_per_key_per_rank": [[n.numel()] for n in lengths],
-            "inverse_indices": (KEYS, inverse.to(device)),
-        }
     return KeyedJaggedTensor(
         keys=KEYS,
         values=torch.cat(ids).to(device),
         lengths=torch.cat(lengths).to(device),
         weights=None if weights is None else weights.to(device),
-        **variable,
+        **variable_sizes(lengths, inverse, device),
     )
 
 
@@ -216,10 +234,7 @@ class _Batch:
         if scenario.batches == "absent" and (step == 9 or (step % 4 == 1 and rank == 0)):
             sizes, samples = [0] * len(KEYS), 0
         if scenario.batches == "variable":
-            sizes = torch.randint(1, BATCH + 1, (len(KEYS),), generator=generator).tolist()
-            inverse = torch.stack(
-                [torch.randint(0, size, (BATCH,), generator=generator) for size in sizes]
-            )
+            sizes, inverse = draw_sizes(generator)
         lengths = [torch.randint(0, longest, (size,), generator=generator) for size in sizes]
         ids = [torch.randint(0, IDS, (int(n.sum()),), generator=generator) for n in lengths]
         weights = torch.rand(sum(i.numel() for i in ids), generator=generator) + 0.5

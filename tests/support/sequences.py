@@ -10,9 +10,20 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.support.beside_stock import BATCH, CAPACITY, IDS, KEYS, OPTIMIZERS, STEPS, raw_ids
+from tests.support.beside_stock import (
+    BATCH,
+    CAPACITY,
+    IDS,
+    KEYS,
+    OPTIMIZERS,
+    STEPS,
+    codecs_registry,
+    draw_sizes,
+    raw_ids,
+    variable_sizes,
+)
 from tests.support.models import shard_model
-from torchrec_hkv import ParameterConstraints, get_default_sharders
+from torchrec_hkv import ParameterConstraints
 from torchrec_hkv.sharding import BackendEmbeddingCollectionSharder
 
 DIM = 8
@@ -30,6 +41,8 @@ class SequenceScenario:
         sharding_type: of all tables.
         optimizer: a key of ``OPTIMIZERS``.
         need_indices: whether the collection gives the ids back.
+        variable: whether each feature has a batch size of its own.
+        wire: what the output exchange sends, a ``CommType``; None for float32.
         dedup: whether ours sends each id once. Stock tables can't on a CPU, and never do here.
     """
 
@@ -38,6 +51,8 @@ class SequenceScenario:
     optimizer: str = "sgd"
     need_indices: bool = False
     dedup: bool = False
+    variable: bool = False
+    wire: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,21 +110,20 @@ def shard_sequences(
         )
         for name in ("t0", "t1", "s")
     }
-    sharders = get_default_sharders()
-    if scenario.dedup and kernel != "fused":
-        sharders = [
-            BackendEmbeddingCollectionSharder(use_index_dedup=True)
-            if isinstance(sharder, BackendEmbeddingCollectionSharder)
-            else sharder
-            for sharder in sharders
-        ]
-    return shard_model(SequenceModel(collection), constraints, world_size, device, sharders)
+    sharder = BackendEmbeddingCollectionSharder(
+        use_index_dedup=scenario.dedup and kernel != "fused",
+        qcomm_codecs_registry=codecs_registry(scenario.wire),
+    )
+    return shard_model(SequenceModel(collection), constraints, world_size, device, [sharder])
 
 
-def sequence_features(ids, lengths, device) -> KeyedJaggedTensor:
+def sequence_features(ids, lengths, device, inverse=None) -> KeyedJaggedTensor:
     """A batch of the four features."""
     return KeyedJaggedTensor(
-        keys=KEYS, values=torch.cat(ids).to(device), lengths=torch.cat(lengths).to(device)
+        keys=KEYS,
+        values=torch.cat(ids).to(device),
+        lengths=torch.cat(lengths).to(device),
+        **variable_sizes(lengths, inverse, device),
     )
 
 
@@ -152,14 +166,17 @@ def train_sequences(
     for step in range(STEPS):
         # Rank 0 has a batch without ids. One without samples is TorchRec's to refuse.
         longest = 1 if step == 3 and rank == 0 else 4
-        lengths = [torch.randint(0, longest, (BATCH,), generator=generator) for _ in KEYS]
+        sizes, inverse = [BATCH] * len(KEYS), None
+        if scenario.variable:
+            sizes, inverse = draw_sizes(generator)
+        lengths = [torch.randint(0, longest, (size,), generator=generator) for size in sizes]
         ids = [torch.randint(0, IDS, (int(n.sum()),), generator=generator) for n in lengths]
         losses.append([])
         for model, sent in (
             (stock, ids),
             (ours, [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]),
         ):
-            outputs = model(sequence_features(sent, lengths, device))
+            outputs = model(sequence_features(sent, lengths, device, inverse))
             if scenario.need_indices:
                 wanted = [sent[0], sent[1], sent[1], sent[2], sent[3]]
                 for key, given in zip(OUTPUTS, wanted, strict=True):

@@ -194,7 +194,14 @@ class ToyBackend(Backend):
 
     name = "toy"
     options_type = ToyOptions
-    sharding_types = ("row_wise", "table_wise")
+    sharding_types = (
+        "row_wise",
+        "table_wise",
+        "column_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+    )
     routing = "hashed"
 
     def check(self, shard, optimizer, device_type):

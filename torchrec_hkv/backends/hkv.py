@@ -363,6 +363,10 @@ class HKVBackend(Backend):
     sharding_types: ClassVar[tuple[str, ...]] = (
         ShardingType.ROW_WISE.value,
         ShardingType.TABLE_WISE.value,
+        ShardingType.COLUMN_WISE.value,
+        ShardingType.TABLE_ROW_WISE.value,
+        ShardingType.TABLE_COLUMN_WISE.value,
+        ShardingType.GRID_SHARD.value,
     )
     routing: ClassVar[Literal["hashed", "block"]] = "hashed"
 

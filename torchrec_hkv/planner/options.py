@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import ShardingType
+from collections import defaultdict
+
+from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.planner.constraints import Assignment
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
-from torchrec_hkv.sharding.tables import balanced_rows, config_shards, table_configs
+from torchrec_hkv.sharding.tables import (
+    SUMMED_OVER_RANKS,
+    balanced_rows,
+    config_shards,
+    table_configs,
+)
 
 
 def is_ours(option: ShardingOption) -> bool:
@@ -36,11 +42,15 @@ def shards_of(option: ShardingOption, assignment: Assignment) -> list[TableShard
 
 def balance(option: ShardingOption, assignment: Assignment) -> None:
     """Gives every rank the same capacity where ids come to all ranks alike."""
-    is_row_wise = option.sharding_type == ShardingType.ROW_WISE.value
-    if not is_row_wise or registry.get(assignment.backend).routing != "hashed":
+    if option.sharding_type not in SUMMED_OVER_RANKS:
         return
-    rows, columns = option.tensor.shape
-    sizes, offsets = balanced_rows(rows, len(option.shards))
-    for shard, size, offset in zip(option.shards, sizes, offsets, strict=True):
-        shard.size = [size, columns]
-        shard.offset = [offset, 0]
+    if registry.get(assignment.backend).routing != "hashed":
+        return
+    by_columns: dict[int, list[Shard]] = defaultdict(list)
+    for shard in option.shards:
+        by_columns[shard.offset[1]].append(shard)
+    for shards in by_columns.values():
+        sizes, offsets = balanced_rows(option.tensor.shape[0], len(shards))
+        for shard, size, offset in zip(shards, sizes, offsets, strict=True):
+            shard.size = [size, shard.size[1]]
+            shard.offset = [offset, shard.offset[1]]

@@ -18,6 +18,7 @@ from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     QuantizedCommCodecs,
     ShardingEnv,
+    ShardingType,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -26,6 +27,9 @@ from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.features import prepare_features
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
+
+# Column shards of a feature come back in the order of ranks; these put them in that of columns.
+_PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
 class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollection):
@@ -49,9 +53,11 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
-        return POOLED_SHARDINGS[shardings[0].sharding_type](
-            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
-        )
+        sharding_type = shardings[0].sharding_type
+        keywords: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+        if sharding_type in _PERMUTED:
+            keywords["permute_embeddings"] = permute_embeddings
+        return POOLED_SHARDINGS[sharding_type](sharding_infos, env, device, **keywords)
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -9,17 +11,22 @@ from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, Embe
 from torchrec.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
-    ShardedEmbeddingTable,
+    GroupedEmbeddingConfig,
 )
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.sharding.input_dist import RowWiseFeaturesDist
+from torchrec_hkv.sharding.input_dist import RowWiseFeaturesDist, TableRowWiseFeaturesDist
 from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
@@ -65,9 +72,14 @@ class _Sequence:
         )
 
 
-def _is_hashed(table: ShardedEmbeddingTable) -> bool:
-    tag = tag_of(table)
-    return tag is not None and registry.get(tag.backend).routing == "hashed"
+def _feature_is_hashed(groups: Iterable[GroupedEmbeddingConfig]) -> list[bool]:
+    """For each feature of groups of tables, whether its ids are routed by their hash."""
+    return [
+        (tag := tag_of(table)) is not None and registry.get(tag.backend).routing == "hashed"
+        for group in groups
+        for table in group.embedding_tables
+        for _ in range(table.num_features())
+    ]
 
 
 class _RowWise:
@@ -82,13 +94,29 @@ class _RowWise:
         return RowWiseFeaturesDist(
             pg=self._pg,
             feature_hash_sizes=self._get_feature_hash_sizes(),
-            feature_is_hashed=[
-                _is_hashed(table)
-                for group in self._grouped_embedding_configs
-                for table in group.embedding_tables
-                for _ in range(table.num_features())
-            ],
+            feature_is_hashed=_feature_is_hashed(self._grouped_embedding_configs),
             is_sequence=self.is_sequence,
+            device=device if device is not None else self._device,
+        )
+
+
+class _RowWiseOnHosts:
+    """Likewise, where the rows of a table or of its columns lie on the ranks of one host."""
+
+    summed_as = ShardingType.TABLE_ROW_WISE
+
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """The distribution of ids to the ranks that own them."""
+        return TableRowWiseFeaturesDist(
+            pg=self._pg,
+            local_size=self._intra_pg.size(),
+            features_per_rank=self._features_per_rank(self._grouped_embedding_configs_per_rank),
+            feature_hash_sizes=self._get_feature_hash_sizes(),
+            feature_is_hashed=_feature_is_hashed(
+                itertools.chain.from_iterable(self._grouped_embedding_configs_per_node)
+            ),
             device=device if device is not None else self._device,
         )
 
@@ -103,6 +131,22 @@ class TableWisePooled(_Pooled, TwPooledEmbeddingSharding):
     """Table-wise, pooled."""
 
 
+class ColumnWisePooled(_Pooled, CwPooledEmbeddingSharding):
+    """Column-wise, pooled: every column shard sees all ids, and so keeps the same."""
+
+
+class TableColumnWisePooled(_Pooled, TwCwPooledEmbeddingSharding):
+    """Column-wise on the ranks of one host, pooled."""
+
+
+class TableRowWisePooled(_RowWiseOnHosts, _Pooled, TwRwPooledEmbeddingSharding):
+    """Row-wise on the ranks of one host, pooled."""
+
+
+class GridPooled(_RowWiseOnHosts, _Pooled, GridPooledEmbeddingSharding):
+    """Column-wise over hosts, and row-wise on the ranks of each, pooled."""
+
+
 class RowWiseSequence(_RowWise, _Sequence, RwSequenceEmbeddingSharding):
     """Row-wise, sequences."""
 
@@ -113,14 +157,23 @@ class TableWiseSequence(_Sequence, TwSequenceEmbeddingSharding):
     """Table-wise, sequences."""
 
 
+class ColumnWiseSequence(_Sequence, CwSequenceEmbeddingSharding):
+    """Column-wise, sequences."""
+
+
 #: What serves pooled tables of ours, by TorchRec's sharding type.
 POOLED_SHARDINGS: dict[str, type[EmbeddingSharding]] = {
     ShardingType.ROW_WISE.value: RowWisePooled,
     ShardingType.TABLE_WISE.value: TableWisePooled,
+    ShardingType.COLUMN_WISE.value: ColumnWisePooled,
+    ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
+    ShardingType.TABLE_ROW_WISE.value: TableRowWisePooled,
+    ShardingType.GRID_SHARD.value: GridPooled,
 }
 
-#: What serves our tables of sequences.
+#: What serves our tables of sequences: the types that TorchRec has for them.
 SEQUENCE_SHARDINGS: dict[str, type[EmbeddingSharding]] = {
     ShardingType.ROW_WISE.value: RowWiseSequence,
     ShardingType.TABLE_WISE.value: TableWiseSequence,
+    ShardingType.COLUMN_WISE.value: ColumnWiseSequence,
 }

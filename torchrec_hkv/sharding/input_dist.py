@@ -12,6 +12,7 @@ from torchrec.distributed.embedding_sharding import (
     _fx_wrap_stride_per_key_per_rank,
 )
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -100,3 +101,52 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         # TorchRec's sharded EmbeddingCollection takes it from here after the call.
         self.unbucketize_permute_tensor = permute if self._is_sequence else None
         return self._dist(bucketized)
+
+
+class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
+    """TorchRec's distribution over the ranks of a host, where a feature's ids may be any int64."""
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        local_size: int,
+        features_per_rank: Sequence[int],
+        feature_hash_sizes: Sequence[int],
+        feature_is_hashed: Sequence[bool],
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            pg: the ranks.
+            local_size: ranks of a host.
+            features_per_rank: number of features that each rank looks up.
+            feature_hash_sizes: ``num_embeddings`` of each feature's table.
+            feature_is_hashed: as :class:`RowWiseFeaturesDist` has it.
+            device: of the ids.
+        """
+        super().__init__(
+            pg=pg,
+            local_size=local_size,
+            features_per_rank=list(features_per_rank),
+            feature_hash_sizes=list(feature_hash_sizes),
+            device=device,
+        )
+        is_hashed = torch.tensor(list(feature_is_hashed), dtype=torch.bool, device=device)
+        self.register_buffer(
+            "_block_sizes",
+            self._feature_block_sizes_tensor.long().masked_fill(is_hashed, 0),
+            persistent=False,
+        )
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange.
+
+        Args:
+            sparse_features: int64 ids.
+        """
+        bucketized, _ = bucketize(sparse_features, self._block_sizes, self._local_size)
+        return self._dist(
+            bucketized.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
+        )

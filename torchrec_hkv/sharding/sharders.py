@@ -25,6 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_hkv.sharding.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.optimizer import name_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.tables import Collection, table_weight
@@ -72,14 +73,14 @@ class BackendEmbeddingBagCollectionSharder(_BackendSharder, EmbeddingBagCollecti
     """Shards EmbeddingBagCollections that stock kernels and backends serve side by side."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's, and row-wise on the CPU too, where it leaves it out."""
+        """TorchRec's, and on the CPU those by rows too, where it leaves them out."""
         types = super().sharding_types(compute_device_type)
         return [*types, *self.added_sharding_types(compute_device_type)]
 
     def added_sharding_types(self, compute_device_type: str) -> list[str]:
         """Those that TorchRec's sharder does not offer. Over gloo they fail on uneven batches."""
         types = super().sharding_types(compute_device_type)
-        return [added for added in (ShardingType.ROW_WISE.value,) if added not in types]
+        return [served for served in POOLED_SHARDINGS if served not in types]
 
     def shard(
         self,

@@ -19,8 +19,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from torchrec_hkv.backends.protocol import BackendOptions, TableShard
 
-#: Sharding types under which TorchRec sums over ranks and divides a mean afterwards.
-_SUMMED_OVER_RANKS: frozenset[str] = frozenset(
+#: Sharding types by rows, under which TorchRec sums over ranks and divides a mean afterwards.
+SUMMED_OVER_RANKS: frozenset[str] = frozenset(
     {
         ShardingType.ROW_WISE.value,
         ShardingType.TABLE_ROW_WISE.value,
@@ -120,7 +120,7 @@ def table_shard(
         init_range: lowest and highest initial value.
         options: the backend's, for this table.
     """
-    is_mean = pooling == PoolingType.MEAN and sharding_type not in _SUMMED_OVER_RANKS
+    is_mean = pooling == PoolingType.MEAN and sharding_type not in SUMMED_OVER_RANKS
     return TableShard(
         name=name,
         capacity=sizes[0],
