@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
+from torchrec_hkv.backends.hkv_dense import DenseRows, dense_capacity
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -75,6 +76,12 @@ class HKVOptions(BackendOptions):
         initial_capacity: rows that the table must hold at first, over all ranks, 1 to
             ``num_embeddings``. It doubles before it gets too full, until it has its whole capacity;
             the planner counts that. None: all from the start.
+        dense: the table takes row numbers 0 to ``num_embeddings`` - 1, as stock tables do, and has
+            all of them from the start; any other id is refused. Rows lie on ranks as those of
+            stock tables do, ``state_dict`` shows them as theirs, and the optimizer's states are in
+            the ``state_dict`` of the model's fused optimizer. So a checkpoint of stock tables loads
+            into the table, and back. It takes a quarter more slots than rows, and one more copy of
+            rows and states once a ``state_dict`` was asked for.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
@@ -85,6 +92,7 @@ class HKVOptions(BackendOptions):
     expire_after: int | None = None
     strict: bool = False
     initial_capacity: int | None = None
+    dense: bool = False
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -118,6 +126,14 @@ class HKVOptions(BackendOptions):
                 f"HKVOptions: initial_capacity is {initial!r}, but must be None or a positive "
                 "number of rows."
             )
+        if not isinstance(self.dense, bool):
+            raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")
+        for name in ("admission", "expire_after", "initial_capacity"):
+            if self.dense and getattr(self, name) is not None:
+                raise ValueError(
+                    f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a table "
+                    f"that always has all its rows takes {name}=None only."
+                )
 
 
 def _is_int(value: object) -> bool:
@@ -203,13 +219,17 @@ def _initializer(shard: TableShard) -> Initializer:
 def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
     options = _options(shard)
     return table_memory(
-        shard.capacity,
+        _slots_wanted(shard),
         shard.dim,
         _state_width(optimizer, shard.dim),
         options.eviction,
         admission=options.admission,
         initial_capacity=_initial_capacity(shard),
     )
+
+
+def _slots_wanted(shard: TableShard) -> int:
+    return dense_capacity(shard.capacity) if _options(shard).dense else shard.capacity
 
 
 def _initial_capacity(shard: TableShard) -> int | None:
@@ -246,9 +266,30 @@ class HKVLookup(GroupLookup):
             optimizer=_optimizer(optimizer),
             device=device,
         )
+        self._dense = {
+            shard.key: self._dense_rows(index, shard, feature_tables)
+            for index, shard in enumerate(shards)
+            if _options(shard).dense
+        }
         # What makes autograd record the lookup; no parameter, since nothing ever changes it.
         self._anchor = torch.empty(0, device=self._group.device, requires_grad=True)
         self._no_anchor = torch.empty(0, device=self._group.device)
+
+    def _dense_rows(
+        self, index: int, shard: TableShard, feature_tables: Sequence[int]
+    ) -> DenseRows:
+        return DenseRows(
+            self._group,
+            index,
+            list(feature_tables).index(index),
+            rows=shard.capacity,
+            first_row=shard.row_offset,
+            column_offset=shard.column_offset,
+            name=shard.name,
+            seed=_options(shard).seed,
+            initializer=_initializer(shard),
+            num_features=len(feature_tables),
+        )
 
     def forward(
         self,
@@ -259,6 +300,8 @@ class HKVLookup(GroupLookup):
         learning_rate: Tensor,
     ) -> Tensor:
         group = self._group
+        for rows in self._dense.values():
+            rows.flush()
         if self.training:
             pin = group.pin()
             slots = group.find_or_insert(ids, offsets, batch_size, pin)
@@ -274,7 +317,12 @@ class HKVLookup(GroupLookup):
     def accumulate(self) -> AbstractContextManager[None]:
         return self._group.accumulate()
 
+    def dense_states(self, key: str) -> dict[str, Tensor]:
+        return self._dense[key].read(states=True)
+
     def export_table(self, key: str) -> dict[str, Tensor]:
+        if key in self._dense:
+            return self._dense[key].read(states=False)
         state = self._group.export_table(self._index[key])
         spec = HKVBackend.state_of(self._shards[key], self._optimizer)
         exported = {
@@ -287,6 +335,9 @@ class HKVLookup(GroupLookup):
     def load_table(self, key: str, state: Mapping[str, Tensor]) -> None:
         spec = HKVBackend.state_of(self._shards[key], self._optimizer)
         name = self._shards[key].name
+        if key in self._dense:
+            self._dense[key].read(states=False)["weight"].copy_(state["weight"])
+            return
         missing = sorted(set(spec) - set(state))
         if missing:
             raise ValueError(f"table '{name}': the state to load lacks {', '.join(missing)}.")
@@ -341,7 +392,7 @@ def _table_spec(shard: TableShard) -> TableSpec:
     options = _options(shard)
     return TableSpec(
         name=shard.name,
-        capacity=shard.capacity,
+        capacity=_slots_wanted(shard),
         dim=shard.dim,
         eviction=options.eviction,
         hbm_bytes=options.hbm_bytes,
@@ -372,7 +423,7 @@ class HKVBackend(Backend):
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
         options = _options(shard)
-        if shard.capacity < 1:
+        if shard.capacity < 1 and not options.dense:
             raise ValueError(
                 f"table '{shard.name}': num_embeddings is {shard.num_embeddings}, but must be at "
                 "least 1; it is the capacity of the hash table in rows."
@@ -399,6 +450,12 @@ class HKVBackend(Backend):
             )
         _initializer(shard)
 
+    def routes_by_hash(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def is_dense(self, options: BackendOptions) -> bool:
+        return isinstance(options, HKVOptions) and options.dense
+
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
     ) -> StorageBytes:
@@ -419,6 +476,8 @@ class HKVBackend(Backend):
     @staticmethod
     def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:
         """As :meth:`state_spec`."""
+        if _options(shard).dense:
+            return {"weight": TensorSpec((shard.capacity, shard.dim), torch.float32)}
         slots = _memory(shard, optimizer).num_slots
         spec = {
             "weight": TensorSpec((slots, shard.dim), torch.float32),

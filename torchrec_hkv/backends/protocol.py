@@ -209,6 +209,14 @@ class GroupLookup(nn.Module, abc.ABC):
         """
         raise ValueError(f"{type(self).__name__} can't accumulate gradients over backwards.")
 
+    def dense_states(self, key: str) -> dict[str, torch.Tensor]:
+        """The optimizer states of a shard whose rows lie open by number, by FBGEMM's names.
+
+        Up to date, and the same tensors in every call. What is written into them, and into the
+        tensor that :meth:`export_table` gives, is the table's from its next lookup on.
+        """
+        return {}
+
     @abc.abstractmethod
     def export_table(self, key: str) -> dict[str, torch.Tensor]:
         """A copy of one shard's state, each tensor as :meth:`Backend.state_spec` says.
@@ -249,6 +257,17 @@ class Backend(abc.ABC):
     #: :func:`torchrec_hkv.hash_table.owner_rank`; ``"block"`` takes row numbers in contiguous
     #: blocks.
     routing: ClassVar[Literal["hashed", "block"]]
+
+    def routes_by_hash(self, options: BackendOptions) -> bool:
+        """Whether ids of a table with these options find their rank by hash: as ``routing`` says,
+        where options don't change it."""
+        return self.routing == "hashed"
+
+    def is_dense(self, options: BackendOptions) -> bool:
+        """Whether a table with these options takes row numbers and shows its rows as stock tables
+        do. Its state is ``"weight"`` alone then, a tensor by row number, and
+        :meth:`GroupLookup.dense_states` has the rest."""
+        return False
 
     @abc.abstractmethod
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:

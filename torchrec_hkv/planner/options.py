@@ -44,7 +44,7 @@ def balance(option: ShardingOption, assignment: Assignment) -> None:
     """Gives every rank the same capacity where ids come to all ranks alike."""
     if option.sharding_type not in SUMMED_OVER_RANKS:
         return
-    if registry.get(assignment.backend).routing != "hashed":
+    if not registry.get(assignment.backend).routes_by_hash(assignment.options):
         return
     by_columns: dict[int, list[Shard]] = defaultdict(list)
     for shard in option.shards:

@@ -38,6 +38,13 @@ class BackendCollection:
         """
         self._planned = planned
         self._is_built = False
+        # Row numbers that features may have, by feature, where a table has all its rows.
+        self._rows_by_feature = {
+            feature: (name, table.shards[0].num_embeddings)
+            for name, table in planned.items()
+            if registry.get(table.backend).is_dense(table.shards[0].options)
+            for feature in table.features
+        }
         super().__init__(*args, **kwargs)
         self._is_built = True
 
@@ -112,7 +119,7 @@ class BackendCollection:
             present = {key: f"{table_prefix}{key}" for key in state.keys}
             present = {key: path for key, path in present.items() if path in state_dict}
             taken.extend(present.values())
-            if not self._is_built:
+            if not self._is_built and not state.is_dense:
                 # TorchRec copies the rows of the unsharded module here; ours start empty.
                 continue
             if present:

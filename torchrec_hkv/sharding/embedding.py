@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import SEQUENCE_SHARDINGS
-from torchrec_hkv.sharding.features import prepare_features
+from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.index_dedup import deduplicate
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 
@@ -69,6 +69,7 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
             features = prepare_features(
                 to_keyed_jagged_tensor(features), self._embedding_configs, is_weighted=False
             )
+            check_row_numbers(features, self._rows_by_feature)
         return super().input_dist(ctx, features)
 
     def _dedup_indices(

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
-from torchrec_hkv.sharding.features import prepare_features
+from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 
 # Column shards of a feature come back in the order of ranks; these put them in that of columns.
@@ -78,6 +78,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
                 self._embedding_bag_configs,
                 is_weighted=self._is_weighted,
             )
+            check_row_numbers(features, self._rows_by_feature)
         # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
         with self._without_our_configs():
             return super().input_dist(ctx, features)

@@ -75,7 +75,7 @@ class _Sequence:
 def _feature_is_hashed(groups: Iterable[GroupedEmbeddingConfig]) -> list[bool]:
     """For each feature of groups of tables, whether its ids are routed by their hash."""
     return [
-        (tag := tag_of(table)) is not None and registry.get(tag.backend).routing == "hashed"
+        (tag := tag_of(table)) is not None and registry.get(tag.backend).routes_by_hash(tag.options)
         for group in groups
         for table in group.embedding_tables
         for _ in range(table.num_features())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -72,3 +72,27 @@ def prepare_features(
         ),
         inverse_indices=features.inverse_indices_or_none(),
     )
+
+
+def check_row_numbers(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
+    """Refuses ids that are no rows of a table that has all its rows from the start.
+
+    On a GPU the check is an assertion of the device's, which the host does not wait for.
+
+    Args:
+        features: of the batch.
+        rows: for each feature to check, its table's name and number of rows.
+
+    Raises:
+        ValueError: naming the table, an id and what is allowed.
+    """
+    for feature, (table, count) in rows.items():
+        ids = features[feature].values()
+        is_row = (ids >= 0) & (ids < count)
+        if ids.device.type == "cuda":
+            torch._assert_async(is_row.all(), f"Table {table!r} takes ids from 0 to {count - 1}.")
+        elif not is_row.all():
+            raise ValueError(
+                f"Table {table!r} has dense=True and looks up feature {feature!r}, which has id "
+                f"{int(ids[~is_row][0])}: allowed are row numbers from 0 to {count - 1}."
+            )

@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup, TableShard
+from torchrec_hkv.sharding.dense_optimizer import sharded_state
 from torchrec_hkv.sharding.optimizer import initial_learning_rate, optimizer_spec
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
 from torchrec_hkv.sharding.row_optimizer import RowOptimizer
@@ -73,7 +74,27 @@ class BackendKernel(FusedOptimizerModule):
             {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
             initial_learning_rate(fused_params),
             device,
+            self._dense_states() if self._tags()[0].is_dense else None,
+            self._read_dense_states if self._tags()[0].is_dense else None,
         )
+
+    def _read_dense_states(self) -> list[dict[str, torch.Tensor]]:
+        """Of each shard, up to date."""
+        return [self._emb_module.dense_states(shard.key) for shard in self.shards]
+
+    def _dense_states(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Optimizer states by placeholder, as TorchRec names them."""
+        read = self._read_dense_states()
+        states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for name, parameter in self._param_per_table.items():
+            held = [index for index, shard in enumerate(self.shards) if shard.name == name]
+            shards = [self.shards[index] for index in held]
+            metadata = self._config.embedding_tables[held[0]].global_metadata
+            states[parameter] = {
+                f"{name}.{key}": sharded_state(metadata, shards, [read[i][key] for i in held])
+                for key in read[held[0]]
+            }
+        return states
 
     def _tags(self) -> list[TableTag]:
         tags = [tag_of(table) for table in self._config.embedding_tables]

@@ -43,6 +43,7 @@ class TableState:
         ranks: the rank of each shard.
         placements: where TorchRec placed each shard.
         specs: the tensors of each shard.
+        is_dense: whether it looks as the state of a stock table: the weight alone, by row number.
     """
 
     name: str
@@ -50,6 +51,7 @@ class TableState:
     ranks: tuple[int, ...]
     placements: tuple[_remote_device, ...]
     specs: tuple[Mapping[str, TensorSpec], ...]
+    is_dense: bool
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class TableState:
         Raises:
             ValueError: the backend names a tensor as this module does.
         """
+        is_dense = backend.is_dense(shards[0].options)
         specs = []
         for shard in shards:
             spec = dict(backend.state_spec(shard, optimizer))
@@ -72,7 +75,7 @@ class TableState:
                     f"Backend {backend.name!r} calls a tensor of its state {SHARDS_KEY!r}: "
                     "that name is taken."
                 )
-            specs.append({**spec, SHARDS_KEY: _SHARDS_SPEC})
+            specs.append(spec if is_dense else {**spec, SHARDS_KEY: _SHARDS_SPEC})
         placements = tuple(_placement(shard) for shard in sharding.sharding_spec.shards)
         return cls(
             name=shards[0].name,
@@ -80,6 +83,7 @@ class TableState:
             ranks=tuple(placement.rank() for placement in placements),
             placements=placements,
             specs=tuple(specs),
+            is_dense=is_dense,
         )
 
     @property
@@ -204,13 +208,15 @@ class TableState:
                     f"and dtype {tensor.dtype} on rank {rank}: needed are {spec[key].shape} and "
                     f"{spec[key].dtype}."
                 )
+        if self.is_dense:
+            return
         saved_shards = int(state.pop(SHARDS_KEY))
         if saved_shards != len(self.specs):
             raise ValueError(self.other_world_size(saved_shards))
 
     def _check_sharding(self, key: str, tensor: Any) -> None:
         if not isinstance(tensor, ShardedTensor):
-            if isinstance(tensor, torch.Tensor) and len(self.specs) == 1:
+            if isinstance(tensor, torch.Tensor) and (self.is_dense or len(self.specs) == 1):
                 return
             raise ValueError(
                 f"In the state of table {self.name!r}, {key!r} is a {type(tensor).__name__}: "
@@ -223,7 +229,7 @@ class TableState:
     def _local_tensors(self, key: str, tensor: Any, held: list[int]) -> list[torch.Tensor]:
         """The tensors of the shards that this rank holds, in their order."""
         if not isinstance(tensor, ShardedTensor):
-            return [tensor] * len(held)
+            return [self._part(key, tensor, index) for index in held]
         local = tensor.local_shards()
         if len(local) != len(held):
             raise ValueError(
@@ -231,6 +237,16 @@ class TableState:
                 f"rank: needed are {len(held)}."
             )
         return [shard.tensor for shard in local]
+
+    def _part(self, key: str, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """A shard's part of a tensor that is not sharded; all of it where there is one shard."""
+        if not self.is_dense:
+            return tensor
+        offsets, size = self._layout(key)
+        if tuple(tensor.shape) != size:
+            return tensor  # refused for its shape
+        first, shape = offsets[index], self.specs[index][key].shape
+        return tensor[first[0] : first[0] + shape[0], first[1] : first[1] + shape[1]]
 
     def other_world_size(self, saved_shards: int) -> str:
         """The sentence that refuses a state of another number of shards."""

@@ -35,12 +35,14 @@ class PlannedTable:
         sharding: as the sharder passes it on to TorchRec.
         shards: all of them, on whatever rank.
         optimizer: None where none was applied.
+        features: that it looks up.
     """
 
     backend: str
     sharding: BackendParameterSharding
     shards: list[TableShard]
     optimizer: OptimizerSpec | None
+    features: list[str]
 
 
 def planned_tables(
@@ -88,7 +90,9 @@ def planned_tables(
         for shard in shards:
             backend.check(shard, optimizer, (device or torch.device("cpu")).type)
         sharding = dataclasses.replace(sharding, init_range=init_range(config))
-        planned[name] = PlannedTable(sharding.backend, sharding, shards, optimizer)
+        planned[name] = PlannedTable(
+            sharding.backend, sharding, shards, optimizer, list(config.feature_names)
+        )
     return planned
 
 
