@@ -27,6 +27,8 @@ def _check(outcomes):
 )
 @pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])
 def test_equal_to_stock(run_ranks, pooling, sharding_type, world_size, host_size):
+    if (sharding_type, pooling) == ("grid_shard", "mean"):
+        pytest.skip("TorchRec gives sums; test_torchrec_own_tests.py compares with true means")
     scenario = Scenario("hkv", sharding_type, pooling, "rowwise_adagrad")
     _check(run_ranks(world_size, train_beside_stock, scenario, host_size=host_size))
 

@@ -20,6 +20,7 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.compat import to_keyed_jagged_tensor
@@ -27,6 +28,7 @@ from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
+from torchrec_hkv.sharding.validation import PlannedTable
 
 # Column shards of a feature come back in the order of ranks; these put them in that of columns.
 _PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
@@ -37,6 +39,26 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
 
     tables_attribute = "embedding_bags"
     configs_attribute = "_embedding_bag_configs"
+
+    def __init__(self, *args: Any, planned: dict[str, PlannedTable], **kwargs: Any) -> None:
+        """
+        Args:
+            args: TorchRec's.
+            planned: the tables of ours, by name, already checked.
+            kwargs: TorchRec's.
+        """
+        super().__init__(*args, planned=planned, **kwargs)
+        # TorchRec looks up the means of tables sharded by grid as sums, as it does row-wise, but
+        # forgets to divide.
+        for config in self._embedding_bag_configs:
+            table = planned.get(config.name)
+            is_grid = (
+                table is not None and table.sharding.sharding_type == ShardingType.GRID_SHARD.value
+            )
+            if is_grid and config.pooling == PoolingType.MEAN:
+                features = self._pooling_type_to_rs_features[PoolingType.MEAN.value]
+                features.extend(config.feature_names)
+                self._has_mean_pooling_callback = True
 
     @classmethod
     def create_embedding_bag_sharding(
