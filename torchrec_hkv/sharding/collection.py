@@ -83,8 +83,10 @@ class BackendCollection:
             for shard in kernel.shards
         }
 
-    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
-        super()._initialize_torch_state(skip_registering)
+    def _initialize_torch_state(self, *args: bool, **kwargs: bool) -> None:
+        # TorchRec's ``skip_registering``, which its EmbeddingCollection of 1.6 does not take.
+        super()._initialize_torch_state(*args, **kwargs)
+        skip_registering = next(iter([*args, *kwargs.values()]), False)
         device = self._device or torch.device("cpu")
         self._table_states: dict[str, TableState] = {}
         for name, table in self._planned.items():
