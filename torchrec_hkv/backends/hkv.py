@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends.hkv_dense import DenseRows, dense_capacity
+from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -22,16 +23,8 @@ from torchrec_hkv.backends.protocol import (
     TensorSpec,
 )
 from torchrec_hkv.hash_table import (
-    FTRL,
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
     Admission,
     Initializer,
-    Optimizer,
-    RowWiseAdagrad,
-    RowWiseAdam,
     TableGroup,
     TableMemory,
     TableSpec,
@@ -81,7 +74,8 @@ class HKVOptions(BackendOptions):
             stock tables do, ``state_dict`` shows them as theirs, and the optimizer's states are in
             the ``state_dict`` of the model's fused optimizer. So a checkpoint of stock tables loads
             into the table, and back. It takes a quarter more slots than rows, and one more copy of
-            rows and states once a ``state_dict`` was asked for.
+            rows and states, which the planner counts. What is written into the tensors of a
+            ``state_dict`` is in the table from its next lookup on.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
@@ -140,60 +134,6 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
-    """The hash table's optimizer.
-
-    Raises:
-        ValueError: an attribute is impossible.
-    """
-    if spec is None:
-        return None
-    common = {
-        "clip_value": spec.clip_value,
-        "clip_norm": spec.clip_norm,
-        "clip_output": spec.clip_output,
-        "stochastic_rounding": spec.stochastic_rounding,
-        "rounding_seed": spec.rounding_seed,
-    }
-    decay = {"weight_decay": spec.weight_decay, "weight_decay_mode": spec.weight_decay_mode}
-    moments = {
-        "betas": (spec.beta1, spec.beta2),
-        "eps": spec.eps,
-        "step_mode": spec.step_mode,
-    }
-    sums = {"eps": spec.eps, "initial_accumulator": spec.initial_accumulator}
-    match spec.name:
-        case "sgd":
-            return SGD(spec.momentum, spec.nesterov, **decay, **common)
-        case "adagrad":
-            return Adagrad(**sums, **decay, **common)
-        case "rowwise_adagrad":
-            return RowWiseAdagrad(**sums, **decay, **common)
-        case "adam":
-            return Adam(**moments, **decay, **common)
-        case "rowwise_adam":
-            return RowWiseAdam(**moments, **decay, **common)
-        case "lamb":
-            return LAMB(**moments, weight_decay=spec.weight_decay, **common)
-        case "ftrl":
-            return FTRL(
-                spec.beta,
-                spec.l1,
-                spec.l2,
-                initial_accumulator=spec.initial_accumulator,
-                **common,
-            )
-    raise ValueError(
-        f"optimizer is {spec.name!r}, but backend 'hkv' takes 'sgd', 'adagrad', 'rowwise_adagrad', "
-        "'adam', 'rowwise_adam', 'lamb' or 'ftrl'."
-    )
-
-
-def _state_width(spec: OptimizerSpec | None, dim: int) -> int:
-    optimizer = _optimizer(spec)
-    return 0 if optimizer is None else optimizer.state_width(dim)
-
-
 def _options(shard: TableShard) -> HKVOptions:
     if not isinstance(shard.options, HKVOptions):
         raise ValueError(
@@ -221,7 +161,7 @@ def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
     return table_memory(
         _slots_wanted(shard),
         shard.dim,
-        _state_width(optimizer, shard.dim),
+        state_width(optimizer, shard.dim),
         options.eviction,
         admission=options.admission,
         initial_capacity=_initial_capacity(shard),
@@ -263,7 +203,7 @@ class HKVLookup(GroupLookup):
         self._group = TableGroup(
             [_table_spec(shard) for shard in shards],
             feature_tables,
-            optimizer=_optimizer(optimizer),
+            optimizer=hash_table_optimizer(optimizer),
             device=device,
         )
         self._dense = {
@@ -439,7 +379,7 @@ class HKVBackend(Backend):
                 "torch.float32."
             )
         try:
-            _optimizer(optimizer)
+            hash_table_optimizer(optimizer)
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
         least = _memory(shard, optimizer).least_hbm_bytes
@@ -457,6 +397,18 @@ class HKVBackend(Backend):
         return isinstance(options, HKVOptions) and options.dense
 
     def storage(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
+    ) -> StorageBytes:
+        table = self._table_storage(shard, optimizer, device_type)
+        if not _options(shard).dense:
+            return table
+        # Rows and states once more, in the order of row numbers.
+        shown = 4 * shard.capacity * (shard.dim + state_width(optimizer, shard.dim))
+        if device_type != "cuda":
+            return StorageBytes(hbm=0, host=table.host + shown)
+        return StorageBytes(hbm=table.hbm + shown, host=table.host)
+
+    def _table_storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
     ) -> StorageBytes:
         memory = _memory(shard, optimizer)
@@ -487,7 +439,7 @@ class HKVBackend(Backend):
         }
         if _options(shard).eviction == "lfu":
             spec["scores"] = TensorSpec((slots,), torch.int64)
-        if width := _state_width(optimizer, shard.dim):
+        if width := state_width(optimizer, shard.dim):
             spec["optimizer_states"] = TensorSpec((slots, width), torch.float32)
         if optimizer is not None:
             spec["optimizer_step"] = TensorSpec((1,), torch.int64)
