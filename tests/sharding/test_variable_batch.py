@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from torchrec_hkv.sharding.features import prepare_features
-from torchrec_hkv.sharding.variable_batch import padded_lengths, rank_major
+from torchrec_hkv.sharding.variable_batch import merged_groups, padded_lengths, rank_major
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,26 @@ def test_rank_by_rank(strides):
     flat = torch.cat([wanted[r, f].flatten() for f in range(len(strides)) for r in ranks])
     expected = torch.cat([wanted[r, f].flatten() for r in ranks for f in range(len(strides))])
     assert torch.equal(rank_major(flat, strides, dims), expected)
+
+
+def test_groups_are_put_together_rank_by_rank():
+    groups, ranks = {"a": 2, "b": 1}, range(3)
+    wanted = {
+        (rank, group, feature): torch.randn(int(torch.randint(0, 4, ())))
+        for rank in ranks
+        for group, count in groups.items()
+        for feature in range(count)
+    }
+    ordered = {
+        group: [wanted[rank, group, f] for rank in ranks for f in range(count)]
+        for group, count in groups.items()
+    }
+    merged = merged_groups(
+        [torch.cat(parts) for parts in ordered.values()],
+        [[part.numel() for part in parts] for parts in ordered.values()],
+        list(groups.values()),
+    )
+    assert torch.equal(merged, torch.cat(list(wanted.values())))
 
 
 @pytest.mark.parametrize("strides", [[2, 0, 3], [1], [0, 0], [4, 4]], ids=str)

@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.sharding.kernel import BackendEmbedding, BackendEmbeddingBag
+from torchrec_hkv.sharding.variable_batch import merged_groups
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
@@ -39,9 +40,11 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
     ) -> torch.Tensor:
         # FBGEMM's lookups write into one output, each into the one that it was given; ours can't
-        # take part in that. TorchRec has this way for devices where no lookup can.
-        return self._merge_variable_batch_embeddings(
-            self._forward(features_by_group), self._vbe_splits(features_by_group)
+        # take part in that.
+        return merged_groups(
+            self._forward(features_by_group),
+            self._vbe_splits(features_by_group),
+            self._feature_splits,
         )
 
 

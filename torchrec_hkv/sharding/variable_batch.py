@@ -29,6 +29,35 @@ def rank_major(
     return torch.cat([part for rank in range(num_ranks) for part in parts[rank::num_ranks]])
 
 
+def merged_groups(
+    outputs: Sequence[torch.Tensor],
+    sizes: Sequence[Sequence[int]],
+    num_features: Sequence[int],
+) -> torch.Tensor:
+    """The outputs of groups of features as one, in the order that TorchRec sends it in.
+
+    Args:
+        outputs: of each group, flat, rank by rank, and for each rank feature by feature.
+        sizes: for each group, the numbers of values that these have, in the same order.
+        num_features: of each group.
+
+    Returns:
+        Rank by rank, for each rank group by group, and for each group feature by feature.
+    """
+    parts = [output.split(list(size)) for output, size in zip(outputs, sizes, strict=True)]
+    num_ranks = max(
+        (len(group) // count for group, count in zip(parts, num_features, strict=True)), default=0
+    )
+    return torch.cat(
+        [
+            part
+            for rank in range(num_ranks)
+            for group, count in zip(parts, num_features, strict=True)
+            for part in group[rank * count : (rank + 1) * count]
+        ]
+    )
+
+
 def padded_lengths(
     lengths: torch.Tensor, strides: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
