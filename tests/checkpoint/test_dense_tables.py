@@ -124,26 +124,39 @@ def test_weights_that_are_not_sharded(run_ranks):
     run_ranks(2, _from_unsharded)
 
 
-def _save(rank, world_size, device, kernel, types, folder):
-    model = dense_model(world_size, device, kernel, types, *OPTIMIZERS["rowwise_adagrad"])
+def _save(rank, world_size, device, kernel, types, optimizer, folder):
+    model = dense_model(world_size, device, kernel, types, *optimizer)
     train_dense(model, rank, device, range(4))
     checkpoint.save(folder, model, model.fused_optimizer)
     return train_dense(model, rank, device, range(4, 6))
 
 
-def _load(rank, world_size, device, kernel, types, folder):
-    model = dense_model(world_size, device, kernel, types, *OPTIMIZERS["rowwise_adagrad"])
+def _load(rank, world_size, device, kernel, types, optimizer, folder):
+    model = dense_model(world_size, device, kernel, types, *optimizer)
     checkpoint.load(folder, model, model.fused_optimizer)
     return train_dense(model, rank, device, range(4, 6))
 
 
 @pytest.mark.parametrize("kernels", [("fused", "hkv"), ("hkv", "fused"), ("hkv", "hkv")])
 def test_checkpoints_load_into_each_other(run_ranks, kernels, tmp_path):
-    types = ("row_wise", "row_wise")
-    saved = run_ranks(2, _save, kernels[0], types, tmp_path / "checkpoint")
-    loaded = run_ranks(2, _load, kernels[1], types, tmp_path / "checkpoint")
+    types, optimizer = ("row_wise", "row_wise"), OPTIMIZERS["rowwise_adagrad"]
+    saved = run_ranks(2, _save, kernels[0], types, optimizer, tmp_path / "checkpoint")
+    loaded = run_ranks(2, _load, kernels[1], types, optimizer, tmp_path / "checkpoint")
     for got, expected in zip(loaded, saved, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "host_size"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_states_that_stock_tables_have_not(run_ranks, types, world_size, host_size, tmp_path):
+    optimizer = (torch.optim.Adam, {"lr": 0.05})
+    folder = tmp_path / "checkpoint"
+    saved, loaded = (
+        run_ranks(world_size, work, "hkv", types, optimizer, folder, host_size=host_size)
+        for work in (_save, _load)
+    )
+    for got, expected in zip(loaded, saved, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def _write(rank, world_size, device, folder):

@@ -210,7 +210,8 @@ class GroupLookup(nn.Module, abc.ABC):
         raise ValueError(f"{type(self).__name__} can't accumulate gradients over backwards.")
 
     def dense_states(self, key: str) -> dict[str, torch.Tensor]:
-        """The optimizer states of a shard whose rows lie open by number, by FBGEMM's names.
+        """The optimizer states of a shard whose rows lie open by number, by FBGEMM's names: float32
+        ``[rows]`` or ``[rows, width]``, and int64 ``[1]`` for a count.
 
         Up to date, and the same tensors in every call. What is written into them, and into the
         tensor that :meth:`export_table` gives, is the table's from its next lookup on.

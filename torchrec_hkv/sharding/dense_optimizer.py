@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,45 +26,60 @@ def sharded_state(
     Args:
         table: how its weight lies.
         shards: those of this rank.
-        local: their states: ``[rows, width]``, which lie as the weight does, or ``[length]``, which
-            are stacked in the order of columns, then rows.
+        local: their states: ``[rows, width]``, which lie as the weight does; or ``[rows]``, or
+            int64 ``[1]`` for a shard's count, which are stacked in the order of columns, then rows.
     """
     order = sorted(table.shards_metadata, key=lambda shard: tuple(reversed(shard.shard_offsets)))
-    is_flat = local[0].dim() == 1
-    is_one_each = is_flat and local[0].numel() != shards[0].capacity
-    columns = sorted({shard.shard_offsets[1] for shard in order})
-    metadata: list[ShardMetadata] = []
-    size = [0, 0]
-    for shard in order:
-        if is_flat:
-            offsets, sizes = [size[0]], [1 if is_one_each else shard.shard_sizes[0]]
-            size[0] += sizes[0]
-        else:
-            width = local[0].shape[1]
-            # States as wide as the weight lie as it does; others beside each other by column.
-            is_as_weight = width == shards[0].dim
-            first = shard.shard_offsets[1] if is_as_weight else None
-            first = columns.index(shard.shard_offsets[1]) * width if first is None else first
-            offsets = [shard.shard_offsets[0], first]
-            sizes = [shard.shard_sizes[0], shard.shard_sizes[1] if is_as_weight else width]
-            size = [max(have, o + s) for have, o, s in zip(size, offsets, sizes, strict=True)]
-        metadata.append(
-            ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=shard.placement)
-        )
+    places = _stacked(order, local[0]) if local[0].dim() == 1 else _beside(order, local[0])
+    states = [
+        ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=shard.placement)
+        for shard, (offsets, sizes) in zip(order, places, strict=True)
+    ]
+    size = [
+        max(offsets[dim] + sizes[dim] for offsets, sizes in places) for dim in range(local[0].dim())
+    ]
     held = {
-        (shard.row_offset, shard.column_offset): t for shard, t in zip(shards, local, strict=True)
+        (shard.row_offset, shard.column_offset): tensor
+        for shard, tensor in zip(shards, local, strict=True)
     }
     rank = dist.get_rank()
-    local_shards = [
-        Shard(tensor=held[tuple(shard.shard_offsets)], metadata=state)
-        for shard, state in zip(order, metadata, strict=True)
-        if shard.placement.rank() == rank
-    ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local_shards=local_shards,
+        local_shards=[
+            Shard(tensor=held[tuple(shard.shard_offsets)], metadata=state)
+            for shard, state in zip(order, states, strict=True)
+            if shard.placement.rank() == rank
+        ],
         sharded_tensor_metadata=ShardedTensorMetadata(
-            shards_metadata=metadata,
-            size=torch.Size(size[:1] if is_flat else size),
+            shards_metadata=states,
+            size=torch.Size(size),
             tensor_properties=TensorProperties(dtype=local[0].dtype),
         ),
     )
+
+
+#: Offsets and sizes of a shard.
+_Place: TypeAlias = tuple[list[int], list[int]]
+
+
+def _stacked(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
+    """One value a row, or a count, shard after shard."""
+    places: list[_Place] = []
+    first = 0
+    for shard in order:
+        length = 1 if local.dtype == torch.int64 else shard.shard_sizes[0]
+        places.append(([first], [length]))
+        first += length
+    return places
+
+
+def _beside(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
+    """As the weight lies. Shards of a table are equally wide, and so are their states."""
+    columns = sorted({shard.shard_offsets[1] for shard in order})
+    width = local.shape[1]
+    return [
+        (
+            [shard.shard_offsets[0], columns.index(shard.shard_offsets[1]) * width],
+            [shard.shard_sizes[0], width],
+        )
+        for shard in order
+    ]
