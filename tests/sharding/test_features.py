@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.support.small import batch, make_small
-from torchrec_hkv.sharding.features import prepare_features
+from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 
 TABLES = [EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f", "g"])]
 
@@ -105,3 +105,10 @@ def _float(rank, world_size, device):
 
 def test_float_ids_change_nothing(run_ranks):
     assert run_ranks(2, _float) == [[0], [0]]
+
+
+def test_row_numbers_of_every_table_are_checked():
+    features = _features()  # f has row 0, g has rows 1 and 2
+    check_row_numbers(features, [("f", "t", 1), ("g", "t", 3), ("g", "u", 3)])
+    with pytest.raises(ValueError, match=r"Table 'u' .* feature 'g', which has id 2: allowed are"):
+        check_row_numbers(features, [("g", "t", 3), ("g", "u", 2), ("f", "v", 1)])

@@ -38,13 +38,13 @@ class BackendCollection:
         """
         self._planned = planned
         self._is_built = False
-        # Row numbers that features may have, by feature, where a table has all its rows.
-        self._rows_by_feature = {
-            feature: (name, table.shards[0].num_embeddings)
+        # What looks up tables that have all their rows: feature, table and its number of rows.
+        self._row_numbers = [
+            (feature, name, table.shards[0].num_embeddings)
             for name, table in planned.items()
             if registry.get(table.backend).is_dense(table.shards[0].options)
             for feature in table.features
-        }
+        ]
         super().__init__(*args, **kwargs)
         self._is_built = True
 

@@ -69,7 +69,7 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
             features = prepare_features(
                 to_keyed_jagged_tensor(features), self._embedding_configs, is_weighted=False
             )
-            check_row_numbers(features, self._rows_by_feature)
+            check_row_numbers(features, self._row_numbers)
         return super().input_dist(ctx, features)
 
     def _dedup_indices(

@@ -100,7 +100,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
                 self._embedding_bag_configs,
                 is_weighted=self._is_weighted,
             )
-            check_row_numbers(features, self._rows_by_feature)
+            check_row_numbers(features, self._row_numbers)
         # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
         with self._without_our_configs():
             return super().input_dist(ctx, features)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -74,19 +74,19 @@ def prepare_features(
     )
 
 
-def check_row_numbers(features: KeyedJaggedTensor, rows: Mapping[str, tuple[str, int]]) -> None:
+def check_row_numbers(features: KeyedJaggedTensor, tables: Sequence[tuple[str, str, int]]) -> None:
     """Refuses ids that are no rows of a table that has all its rows from the start.
 
     On a GPU the check is an assertion of the device's, which the host does not wait for.
 
     Args:
         features: of the batch.
-        rows: for each feature to check, its table's name and number of rows.
+        tables: features to check, each with its table's name and number of rows.
 
     Raises:
         ValueError: naming the table, an id and what is allowed.
     """
-    for feature, (table, count) in rows.items():
+    for feature, table, count in tables:
         ids = features[feature].values()
         is_row = (ids >= 0) & (ids < count)
         if ids.device.type == "cuda":
