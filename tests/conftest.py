@@ -10,7 +10,7 @@ import torch
 
 from tests.support.ranks import Ranks
 
-_GROUPS: dict[tuple[int, str], Ranks] = {}
+_GROUPS: dict[tuple[int, str, int], Ranks] = {}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -23,14 +23,23 @@ def device_type(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def run_ranks(device_type: str) -> Callable[..., list[Any]]:
-    """``run_ranks(world_size, function, *args)``: see :meth:`tests.support.ranks.Ranks.run`."""
+    """``run_ranks(world_size, function, *args)``: see :meth:`tests.support.ranks.Ranks.run`.
 
-    def run(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    ``host_size`` is the number of ranks that TorchRec takes for one host; all of them by default.
+    """
+
+    def run(
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        host_size: int | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
         if device_type == "cuda" and torch.cuda.device_count() < world_size:
             pytest.skip(f"needs {world_size} GPUs")
-        key = (world_size, device_type)
+        key = (world_size, device_type, host_size or world_size)
         if key not in _GROUPS or not _GROUPS[key].is_alive:
-            _GROUPS[key] = Ranks(world_size, device_type)
+            _GROUPS[key] = Ranks(world_size, device_type, host_size)
         return _GROUPS[key].run(function, *args, **kwargs)
 
     return run

@@ -10,16 +10,17 @@ from tests.support.models import make_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.sharding import BackendParameterSharding
 
-CPU = torch.device("cpu")
 
-
-def _plan(constraints, world_size=2, rows=64, **kwargs):
+def _plan(constraints, world_size=2, rows=64, dim=4, device="cpu", **kwargs):
     tables = [
-        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"]),
+        EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"]),
         EmbeddingBagConfig(name="s", num_embeddings=64, embedding_dim=4, feature_names=["g"]),
     ]
     planner = EmbeddingShardingPlanner(
-        topology=topology(world_size, CPU), constraints=constraints, batch_size=8, **kwargs
+        topology=topology(world_size, torch.device(device)),
+        constraints=constraints,
+        batch_size=8,
+        **kwargs,
     )
     return planner.plan(make_model(tables), get_default_sharders()).plan["ebc"]
 
@@ -35,7 +36,8 @@ def test_a_table_that_names_no_backend_gets_none():
 def test_without_constraints_nothing_changes():
     plan = _plan(None)
     assert {sharding.compute_kernel for sharding in plan.values()} <= {"fused", "dense"}
-    assert "row_wise" not in {sharding.sharding_type for sharding in plan.values()}
+    by_rows = {"row_wise", "table_row_wise", "grid_shard"}
+    assert not by_rows & {sharding.sharding_type for sharding in plan.values()}
 
 
 def test_a_backend_is_costed_beside_stock_kernels():
@@ -49,15 +51,30 @@ def test_a_backend_is_costed_beside_stock_kernels():
     assert _plan({"t": both})["t"].compute_kernel == "fused"
 
 
-@pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise"])
-def test_the_sharding_type_asked_for(sharding_type):
-    constraint = ParameterConstraints(compute_kernels=["toy"], sharding_types=[sharding_type])
-    assert _plan({"t": constraint})["t"].sharding_type == sharding_type
+@pytest.mark.parametrize(
+    "sharding_type",
+    [
+        "row_wise",
+        "table_wise",
+        "column_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_sharding_type_asked_for(sharding_type, device):
+    constraint = ParameterConstraints(
+        compute_kernels=["toy"], sharding_types=[sharding_type], min_partition=4
+    )
+    plan = _plan({"t": constraint}, dim=8, device=device)
+    assert plan["t"].sharding_type == sharding_type
+    assert plan["t"].backend == "toy"
 
 
 def test_a_type_that_is_not_served_is_passed_over_beside_one_that_is():
     constraint = ParameterConstraints(
-        compute_kernels=["toy"], sharding_types=["column_wise", "row_wise"]
+        compute_kernels=["toy"], sharding_types=["data_parallel", "row_wise"]
     )
     assert _plan({"t": constraint})["t"].sharding_type == "row_wise"
 
@@ -68,3 +85,17 @@ def test_hashed_ids_come_to_ranks_of_equal_capacity():
     # TorchRec's own split is 3, 3, 3, 0.
     assert [shard.shard_sizes[0] for shard in shards] == [2, 2, 2, 3]
     assert [shard.shard_offsets[0] for shard in shards] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("sharding_type", ["table_row_wise", "grid_shard"])
+def test_so_do_they_on_the_ranks_of_a_host(sharding_type):
+    constraint = ParameterConstraints(
+        compute_kernels=["toy"], sharding_types=[sharding_type], min_partition=4
+    )
+    shards = _plan({"t": constraint}, world_size=4, rows=9, dim=8)["t"].sharding_spec.shards
+    columns = {"table_row_wise": [0], "grid_shard": [0, 4]}[sharding_type]
+    for first in columns:
+        of_columns = [shard for shard in shards if shard.shard_offsets[1] == first]
+        assert [shard.shard_sizes[0] for shard in of_columns] == [2, 2, 2, 3]
+        assert [shard.shard_offsets[0] for shard in of_columns] == [0, 2, 4, 6]
+        assert {shard.shard_sizes[1] for shard in of_columns} == {8 // len(columns)}

@@ -35,11 +35,11 @@ CPU = torch.device("cpu")
         ({"compute_kernels": ["fused"], "options": HKVOptions()}, "no backend that would take"),
         ({"options": HKVOptions()}, "no backend that would take"),
         (
-            {"compute_kernels": ["toy"], "sharding_types": ["column_wise"]},
-            r"'column_wise' on backend 'toy': allowed are \['row_wise', 'table_wise'\]",
+            {"compute_kernels": ["toy"], "sharding_types": ["data_parallel"]},
+            r"'data_parallel' on backend 'toy': allowed are \['column_wise', 'grid_shard', 'row",
         ),
         (
-            {"compute_kernels": ["toy"], "sharding_types": ["data_parallel", "grid_shard"]},
+            {"compute_kernels": ["toy"], "sharding_types": ["data_parallel", "diagonal"]},
             "'data_parallel' on backend 'toy'",
         ),
         ({"compute_kernels": ["toy"], "enforce_hbm": True}, "enforce_hbm=True"),

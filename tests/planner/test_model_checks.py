@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from tests.support.models import make_model, topology
@@ -40,14 +41,26 @@ def _refusal(model, constraint, sharders=None, world_size=2, device=CPU):
 TOY = ParameterConstraints(compute_kernels=["toy"])
 
 
-def test_a_table_of_an_embedding_collection():
+def _sequences():
     collection = EmbeddingCollection(
         tables=[EmbeddingConfig(name="t", num_embeddings=64, embedding_dim=4, feature_names=["f"])],
         device=torch.device("meta"),
     )
-    message = _refusal(nn.ModuleDict({"ec": collection}), TOY)
+    return nn.ModuleDict({"ec": collection})
+
+
+def test_a_table_of_a_module_that_no_sharder_of_ours_serves():
+    message = _refusal(_sequences(), TOY, [EmbeddingCollectionSharder()])
     assert "belongs to EmbeddingCollection 'ec'" in message
-    assert "backends serve tables of EmbeddingBagCollections" in message
+    assert "backends serve tables of EmbeddingBagCollections and EmbeddingCollections" in message
+
+
+@pytest.mark.parametrize("sharding_type", ["table_row_wise", "table_column_wise", "grid_shard"])
+def test_a_sharding_type_that_torchrec_has_not_for_sequences(sharding_type):
+    constraint = ParameterConstraints(compute_kernels=["hkv"], sharding_types=[sharding_type])
+    message = _refusal(_sequences(), constraint)
+    assert f"'t' in an EmbeddingCollection can't be sharded {sharding_type!r}" in message
+    assert "allowed are ['column_wise', 'row_wise', 'table_wise']" in message
 
 
 def test_a_sharder_that_knows_no_backends():

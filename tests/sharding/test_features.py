@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.support.small import batch, make_small
-from torchrec_hkv.sharding.features import prepare_features
+from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 
 TABLES = [EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f", "g"])]
 
@@ -43,6 +43,21 @@ def test_weights_are_used_where_the_collection_is_weighted():
     assert prepare_features(weighted, TABLES, is_weighted=False).weights_or_none() is None
 
 
+def test_batch_sizes_of_features_are_kept():
+    inverse = (["f", "g"], torch.tensor([[0, 1], [0, 0]]))
+    features = KeyedJaggedTensor(
+        keys=["f", "g"],
+        values=torch.arange(3, dtype=torch.int32),
+        lengths=torch.tensor([1, 0, 2]),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=inverse,
+    )
+    prepared = prepare_features(features, TABLES, is_weighted=False)
+    assert prepared.values().dtype == torch.int64
+    assert prepared.stride_per_key_per_rank() == [[2], [1]]
+    assert prepared.inverse_indices() is inverse
+
+
 @pytest.mark.parametrize(
     ("features", "is_weighted", "message"),
     [
@@ -52,16 +67,6 @@ def test_weights_are_used_where_the_collection_is_weighted():
         (_features(keys=("f", "h")), False, r"'g', which the batch lacks: it has \['f', 'h'\]"),
         (_features(), True, "has no weights"),
         (_features(weights=torch.ones(3, dtype=torch.int64)), True, "weights of dtype torch.int64"),
-        (
-            KeyedJaggedTensor(
-                keys=["f", "g"],
-                values=torch.arange(3),
-                lengths=torch.tensor([1, 0, 2]),
-                stride_per_key_per_rank=[[2], [1]],
-            ),
-            False,
-            "batch size of its own",
-        ),
     ],
 )
 def test_refused(features, is_weighted, message):
@@ -100,3 +105,10 @@ def _float(rank, world_size, device):
 
 def test_float_ids_change_nothing(run_ranks):
     assert run_ranks(2, _float) == [[0], [0]]
+
+
+def test_row_numbers_of_every_table_are_checked():
+    features = _features()  # f has row 0, g has rows 1 and 2
+    check_row_numbers(features, [("f", "t", 1), ("g", "t", 3), ("g", "u", 3)])
+    with pytest.raises(ValueError, match=r"Table 'u' .* feature 'g', which has id 2: allowed are"):
+        check_row_numbers(features, [("g", "t", 3), ("g", "u", 2), ("f", "v", 1)])

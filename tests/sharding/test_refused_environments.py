@@ -71,8 +71,8 @@ def test_a_plan_that_names_no_backend():
 def test_a_plan_with_a_sharding_type_that_is_not_served():
     sharder, module, plan = _sharder_and_plan()
     plan = copy.deepcopy(plan)
-    plan["t"].sharding_type = "column_wise"
-    with pytest.raises(ValueError, match=r"'column_wise' on backend 'toy': allowed are"):
+    plan["t"].sharding_type = "data_parallel"
+    with pytest.raises(ValueError, match=r"'data_parallel' on backend 'toy': allowed are"):
         sharder.shard(module, plan, ShardingEnv(world_size=1, rank=0), CPU)
 
 

@@ -9,11 +9,17 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim import LAMB, SGD, PartialRowWiseAdam, RowWiseAdagrad
 
 from tests.support.models import make_model, shard_model
 from torchrec_hkv import ParameterConstraints
+from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 
 #: Distinct ids. Stock tables have them as rows 0 .. IDS - 1.
 IDS = 40
@@ -66,12 +72,23 @@ class Scenario:
         sharding_type: of all tables.
         pooling: ``"sum"``, ``"mean"`` or ``"weighted"`` (a sum).
         optimizer: a key of one of the dictionaries above.
+        batches: ``"equal"``, ``"variable"`` (each feature has a batch size of its own) or
+            ``"absent"`` (rank 0 has no samples in some steps, in the last of them no rank has).
+        narrow: whether rank 0 sends its ids as int32; they are those of stock tables then.
+        wire: what the output exchange sends, a ``CommType``; None for float32.
+        columns: of a column-wise shard at least.
+        trained: whether there are backwards.
     """
 
     backend: str
     sharding_type: str
     pooling: str
     optimizer: str
+    batches: str = "equal"
+    narrow: bool = False
+    wire: str | None = None
+    columns: int | None = 4
+    trained: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +152,45 @@ def _shard(
         name: ParameterConstraints(
             compute_kernels=["fused" if name == "s" else kernel],
             sharding_types=[scenario.sharding_type],
+            min_partition=scenario.columns,
         )
         for name in ("t0", "t1", "s")
     }
-    return shard_model(model, constraints, world_size, device)
+    return shard_model(model, constraints, world_size, device, _sharders(scenario))
+
+
+def codecs_registry(wire: str | None) -> dict[str, Any] | None:
+    """For sharders, of exchanges at a ``CommType``; None for None."""
+    if wire is None:
+        return None
+    precision = CommType(wire)
+    return get_qcomm_codecs_registry(
+        QCommsConfig(forward_precision=precision, backward_precision=precision)
+    )
+
+
+def _sharders(scenario: Scenario) -> list[Any]:
+    registry = codecs_registry(scenario.wire)
+    return [BackendEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
+
+
+def draw_sizes(generator: torch.Generator) -> tuple[list[int], torch.Tensor]:
+    """A number of bags for each feature, and the bag of each sample, ``[features, BATCH]``."""
+    sizes = torch.randint(1, BATCH + 1, (len(KEYS),), generator=generator).tolist()
+    bags = [torch.randint(0, size, (BATCH,), generator=generator) for size in sizes]
+    return sizes, torch.stack(bags)
+
+
+def variable_sizes(
+    lengths: list[torch.Tensor], inverse: torch.Tensor | None, device: torch.device
+) -> dict[str, Any]:
+    """What a KeyedJaggedTensor is told where features have sizes of their own."""
+    if inverse is None:
+        return {}
+    return {
+        "stride_per_key_per_rank": [[n.numel()] for n in lengths],
+        "inverse_indices": (KEYS, inverse.to(device)),
+    }
 
 
 def _features(
@@ -146,13 +198,47 @@ def _features(
     lengths: list[torch.Tensor],
     weights: torch.Tensor | None,
     device: torch.device,
+    inverse: torch.Tensor | None = None,
 ) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         keys=KEYS,
         values=torch.cat(ids).to(device),
         lengths=torch.cat(lengths).to(device),
         weights=None if weights is None else weights.to(device),
+        **variable_sizes(lengths, inverse, device),
     )
+
+
+@dataclasses.dataclass
+class _Batch:
+    """Row numbers of a step on one rank.
+
+    Attributes:
+        lengths: for each feature, of its bags.
+        ids: for each feature.
+        weights: of all.
+        inverse: ``[features, BATCH]``, the bag of each sample, where sizes vary.
+        target: one for each sample.
+    """
+
+    lengths: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: torch.Tensor
+    inverse: torch.Tensor | None
+    target: torch.Tensor
+
+    @classmethod
+    def draw(cls, scenario: Scenario, rank: int, step: int, generator: torch.Generator) -> _Batch:
+        longest = 1 if step == 3 and rank == 0 else 4  # a batch without ids
+        sizes, samples, inverse = [BATCH] * len(KEYS), BATCH, None
+        if scenario.batches == "absent" and (step == 9 or (step % 4 == 1 and rank == 0)):
+            sizes, samples = [0] * len(KEYS), 0
+        if scenario.batches == "variable":
+            sizes, inverse = draw_sizes(generator)
+        lengths = [torch.randint(0, longest, (size,), generator=generator) for size in sizes]
+        ids = [torch.randint(0, IDS, (int(n.sum()),), generator=generator) for n in lengths]
+        weights = torch.rand(sum(i.numel() for i in ids), generator=generator) + 0.5
+        return cls(lengths, ids, weights, inverse, torch.randn(samples, generator=generator))
 
 
 def _probe(
@@ -166,7 +252,9 @@ def _probe(
     ones = torch.ones(IDS, dtype=torch.int64)
     weights = torch.ones(4 * IDS) if scenario.pooling == "weighted" else None
     ids = [table_ids, table_ids, table_ids, torch.arange(IDS)]
-    outputs = model.module.ebc(_features(ids, [ones] * 4, weights, device)).wait()
+    # TorchRec does not take batches of one size and of several by turns.
+    inverse = torch.arange(IDS).expand(4, IDS) if scenario.batches == "variable" else None
+    outputs = model.module.ebc(_features(ids, [ones] * 4, weights, device, inverse)).wait()
     by_key = outputs.to_dict()
     return {
         "t0": by_key["f0"].detach().cpu(),
@@ -190,28 +278,27 @@ def train_beside_stock(
     torch.manual_seed(11)
     stock = _shard(scenario, IDS, "fused", world_size, device)
     ours = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
-    mapped = raw_ids()
+    mapped = torch.arange(IDS) if scenario.narrow else raw_ids()
     _copy_rows(stock, _probe(ours, mapped, scenario, device))
     generator = torch.Generator().manual_seed(100 + rank)
     vectors = torch.Generator().manual_seed(17)
     projection = torch.randn(8 * 2 + 12 * 2 + 4, generator=vectors).to(device)
     losses = []
     for step in range(STEPS):
-        is_empty = step == 3 and rank == 0
-        longest = 1 if is_empty else 4
-        lengths = [torch.randint(0, longest, (BATCH,), generator=generator) for _ in KEYS]
-        ids = [torch.randint(0, IDS, (int(n.sum()),), generator=generator) for n in lengths]
-        weights = torch.rand(sum(i.numel() for i in ids), generator=generator) + 0.5
-        target = torch.randn(BATCH, generator=generator).to(device)
-        used_weights = weights if scenario.pooling == "weighted" else None
+        batch = _Batch.draw(scenario, rank, step, generator)
+        ids = batch.ids
+        used_weights = batch.weights if scenario.pooling == "weighted" else None
+        sent_to_ours = [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]
+        if scenario.narrow and rank == 0:
+            sent_to_ours = [sent.int() for sent in sent_to_ours]
         step_losses = []
-        for model, sent in (
-            (stock, ids),
-            (ours, [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]),
-        ):
-            output = model(_features(sent, lengths, used_weights, device))
-            loss = (output @ projection - target).square().mean()
-            loss.backward()
+        for model, sent in ((stock, ids), (ours, sent_to_ours)):
+            output = model(_features(sent, batch.lengths, used_weights, device, batch.inverse))
+            assert output.shape == (batch.target.numel(), projection.numel())
+            error = output @ projection - batch.target.to(device)
+            loss = error.square().sum() / BATCH
+            if scenario.trained:
+                loss.backward()
             step_losses.append(float(loss.detach()))
         losses.append(step_losses)
     stock_rows = _probe(stock, torch.arange(IDS), scenario, device)

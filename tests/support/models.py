@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,8 +73,9 @@ def make_model(
 
 
 def topology(world_size: int, device: torch.device) -> Topology:
-    """Of ranks on one host."""
-    return Topology(world_size=world_size, local_world_size=world_size, compute_device=device.type)
+    """Of ranks on hosts of ``LOCAL_WORLD_SIZE``; on one host where that is not set."""
+    host_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return Topology(world_size=world_size, local_world_size=host_size, compute_device=device.type)
 
 
 def plan_model(

@@ -35,11 +35,12 @@ def free_port() -> int:
 class Ranks:
     """Worker processes of one process group: gloo on the CPU, NCCL with one GPU each."""
 
-    def __init__(self, world_size: int, device_type: str) -> None:
+    def __init__(self, world_size: int, device_type: str, host_size: int | None = None) -> None:
         """
         Args:
             world_size: number of processes.
             device_type: ``"cpu"`` or ``"cuda"``.
+            host_size: ranks that TorchRec takes for one host; all when None.
         """
         context = multiprocessing.get_context("spawn")
         self._port = free_port()
@@ -48,7 +49,9 @@ class Ranks:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, device_type, self._port, theirs), daemon=True
+                target=_serve,
+                args=(rank, world_size, host_size or world_size, device_type, self._port, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -105,12 +108,19 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, world_size: int, device_type: str, port: int, connection: Connection) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    host_size: int,
+    device_type: str,
+    port: int,
+    connection: Connection,
+) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(host_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )

@@ -39,7 +39,9 @@ def make_small(
         EmbeddingBagConfig(name="s", num_embeddings=16, embedding_dim=4, feature_names=["g"]),
     ]
     constraints = {
-        name: ParameterConstraints(compute_kernels=[kernel], sharding_types=[sharding_type])
+        name: ParameterConstraints(
+            compute_kernels=[kernel], sharding_types=[sharding_type], min_partition=4
+        )
         for name, kernel in (("t", backend), ("s", "fused"))
     }
     model = make_model(tables, RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6})

@@ -153,13 +153,13 @@ class ToyLookup(GroupLookup):
             self.anchor, self, ids, offsets, weights, batch_size, learning_rate
         )
 
-    def _table(self, name: str) -> ToyTable:
-        return next(table for table in self.tables if table.shard.name == name)
+    def _table(self, key: str) -> ToyTable:
+        return next(table for table in self.tables if table.shard.key == key)
 
-    def export_table(self, name: str) -> dict[str, torch.Tensor]:
-        table = self._table(name)
+    def export_table(self, key: str) -> dict[str, torch.Tensor]:
+        table = self._table(key)
         spec = ToyBackend().state_spec(table.shard, table.optimizer)
-        state = {key: torch.zeros(s.shape, dtype=s.dtype) for key, s in spec.items()}
+        state = {name: torch.zeros(s.shape, dtype=s.dtype) for name, s in spec.items()}
         for position, (row_id, row) in enumerate(table.rows.items()):
             state["ids"][position] = row_id
             state["used"][position] = True
@@ -168,20 +168,20 @@ class ToyLookup(GroupLookup):
                 state["sum"][position] = table.sums[row_id]
         return state
 
-    def load_table(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        table = self._table(name)
+    def load_table(self, key: str, state: Mapping[str, torch.Tensor]) -> None:
+        table = self._table(key)
         spec = ToyBackend().state_spec(table.shard, table.optimizer)
-        for key, wanted in spec.items():
-            if key not in state or tuple(state[key].shape) != wanted.shape:
-                raise ValueError(f"The state of toy table {name!r} does not fit in {key!r}.")
+        for name, wanted in spec.items():
+            if name not in state or tuple(state[name].shape) != wanted.shape:
+                raise ValueError(f"The state of toy table {key!r} does not fit in {name!r}.")
         used = state["used"].nonzero().flatten().tolist()
         ids = state["ids"].tolist()
         table.rows = {ids[i]: state["weight"][i].cpu().clone() for i in used}
         sums = state["sum"].tolist() if "sum" in state else [0.0] * len(ids)
         table.sums = {ids[i]: sums[i] for i in used}
 
-    def counters(self, name: str) -> dict[str, int]:
-        table = self._table(name)
+    def counters(self, key: str) -> dict[str, int]:
+        table = self._table(key)
         return {
             "lookups": table.lookups,
             "size": len(table.rows),
@@ -194,7 +194,14 @@ class ToyBackend(Backend):
 
     name = "toy"
     options_type = ToyOptions
-    sharding_types = ("row_wise", "table_wise")
+    sharding_types = (
+        "row_wise",
+        "table_wise",
+        "column_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+    )
     routing = "hashed"
 
     def check(self, shard, optimizer, device_type):

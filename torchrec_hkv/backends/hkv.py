@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
+from torchrec_hkv.backends.hkv_dense import DenseRows, dense_capacity
+from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -21,16 +23,8 @@ from torchrec_hkv.backends.protocol import (
     TensorSpec,
 )
 from torchrec_hkv.hash_table import (
-    FTRL,
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
     Admission,
     Initializer,
-    Optimizer,
-    RowWiseAdagrad,
-    RowWiseAdam,
     TableGroup,
     TableMemory,
     TableSpec,
@@ -75,6 +69,13 @@ class HKVOptions(BackendOptions):
         initial_capacity: rows that the table must hold at first, over all ranks, 1 to
             ``num_embeddings``. It doubles before it gets too full, until it has its whole capacity;
             the planner counts that. None: all from the start.
+        dense: the table takes row numbers 0 to ``num_embeddings`` - 1, as stock tables do, and has
+            all of them from the start; any other id is refused. Rows lie on ranks as those of
+            stock tables do, ``state_dict`` shows them as theirs, and the optimizer's states are in
+            the ``state_dict`` of the model's fused optimizer. So a checkpoint of stock tables loads
+            into the table, and back. It takes a quarter more slots than rows, and one more copy of
+            rows and states, which the planner counts. What is written into the tensors of a
+            ``state_dict`` is in the table from its next lookup on.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
@@ -85,6 +86,7 @@ class HKVOptions(BackendOptions):
     expire_after: int | None = None
     strict: bool = False
     initial_capacity: int | None = None
+    dense: bool = False
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -118,64 +120,18 @@ class HKVOptions(BackendOptions):
                 f"HKVOptions: initial_capacity is {initial!r}, but must be None or a positive "
                 "number of rows."
             )
+        if not isinstance(self.dense, bool):
+            raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")
+        for name in ("admission", "expire_after", "initial_capacity"):
+            if self.dense and getattr(self, name) is not None:
+                raise ValueError(
+                    f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a table "
+                    f"that always has all its rows takes {name}=None only."
+                )
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
-    """The hash table's optimizer.
-
-    Raises:
-        ValueError: an attribute is impossible.
-    """
-    if spec is None:
-        return None
-    common = {
-        "clip_value": spec.clip_value,
-        "clip_norm": spec.clip_norm,
-        "clip_output": spec.clip_output,
-        "stochastic_rounding": spec.stochastic_rounding,
-        "rounding_seed": spec.rounding_seed,
-    }
-    decay = {"weight_decay": spec.weight_decay, "weight_decay_mode": spec.weight_decay_mode}
-    moments = {
-        "betas": (spec.beta1, spec.beta2),
-        "eps": spec.eps,
-        "step_mode": spec.step_mode,
-    }
-    sums = {"eps": spec.eps, "initial_accumulator": spec.initial_accumulator}
-    match spec.name:
-        case "sgd":
-            return SGD(spec.momentum, spec.nesterov, **decay, **common)
-        case "adagrad":
-            return Adagrad(**sums, **decay, **common)
-        case "rowwise_adagrad":
-            return RowWiseAdagrad(**sums, **decay, **common)
-        case "adam":
-            return Adam(**moments, **decay, **common)
-        case "rowwise_adam":
-            return RowWiseAdam(**moments, **decay, **common)
-        case "lamb":
-            return LAMB(**moments, weight_decay=spec.weight_decay, **common)
-        case "ftrl":
-            return FTRL(
-                spec.beta,
-                spec.l1,
-                spec.l2,
-                initial_accumulator=spec.initial_accumulator,
-                **common,
-            )
-    raise ValueError(
-        f"optimizer is {spec.name!r}, but backend 'hkv' takes 'sgd', 'adagrad', 'rowwise_adagrad', "
-        "'adam', 'rowwise_adam', 'lamb' or 'ftrl'."
-    )
-
-
-def _state_width(spec: OptimizerSpec | None, dim: int) -> int:
-    optimizer = _optimizer(spec)
-    return 0 if optimizer is None else optimizer.state_width(dim)
 
 
 def _options(shard: TableShard) -> HKVOptions:
@@ -203,13 +159,17 @@ def _initializer(shard: TableShard) -> Initializer:
 def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
     options = _options(shard)
     return table_memory(
-        shard.capacity,
+        _slots_wanted(shard),
         shard.dim,
-        _state_width(optimizer, shard.dim),
+        state_width(optimizer, shard.dim),
         options.eviction,
         admission=options.admission,
         initial_capacity=_initial_capacity(shard),
     )
+
+
+def _slots_wanted(shard: TableShard) -> int:
+    return dense_capacity(shard.capacity) if _options(shard).dense else shard.capacity
 
 
 def _initial_capacity(shard: TableShard) -> int | None:
@@ -237,18 +197,39 @@ class HKVLookup(GroupLookup):
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
-        self._shards = {shard.name: shard for shard in shards}
-        self._index = {shard.name: i for i, shard in enumerate(shards)}
+        self._shards = {shard.key: shard for shard in shards}
+        self._index = {shard.key: i for i, shard in enumerate(shards)}
         self._mean = shards[0].pooling == "mean"
         self._group = TableGroup(
             [_table_spec(shard) for shard in shards],
             feature_tables,
-            optimizer=_optimizer(optimizer),
+            optimizer=hash_table_optimizer(optimizer),
             device=device,
         )
+        self._dense = {
+            shard.key: self._dense_rows(index, shard, feature_tables)
+            for index, shard in enumerate(shards)
+            if _options(shard).dense
+        }
         # What makes autograd record the lookup; no parameter, since nothing ever changes it.
         self._anchor = torch.empty(0, device=self._group.device, requires_grad=True)
         self._no_anchor = torch.empty(0, device=self._group.device)
+
+    def _dense_rows(
+        self, index: int, shard: TableShard, feature_tables: Sequence[int]
+    ) -> DenseRows:
+        return DenseRows(
+            self._group,
+            index,
+            list(feature_tables).index(index),
+            rows=shard.capacity,
+            first_row=shard.row_offset,
+            column_offset=shard.column_offset,
+            name=shard.name,
+            seed=_options(shard).seed,
+            initializer=_initializer(shard),
+            num_features=len(feature_tables),
+        )
 
     def forward(
         self,
@@ -259,6 +240,8 @@ class HKVLookup(GroupLookup):
         learning_rate: Tensor,
     ) -> Tensor:
         group = self._group
+        for rows in self._dense.values():
+            rows.flush()
         if self.training:
             pin = group.pin()
             slots = group.find_or_insert(ids, offsets, batch_size, pin)
@@ -274,18 +257,27 @@ class HKVLookup(GroupLookup):
     def accumulate(self) -> AbstractContextManager[None]:
         return self._group.accumulate()
 
-    def export_table(self, name: str) -> dict[str, Tensor]:
-        state = self._group.export_table(self._index[name])
-        spec = HKVBackend.state_of(self._shards[name], self._optimizer)
+    def dense_states(self, key: str) -> dict[str, Tensor]:
+        return self._dense[key].read(states=True)
+
+    def export_table(self, key: str) -> dict[str, Tensor]:
+        if key in self._dense:
+            return self._dense[key].read(states=False)
+        state = self._group.export_table(self._index[key])
+        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
         exported = {
-            key: getattr(state, field) for key, field in _STATE_FIELDS.items() if key in spec
+            name: getattr(state, field) for name, field in _STATE_FIELDS.items() if name in spec
         }
         if _LAYOUT_KEY in spec:
             exported[_LAYOUT_KEY] = torch.tensor([self._group.state_layout])
         return exported
 
-    def load_table(self, name: str, state: Mapping[str, Tensor]) -> None:
-        spec = HKVBackend.state_of(self._shards[name], self._optimizer)
+    def load_table(self, key: str, state: Mapping[str, Tensor]) -> None:
+        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
+        name = self._shards[key].name
+        if key in self._dense:
+            self._dense[key].read(states=False)["weight"].copy_(state["weight"])
+            return
         missing = sorted(set(spec) - set(state))
         if missing:
             raise ValueError(f"table '{name}': the state to load lacks {', '.join(missing)}.")
@@ -301,30 +293,30 @@ class HKVLookup(GroupLookup):
             "scores": torch.empty(0, dtype=torch.int64),
             "optimizer_step": torch.zeros(1, dtype=torch.int64),
         }
-        fields = {field: state[key] for key, field in _STATE_FIELDS.items() if key in spec}
-        self._group.load_table(self._index[name], TableState(**{**absent, **fields}))
+        fields = {field: state[part] for part, field in _STATE_FIELDS.items() if part in spec}
+        self._group.load_table(self._index[key], TableState(**{**absent, **fields}))
 
-    def counters(self, name: str) -> dict[str, int]:
+    def counters(self, key: str) -> dict[str, int]:
         """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
-        return self._group.counters()[self._index[name]]
+        return self._group.counters()[self._index[key]]
 
-    def reserve(self, name: str, rows: int) -> None:
+    def reserve(self, key: str, rows: int) -> None:
         """Grows a table now, so that this rank takes ``rows`` rows in all without growing.
 
         Raises:
             ValueError: ``rows`` is negative, or more than the capacity on this rank.
         """
-        self._group.reserve(self._index[name], rows)
+        self._group.reserve(self._index[key], rows)
 
     def device_counters(self) -> tuple[Sequence[str], Tensor]:
         return list(self._index), self._group.device_counters()
 
-    def capacity(self, name: str) -> int:
-        return self._group.full_slots(self._index[name])
+    def capacity(self, key: str) -> int:
+        return self._group.full_slots(self._index[key])
 
-    def memory(self, name: str) -> StorageBytes:
+    def memory(self, key: str) -> StorageBytes:
         """Bytes the table takes on this rank."""
-        index = self._index[name]
+        index = self._index[key]
         return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))
 
 
@@ -346,7 +338,7 @@ def _table_spec(shard: TableShard) -> TableSpec:
     options = _options(shard)
     return TableSpec(
         name=shard.name,
-        capacity=shard.capacity,
+        capacity=_slots_wanted(shard),
         dim=shard.dim,
         eviction=options.eviction,
         hbm_bytes=options.hbm_bytes,
@@ -368,12 +360,16 @@ class HKVBackend(Backend):
     sharding_types: ClassVar[tuple[str, ...]] = (
         ShardingType.ROW_WISE.value,
         ShardingType.TABLE_WISE.value,
+        ShardingType.COLUMN_WISE.value,
+        ShardingType.TABLE_ROW_WISE.value,
+        ShardingType.TABLE_COLUMN_WISE.value,
+        ShardingType.GRID_SHARD.value,
     )
     routing: ClassVar[Literal["hashed", "block"]] = "hashed"
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
         options = _options(shard)
-        if shard.capacity < 1:
+        if shard.capacity < 1 and not options.dense:
             raise ValueError(
                 f"table '{shard.name}': num_embeddings is {shard.num_embeddings}, but must be at "
                 "least 1; it is the capacity of the hash table in rows."
@@ -389,7 +385,7 @@ class HKVBackend(Backend):
                 "torch.float32."
             )
         try:
-            _optimizer(optimizer)
+            hash_table_optimizer(optimizer)
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
         least = _memory(shard, optimizer).least_hbm_bytes
@@ -400,7 +396,25 @@ class HKVBackend(Backend):
             )
         _initializer(shard)
 
+    def routes_by_hash(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def is_dense(self, options: BackendOptions) -> bool:
+        return isinstance(options, HKVOptions) and options.dense
+
     def storage(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
+    ) -> StorageBytes:
+        table = self._table_storage(shard, optimizer, device_type)
+        if not _options(shard).dense:
+            return table
+        # Rows and states once more, in the order of row numbers.
+        shown = 4 * shard.capacity * (shard.dim + state_width(optimizer, shard.dim))
+        if device_type != "cuda":
+            return StorageBytes(hbm=0, host=table.host + shown)
+        return StorageBytes(hbm=table.hbm + shown, host=table.host)
+
+    def _table_storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
     ) -> StorageBytes:
         memory = _memory(shard, optimizer)
@@ -417,6 +431,8 @@ class HKVBackend(Backend):
     @staticmethod
     def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:
         """As :meth:`state_spec`."""
+        if _options(shard).dense:
+            return {"weight": TensorSpec((shard.capacity, shard.dim), torch.float32)}
         slots = _memory(shard, optimizer).num_slots
         spec = {
             "weight": TensorSpec((slots, shard.dim), torch.float32),
@@ -426,7 +442,7 @@ class HKVBackend(Backend):
         }
         if _options(shard).eviction == "lfu":
             spec["scores"] = TensorSpec((slots,), torch.int64)
-        if width := _state_width(optimizer, shard.dim):
+        if width := state_width(optimizer, shard.dim):
             spec["optimizer_states"] = TensorSpec((slots, width), torch.float32)
         if optimizer is not None:
             spec["optimizer_step"] = TensorSpec((1,), torch.int64)

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from torchrec_hkv.backends.ragged import ragged_lookup
+
 
 @dataclasses.dataclass(frozen=True)
 class BackendOptions:
@@ -110,6 +112,12 @@ class TableShard:
     init_range: tuple[float, float]
     options: BackendOptions
 
+    @property
+    def key(self) -> str:
+        """What tells the shards on one rank apart: the table's name, and behind it ``/`` and the
+        first column where that is not 0, as a rank may hold several columns' shards of a table."""
+        return f"{self.name}/{self.column_offset}" if self.column_offset else self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
@@ -160,6 +168,37 @@ class GroupLookup(nn.Module, abc.ABC):
             ValueError: ids of another dtype, offsets of another length, weights of another length.
         """
 
+    def forward_ragged(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        bags: Sequence[int],
+        dims: Sequence[int],
+        learning_rate: torch.Tensor,
+    ) -> torch.Tensor:
+        """As :meth:`forward`, where each feature has a number of bags of its own.
+
+        Serves batches of variable size, and sequences, whose ids are bags of one. A backend that
+        has a kernel for it overrides this; the default goes through :meth:`forward`.
+
+        Args:
+            ids: as there.
+            offsets: int64 ``[sum of bags + 1]`` into ``ids``, feature-major.
+            weights: as there.
+            bags: number of bags of each feature.
+            dims: columns of each feature.
+            learning_rate: as there.
+
+        Returns:
+            ``[sum of bags * dims]``: features one after the other, each as ``[bags, dim]``.
+        """
+
+        def lookup(uniform_offsets: torch.Tensor, batch_size: int) -> torch.Tensor:
+            return self(ids, uniform_offsets, weights, batch_size, learning_rate)
+
+        return ragged_lookup(lookup, offsets, bags, dims)
+
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, lookups are made whose backwards do not train: they hold their gradients.
 
@@ -170,38 +209,56 @@ class GroupLookup(nn.Module, abc.ABC):
         """
         raise ValueError(f"{type(self).__name__} can't accumulate gradients over backwards.")
 
-    @abc.abstractmethod
-    def export_table(self, name: str) -> dict[str, torch.Tensor]:
-        """A copy of one table's state, each tensor as :meth:`Backend.state_spec` says."""
+    def dense_states(self, key: str) -> dict[str, torch.Tensor]:
+        """The optimizer states of a shard whose rows lie open by number, by FBGEMM's names: float32
+        ``[rows]`` or ``[rows, width]``, and int64 ``[1]`` for a count.
+
+        Up to date, and the same tensors in every call. What is written into them, and into the
+        tensor that :meth:`export_table` gives, is the table's from its next lookup on.
+        """
+        return {}
 
     @abc.abstractmethod
-    def load_table(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Replaces one table by an exported state.
+    def export_table(self, key: str) -> dict[str, torch.Tensor]:
+        """A copy of one shard's state, each tensor as :meth:`Backend.state_spec` says.
+
+        Args:
+            key: the shard's (:attr:`TableShard.key`).
+        """
+
+    @abc.abstractmethod
+    def load_table(self, key: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Replaces one shard by an exported state.
+
+        Args:
+            key: the shard's.
+            state: as :meth:`export_table` gives it.
 
         Raises:
             ValueError: a tensor is missing or of another shape or dtype; nothing has changed then.
         """
 
     @abc.abstractmethod
-    def counters(self, name: str) -> dict[str, int]:
-        """Counts since creation, by name (a host synchronisation on a GPU). Hash tables give
-        ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``,
-        ``size``, ``capacity``."""
+    def counters(self, key: str) -> dict[str, int]:
+        """Counts of a shard since creation, by name (a host synchronisation on a GPU). Hash
+        tables give ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``,
+        ``expired``, ``size``, ``capacity``."""
 
     def device_counters(self) -> tuple[Sequence[str], torch.Tensor] | None:
         """The counts of all tables without a wait, None where they can't be had so; the default.
 
         Returns:
-            Names, and int64 ``[tables, 8]`` on the tables' device: ``lookups``, ``hits``,
-            ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``size``.
+            Keys, and int64 ``[tables, 10]`` on the tables' device: ``lookups``, ``hits``,
+            ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``fetched``,
+            ``written_home``, ``size``.
         """
         return None
 
-    def capacity(self, name: str) -> int:
+    def capacity(self, key: str) -> int:
         """Rows a table may hold on this rank; 0, the default, where that has no meaning."""
         return 0
 
-    def memory(self, name: str) -> StorageBytes:
+    def memory(self, key: str) -> StorageBytes:
         """Bytes a table takes on this rank at present; none by default."""
         return StorageBytes(hbm=0, host=0)
 
@@ -219,6 +276,17 @@ class Backend(abc.ABC):
     #: :func:`torchrec_hkv.hash_table.owner_rank`; ``"block"`` takes row numbers in contiguous
     #: blocks.
     routing: ClassVar[Literal["hashed", "block"]]
+
+    def routes_by_hash(self, options: BackendOptions) -> bool:
+        """Whether ids of a table with these options find their rank by hash: as ``routing`` says,
+        where options don't change it."""
+        return self.routing == "hashed"
+
+    def is_dense(self, options: BackendOptions) -> bool:
+        """Whether a table with these options takes row numbers and shows its rows as stock tables
+        do. Its state is ``"weight"`` alone then, a tensor by row number, and
+        :meth:`GroupLookup.dense_states` has the rest."""
+        return False
 
     @abc.abstractmethod
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:

@@ -27,7 +27,7 @@ from torchrec_hkv.sharding.state import SHARDS_KEY
 # What torch.distributed.checkpoint writes last.
 _METADATA_FILE = ".metadata"
 
-_SHARDS_PATTERN = re.compile(rf"\.embedding_bags\.(?P<table>.+)\.{SHARDS_KEY}$")
+_SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")
 
 
 def save(
@@ -78,11 +78,11 @@ def load(
     if optimizer is not None:
         _check_has_optimizer(folder, metadata)
         _initialise(optimizer)
-        state["optimizer"] = optimizer.state_dict()
-        _check_match(folder, metadata, _flat("optimizer", state["optimizer"]))
+        state.update(_optimizer_state(optimizer))
+        _check_match(folder, metadata, _flat("optimizer", state.get("optimizer", {})))
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
-    if optimizer is not None:
+    if optimizer is not None and "optimizer" in state:
         optimizer.load_state_dict(state["optimizer"])
 
 
@@ -123,8 +123,14 @@ class _Place:
 def _state(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
+        state.update(_optimizer_state(optimizer))
     return state
+
+
+def _optimizer_state(optimizer: KeyedOptimizer) -> dict[str, Any]:
+    """Nothing on a rank that holds none of the parameters: an empty state would be missed."""
+    state = optimizer.state_dict()
+    return {"optimizer": state} if _flat("optimizer", state) else {}
 
 
 def _check_optimizer(optimizer: KeyedOptimizer | None) -> None:

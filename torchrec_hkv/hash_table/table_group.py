@@ -34,7 +34,7 @@ _EVICTIONS = {
 }
 #: What :meth:`TableGroup.device_counters` gives of a table.
 DEVICE_COUNTS = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted")
-DEVICE_COUNTS += ("expired", "size")
+DEVICE_COUNTS += ("expired", "fetched", "written_home", "size")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -502,7 +502,7 @@ class TableGroup:
         return result
 
     def device_counters(self) -> Tensor:
-        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 8]`` on the device; no wait."""
+        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 10]`` on the device; no wait."""
         sizes = self._group.sizes().to(self.device)  # first: in order with other streams
         counted = dict(zip(_COUNTERS, self._group.counters.unbind(1), strict=False))
         counted |= {"hits": counted["lookups"] - counted["misses"], "size": sizes}

@@ -12,11 +12,11 @@ from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.hash_table import HashTable, TableGroup
 from torchrec_hkv.metrics.table_metrics import TableMetrics
 from torchrec_hkv.nn.table_module import TableModule
-from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.collection import BackendCollection
 
 #: Fields of a TableMetrics that the device counts, in its order, and those that the host knows.
-DEVICE_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[:8]
-HOST_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[8:]
+DEVICE_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[:10]
+HOST_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[10:]
 
 Source = nn.Module | HashTable
 
@@ -27,7 +27,7 @@ class Probe:
 
     Attributes:
         names: of the tables.
-        counts: gives int64 ``[tables, 8]``, in the order of :data:`DEVICE_FIELDS`; on a GPU without
+        counts: gives int64 ``[tables, 10]``, in the order of :data:`DEVICE_FIELDS`; on a GPU without
             a wait, where the backend can.
         sizes: gives for each table what :data:`HOST_FIELDS` are.
     """
@@ -57,7 +57,7 @@ def probes_of(source: Source) -> list[Probe]:
             prefix = f"{path}." if path else ""
             names = [f"{prefix}{name}" for name in module.table_names]
             probes.append(_module_probe(names, module))
-        elif isinstance(module, BackendEmbeddingBagCollection):
+        elif isinstance(module, BackendCollection):
             by_lookup: dict[GroupLookup, list[str]] = {}
             for name, lookup in module.group_lookups().items():
                 by_lookup.setdefault(lookup, []).append(name)

@@ -17,6 +17,8 @@ class TableMetrics:
         refused: ids for which there was no place.
         unadmitted: ids that were not admitted.
         expired: ids that left for their age.
+        fetched: rows that came from host memory into a GPU's.
+        written_home: rows that went back because others took their place.
         size: ids in the table.
         capacity: ids it may hold.
         hbm_bytes: what it takes of GPUs' memory, index included.
@@ -30,6 +32,8 @@ class TableMetrics:
     refused: int = 0
     unadmitted: int = 0
     expired: int = 0
+    fetched: int = 0
+    written_home: int = 0
     size: int = 0
     capacity: int = 0
     hbm_bytes: int = 0
@@ -58,3 +62,4 @@ class TableMetrics:
 
 #: Fields that only grow.
 COUNTED = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted", "expired")
+COUNTED += ("fetched", "written_home")

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from torchrec_hkv.hash_table import TableMemory, hbm_slots_for, table_memory
+from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes, table_memory
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 
 GIB = 1 << 30
@@ -109,9 +109,7 @@ class Shape:
             limit = self.limits.hbm_bytes(memory, self.state_width)
             if limit is not None and memory.least_hbm_bytes > limit:
                 return False
-            in_hbm = hbm_slots_for(memory, limit)
-            on_host = (memory.num_slots - in_hbm) * memory.row_bytes
-            in_hbm = memory.index_bytes + in_hbm * memory.row_bytes
+            in_hbm, on_host = gpu_table_bytes(memory, limit)
             return self.tables * in_hbm <= hbm and self.tables * on_host <= host
 
         if fits(capacity):

@@ -100,6 +100,7 @@ def put(group: TableGroup, table: int, contents: Contents) -> None:
     except BaseException:
         group.clear_table(table)
         raise
+    group.fill_frames(table)
 
 
 def _put_part(group: TableGroup, table: int, part: Contents, width: int) -> int:

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
-from torchrec_hkv.sharding.validation import check_sharding_type, served_sharding_types
+from torchrec_hkv.sharding.validation import check_sharding_type
 
 _STOCK_KERNELS: frozenset[str] = frozenset(
     kernel.value for kernel in EmbeddingComputeKernel if kernel.value != KERNEL
@@ -130,10 +130,8 @@ def _check_sharding_types(
     table: str, assignment: Assignment, constraint: StockParameterConstraints
 ) -> None:
     asked = constraint.sharding_types
-    if not assignment.is_only_choice or not asked:
-        return
-    if not set(asked) & set(served_sharding_types(assignment.backend)):
-        check_sharding_type(table, assignment.backend, asked[0])
+    if assignment.is_only_choice and asked:
+        check_sharding_type(table, assignment.backend, asked)
 
 
 def _check_stock_only_fields(

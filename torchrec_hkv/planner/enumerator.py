@@ -7,7 +7,6 @@ from typing import Any
 
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
-from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.planner.constraints import Assignment
@@ -15,6 +14,7 @@ from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
 from torchrec_hkv.planner.options import balance, is_ours, shards_of
 from torchrec_hkv.sharding.optimizer import applied_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
+from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.validation import served_sharding_types
 
 
@@ -68,14 +68,15 @@ class BackendEnumerator(EmbeddingEnumerator):
         if assignment is not None and assignment.is_only_choice:
             served = served_sharding_types(assignment.backend)
             allowed = [sharding_type for sharding_type in allowed if sharding_type in served]
-        elif assignment is None and self._compute_device == "cpu" and not self._names_types(name):
-            # Our sharder offers row-wise on the CPU for tables that share a collection with ours.
-            # TorchRec's does not: over gloo it fails on uneven batches.
-            allowed = [
-                sharding_type
-                for sharding_type in allowed
-                if sharding_type != ShardingType.ROW_WISE.value
-            ]
+        elif assignment is None and not self._names_types(name):
+            # Our sharder offers types for tables that share a collection with ours.
+            sharder = self._sharder_map.get(args[0]) if args else None
+            added = (
+                sharder.added_sharding_types(self._compute_device)
+                if isinstance(sharder, BackendEmbeddingBagCollectionSharder)
+                else []
+            )
+            allowed = [sharding_type for sharding_type in allowed if sharding_type not in added]
         return super()._filter_sharding_types(name, allowed, *args)
 
     def _names_types(self, name: str) -> bool:

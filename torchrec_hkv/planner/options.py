@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from collections import defaultdict
+
+from torchrec.distributed.planner.types import Shard, ShardingOption
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.planner.constraints import Assignment
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
-from torchrec_hkv.sharding.tables import balanced_rows, config_shards
+from torchrec_hkv.sharding.tables import (
+    SUMMED_OVER_RANKS,
+    balanced_rows,
+    config_shards,
+    table_configs,
+)
 
 
 def is_ours(option: ShardingOption) -> bool:
@@ -18,18 +24,15 @@ def is_ours(option: ShardingOption) -> bool:
     return option.compute_kernel == KERNEL
 
 
-def config_of(option: ShardingOption) -> EmbeddingBagConfig:
-    """The config of an option's table, which lies in an EmbeddingBagCollection."""
-    configs = {config.name: config for config in option.module[1].embedding_bag_configs()}
-    return configs[option.name]
+def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
+    """The config of an option's table."""
+    return table_configs(option.module[1])[option.name]
 
 
 def shards_of(option: ShardingOption, assignment: Assignment) -> list[TableShard]:
     """The shards of an option's table, as its backend is asked about them."""
-    config = config_of(option)
     return config_shards(
-        config,
-        config.pooling,
+        config_of(option),
         option.sharding_type,
         [shard.size for shard in option.shards],
         [shard.offset for shard in option.shards],
@@ -39,11 +42,15 @@ def shards_of(option: ShardingOption, assignment: Assignment) -> list[TableShard
 
 def balance(option: ShardingOption, assignment: Assignment) -> None:
     """Gives every rank the same capacity where ids come to all ranks alike."""
-    is_row_wise = option.sharding_type == ShardingType.ROW_WISE.value
-    if not is_row_wise or registry.get(assignment.backend).routing != "hashed":
+    if option.sharding_type not in SUMMED_OVER_RANKS:
         return
-    rows, columns = option.tensor.shape
-    sizes, offsets = balanced_rows(rows, len(option.shards))
-    for shard, size, offset in zip(option.shards, sizes, offsets, strict=True):
-        shard.size = [size, columns]
-        shard.offset = [offset, 0]
+    if not registry.get(assignment.backend).routes_by_hash(assignment.options):
+        return
+    by_columns: dict[int, list[Shard]] = defaultdict(list)
+    for shard in option.shards:
+        by_columns[shard.offset[1]].append(shard)
+    for shards in by_columns.values():
+        sizes, offsets = balanced_rows(option.tensor.shape[0], len(shards))
+        for shard, size, offset in zip(shards, sizes, offsets, strict=True):
+            shard.size = [size, shard.size[1]]
+            shard.offset = [offset, shard.offset[1]]

@@ -20,11 +20,9 @@ from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.options import is_ours
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
-from torchrec_hkv.sharding.sharders import (
-    BackendEmbeddingBagCollectionSharder,
-    get_default_sharders,
-)
-from torchrec_hkv.sharding.tables import check_config
+from torchrec_hkv.sharding.sharders import BACKEND_SHARDERS, get_default_sharders
+from torchrec_hkv.sharding.tables import check_config, table_configs
+from torchrec_hkv.sharding.validation import check_sharding_type
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -145,16 +143,19 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self, table: str, path: str, module: nn.Module, sharder: ModuleSharder[nn.Module]
     ) -> None:
         assignment = self._assigned[table]
-        if isinstance(sharder, BackendEmbeddingBagCollectionSharder):
-            for config in module.embedding_bag_configs():
-                if config.name == table:
-                    check_config(config)
+        if isinstance(sharder, BACKEND_SHARDERS):
+            check_config(table_configs(module)[table])
+            constraint = (self._constraints or {}).get(table)
+            if assignment.is_only_choice and constraint is not None and constraint.sharding_types:
+                check_sharding_type(
+                    table, assignment.backend, constraint.sharding_types, sharder.module_type
+                )
         elif assignment.is_only_choice:
             raise ValueError(
                 f"Table {table!r} is constrained to backend {assignment.backend!r} and belongs to "
                 f"{type(module).__name__} {path!r}, sharded by {type(sharder).__name__}: backends "
-                "serve tables of EmbeddingBagCollections, sharded by those of "
-                "torchrec_hkv.get_default_sharders()."
+                "serve tables of EmbeddingBagCollections and EmbeddingCollections, sharded by "
+                "those of torchrec_hkv.get_default_sharders()."
             )
 
     def _module_plan(

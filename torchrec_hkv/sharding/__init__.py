@@ -2,16 +2,20 @@
 
 from torchrec_hkv.sharding.accumulation import accumulate_gradients
 from torchrec_hkv.sharding.counters import table_counters
+from torchrec_hkv.sharding.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import (
     BackendEmbeddingBagCollectionSharder,
+    BackendEmbeddingCollectionSharder,
     get_default_sharders,
 )
 
 __all__ = [
     "BackendEmbeddingBagCollection",
     "BackendEmbeddingBagCollectionSharder",
+    "BackendEmbeddingCollection",
+    "BackendEmbeddingCollectionSharder",
     "BackendParameterSharding",
     "accumulate_gradients",
     "get_default_sharders",

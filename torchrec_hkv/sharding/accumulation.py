@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.collection import BackendCollection
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model has no table on a backend, or a backend can't accumulate.
     """
-    collections = [m for m in model.modules() if isinstance(m, BackendEmbeddingBagCollection)]
+    collections = [m for m in model.modules() if isinstance(m, BackendCollection)]
     if not any(collection.has_backends for collection in collections):
         raise ValueError("The model has no tables on backends: there is nothing to accumulate.")
     # Tables of a group share a lookup.

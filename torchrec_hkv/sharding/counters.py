@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.collection import BackendCollection
 
 
 def table_counters(model: nn.Module) -> dict[str, dict[str, int]]:
@@ -23,6 +23,6 @@ def table_counters(model: nn.Module) -> dict[str, dict[str, int]]:
     return {
         name: lookup.counters(name)
         for module in model.modules()
-        if isinstance(module, BackendEmbeddingBagCollection)
+        if isinstance(module, BackendCollection)
         for name, lookup in module.group_lookups().items()
     }

@@ -1,59 +1,91 @@
-"""TorchRec's shardings of pooled tables, with lookups and an input distribution that know ours."""
+"""TorchRec's shardings, with lookups and an input distribution that know tables of ours."""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torchrec.distributed.embedding_kernel import BaseEmbedding
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingSharding
 from torchrec.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
-    EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
 )
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
+from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.sharding.input_dist import RowWiseFeaturesDist
-from torchrec_hkv.sharding.kernel import BackendEmbeddingBag
+from torchrec_hkv.sharding.input_dist import RowWiseFeaturesDist, TableRowWiseFeaturesDist
+from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
 
-class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """TorchRec's lookup of all groups of one sharding, stock and ours.
+class _Pooled:
+    """Shardings of pooled tables; a mixin before TorchRec's."""
 
-    Its ``prefetch`` goes by a list of kernels that ours is not in: a group of ours is found in its
-    forward, prefetched or not.
-    """
+    #: Given to the lookup where a mean arrives as a sum that TorchRec divides later.
+    summed_as: ClassVar[ShardingType | None] = None
 
-    def _create_embedding_kernel(
+    def create_lookup(
         self,
-        config: GroupedEmbeddingConfig,
-        device: torch.device | None,
-        pg: dist.ProcessGroup | None,
-        sharding_type: ShardingType | None,
-        env: ShardingEnv | None,
-    ) -> BaseEmbedding:
-        if config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
-            return BackendEmbeddingBag(config, pg, device, sharding_type)
-        return super()._create_embedding_kernel(config, device, pg, sharding_type, env)
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup:
+        """The lookup of this rank's tables."""
+        return PooledLookup(
+            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
+            pg=self._pg,
+            device=device if device is not None else self._device,
+            feature_processor=feature_processor,
+            sharding_type=self.summed_as,
+            env=self._env,
+        )
 
 
-def _is_hashed(table: ShardedEmbeddingTable) -> bool:
-    tag = tag_of(table)
-    return tag is not None and registry.get(tag.backend).routing == "hashed"
+class _Sequence:
+    """Shardings of tables of sequences; a mixin before TorchRec's."""
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup:
+        """The lookup of this rank's tables."""
+        return SequenceLookup(
+            grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
+            pg=self._pg,
+            device=device if device is not None else self._device,
+            env=self._env,
+        )
 
 
-class RowWiseSharding(RwPooledEmbeddingSharding):
-    """Row-wise: stock tables and ours share one all-to-all."""
+def _feature_is_hashed(groups: Iterable[GroupedEmbeddingConfig]) -> list[bool]:
+    """For each feature of groups of tables, whether its ids are routed by their hash."""
+    return [
+        (tag := tag_of(table)) is not None and registry.get(tag.backend).routes_by_hash(tag.options)
+        for group in groups
+        for table in group.embedding_tables
+        for _ in range(table.num_features())
+    ]
+
+
+class _RowWise:
+    """Stock tables and ours share one all-to-all; a mixin before TorchRec's row-wise shardings."""
+
+    is_sequence: ClassVar[bool] = False
 
     def create_input_dist(
         self, device: torch.device | None = None
@@ -62,53 +94,86 @@ class RowWiseSharding(RwPooledEmbeddingSharding):
         return RowWiseFeaturesDist(
             pg=self._pg,
             feature_hash_sizes=self._get_feature_hash_sizes(),
-            feature_is_hashed=[
-                _is_hashed(table)
-                for group in self._grouped_embedding_configs
-                for table in group.embedding_tables
-                for _ in range(table.num_features())
-            ],
+            feature_is_hashed=_feature_is_hashed(self._grouped_embedding_configs),
+            is_sequence=self.is_sequence,
             device=device if device is not None else self._device,
         )
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
-    ) -> BaseEmbeddingLookup:
-        """The lookup of this rank's tables."""
-        return PooledLookup(
-            grouped_configs=self._grouped_embedding_configs,
+
+class _RowWiseOnHosts:
+    """Likewise, where the rows of a table or of its columns lie on the ranks of one host."""
+
+    summed_as = ShardingType.TABLE_ROW_WISE
+
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """The distribution of ids to the ranks that own them."""
+        return TableRowWiseFeaturesDist(
             pg=self._pg,
+            local_size=self._intra_pg.size(),
+            features_per_rank=self._features_per_rank(self._grouped_embedding_configs_per_rank),
+            feature_hash_sizes=self._get_feature_hash_sizes(),
+            feature_is_hashed=_feature_is_hashed(
+                itertools.chain.from_iterable(self._grouped_embedding_configs_per_node)
+            ),
             device=device if device is not None else self._device,
-            feature_processor=feature_processor,
-            sharding_type=ShardingType.ROW_WISE,
-            env=self._env,
         )
 
 
-class TableWiseSharding(TwPooledEmbeddingSharding):
-    """Table-wise."""
+class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
+    """Row-wise, pooled."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
-    ) -> BaseEmbeddingLookup:
-        """The lookup of this rank's tables."""
-        return PooledLookup(
-            grouped_configs=self._grouped_embedding_configs,
-            pg=self._pg,
-            device=device if device is not None else self._device,
-            feature_processor=feature_processor,
-            env=self._env,
-        )
+    summed_as = ShardingType.ROW_WISE
 
 
-#: What serves tables of ours, by TorchRec's sharding type.
-SHARDINGS: dict[str, type[RowWiseSharding] | type[TableWiseSharding]] = {
-    ShardingType.ROW_WISE.value: RowWiseSharding,
-    ShardingType.TABLE_WISE.value: TableWiseSharding,
+class TableWisePooled(_Pooled, TwPooledEmbeddingSharding):
+    """Table-wise, pooled."""
+
+
+class ColumnWisePooled(_Pooled, CwPooledEmbeddingSharding):
+    """Column-wise, pooled: every column shard sees all ids, and so keeps the same."""
+
+
+class TableColumnWisePooled(_Pooled, TwCwPooledEmbeddingSharding):
+    """Column-wise on the ranks of one host, pooled."""
+
+
+class TableRowWisePooled(_RowWiseOnHosts, _Pooled, TwRwPooledEmbeddingSharding):
+    """Row-wise on the ranks of one host, pooled."""
+
+
+class GridPooled(_RowWiseOnHosts, _Pooled, GridPooledEmbeddingSharding):
+    """Column-wise over hosts, and row-wise on the ranks of each, pooled."""
+
+
+class RowWiseSequence(_RowWise, _Sequence, RwSequenceEmbeddingSharding):
+    """Row-wise, sequences."""
+
+    is_sequence = True
+
+
+class TableWiseSequence(_Sequence, TwSequenceEmbeddingSharding):
+    """Table-wise, sequences."""
+
+
+class ColumnWiseSequence(_Sequence, CwSequenceEmbeddingSharding):
+    """Column-wise, sequences."""
+
+
+#: What serves pooled tables of ours, by TorchRec's sharding type.
+POOLED_SHARDINGS: dict[str, type[EmbeddingSharding]] = {
+    ShardingType.ROW_WISE.value: RowWisePooled,
+    ShardingType.TABLE_WISE.value: TableWisePooled,
+    ShardingType.COLUMN_WISE.value: ColumnWisePooled,
+    ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
+    ShardingType.TABLE_ROW_WISE.value: TableRowWisePooled,
+    ShardingType.GRID_SHARD.value: GridPooled,
+}
+
+#: What serves our tables of sequences: the types that TorchRec has for them.
+SEQUENCE_SHARDINGS: dict[str, type[EmbeddingSharding]] = {
+    ShardingType.ROW_WISE.value: RowWiseSequence,
+    ShardingType.TABLE_WISE.value: TableWiseSequence,
+    ShardingType.COLUMN_WISE.value: ColumnWiseSequence,
 }

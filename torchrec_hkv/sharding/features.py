@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _ID_DTYPES: frozenset[torch.dtype] = frozenset(
@@ -14,7 +14,7 @@ _ID_DTYPES: frozenset[torch.dtype] = frozenset(
 
 
 def prepare_features(
-    features: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig], *, is_weighted: bool
+    features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig], *, is_weighted: bool
 ) -> KeyedJaggedTensor:
     """Checks a batch on the rank that got it, and widens its ids.
 
@@ -28,8 +28,8 @@ def prepare_features(
         itself where it is so already. Weights of a collection that is not weighted are dropped.
 
     Raises:
-        ValueError: ids of another dtype, a missing feature, missing weights, or a batch size of
-            its own for a feature.
+        ValueError: ids of another dtype, a missing feature, missing weights, or batch sizes that
+            differ between features without inverse indices.
     """
     values = features.values()
     if values.dtype not in _ID_DTYPES:
@@ -45,10 +45,10 @@ def prepare_features(
                     f"Table {config.name!r} looks up feature {feature!r}, which the batch lacks: "
                     f"it has {features.keys()}."
                 )
-    if features.variable_stride_per_key():
+    if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
         raise ValueError(
-            "The batch has a batch size of its own for each feature (variable stride per key), "
-            "which tables served by backends don't take yet: give all features the same batch size."
+            "The batch has a batch size of its own for each feature and no inverse indices: give "
+            "the KeyedJaggedTensor inverse_indices, which say which of its bags each sample has."
         )
     weights = features.weights_or_none()
     if is_weighted and (weights is None or not weights.is_floating_point()):
@@ -67,4 +67,32 @@ def prepare_features(
         lengths=features.lengths_or_none(),
         offsets=features.offsets_or_none(),
         stride=features.stride(),
+        stride_per_key_per_rank=(
+            features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
+        ),
+        inverse_indices=features.inverse_indices_or_none(),
     )
+
+
+def check_row_numbers(features: KeyedJaggedTensor, tables: Sequence[tuple[str, str, int]]) -> None:
+    """Refuses ids that are no rows of a table that has all its rows from the start.
+
+    On a GPU the check is an assertion of the device's, which the host does not wait for.
+
+    Args:
+        features: of the batch.
+        tables: features to check, each with its table's name and number of rows.
+
+    Raises:
+        ValueError: naming the table, an id and what is allowed.
+    """
+    for feature, table, count in tables:
+        ids = features[feature].values()
+        is_row = (ids >= 0) & (ids < count)
+        if ids.device.type == "cuda":
+            torch._assert_async(is_row.all(), f"Table {table!r} takes ids from 0 to {count - 1}.")
+        elif not is_row.all():
+            raise ValueError(
+                f"Table {table!r} has dense=True and looks up feature {feature!r}, which has id "
+                f"{int(ids[~is_row][0])}: allowed are row numbers from 0 to {count - 1}."
+            )

@@ -12,34 +12,46 @@ from torchrec.distributed.embedding_sharding import (
     _fx_wrap_stride_per_key_per_rank,
 )
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_hkv.sharding.variable_batch import padded_lengths
+
 
 def bucketize(
-    lengths: torch.Tensor,
-    values: torch.Tensor,
-    block_sizes: torch.Tensor,
-    world_size: int,
-    weights: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    features: KeyedJaggedTensor, block_sizes: torch.Tensor, world_size: int
+) -> tuple[KeyedJaggedTensor, torch.Tensor]:
     """Sorts ids by the rank that owns them; the ids of a bag stay in order.
 
     Args:
-        lengths: int32 or int64 ``[features * batch]``, feature-major.
-        values: int64 ``[n]``, the ids.
+        features: int64 ids.
         block_sizes: int64 ``[features]``: rows a rank where an id is a row number, 0 where any
             int64 is an id, routed by its hash and sent as it is.
         world_size: number of ranks.
-        weights: ``[n]`` or None.
 
     Returns:
-        Lengths ``[world_size * features * batch]``, rank-major; ids ``[n]``; weights or None.
+        The features ``world_size`` times, rank-major, and for each id its place there.
     """
-    out_lengths, out_values, out_weights, _ = torch.ops.torchrec_hkv.bucketize(
-        lengths, values, block_sizes, world_size, weights
+    lengths, weights = features.lengths().view(-1), features.weights_or_none()
+    places = None
+    if features.variable_stride_per_key():
+        lengths, places = padded_lengths(lengths, features.stride_per_key())
+    padded = lengths.numel()
+    lengths, values, out_weights, permute = torch.ops.torchrec_hkv.bucketize(
+        lengths, features.values(), block_sizes, world_size, weights
     )
-    return out_lengths, out_values, None if weights is None else out_weights
+    if places is not None:
+        lengths = lengths.view(world_size, padded).index_select(1, places).flatten()
+    bucketized = KeyedJaggedTensor(
+        keys=_fx_wrap_gen_list_n_times(features.keys(), world_size),
+        values=values,
+        weights=None if weights is None else out_weights,
+        lengths=lengths,
+        stride=_fx_wrap_stride(features),
+        stride_per_key_per_rank=_fx_wrap_stride_per_key_per_rank(features, world_size),
+    )
+    return bucketized, permute
 
 
 class RowWiseFeaturesDist(RwSparseFeaturesDist):
@@ -50,6 +62,8 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         pg: dist.ProcessGroup,
         feature_hash_sizes: Sequence[int],
         feature_is_hashed: Sequence[bool],
+        *,
+        is_sequence: bool,
         device: torch.device | None = None,
     ) -> None:
         """
@@ -58,6 +72,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
             feature_hash_sizes: ``num_embeddings`` of each feature's table.
             feature_is_hashed: for each feature, whether its ids are routed by hash (True) or are
                 row numbers in contiguous blocks, as those of stock tables (False).
+            is_sequence: whether rows go back one by one, so that their order must be kept.
             device: of the ids.
         """
         super().__init__(
@@ -65,6 +80,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
             num_features=len(feature_hash_sizes),
             feature_hash_sizes=list(feature_hash_sizes),
             device=device,
+            is_sequence=is_sequence,
         )
         is_hashed = torch.tensor(list(feature_is_hashed), dtype=torch.bool, device=device)
         self.register_buffer(
@@ -79,24 +95,58 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         """Starts the exchange.
 
         Args:
-            sparse_features: int64 ids, the same batch size for every feature.
+            sparse_features: int64 ids.
         """
-        lengths, values, weights = bucketize(
-            sparse_features.lengths().view(-1),
-            sparse_features.values(),
-            self._block_sizes,
-            self._world_size,
-            sparse_features.weights_or_none(),
+        bucketized, permute = bucketize(sparse_features, self._block_sizes, self._world_size)
+        # TorchRec's sharded EmbeddingCollection takes it from here after the call.
+        self.unbucketize_permute_tensor = permute if self._is_sequence else None
+        return self._dist(bucketized)
+
+
+class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
+    """TorchRec's distribution over the ranks of a host, where a feature's ids may be any int64."""
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        local_size: int,
+        features_per_rank: Sequence[int],
+        feature_hash_sizes: Sequence[int],
+        feature_is_hashed: Sequence[bool],
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            pg: the ranks.
+            local_size: ranks of a host.
+            features_per_rank: number of features that each rank looks up.
+            feature_hash_sizes: ``num_embeddings`` of each feature's table.
+            feature_is_hashed: as :class:`RowWiseFeaturesDist` has it.
+            device: of the ids.
+        """
+        super().__init__(
+            pg=pg,
+            local_size=local_size,
+            features_per_rank=list(features_per_rank),
+            feature_hash_sizes=list(feature_hash_sizes),
+            device=device,
         )
+        is_hashed = torch.tensor(list(feature_is_hashed), dtype=torch.bool, device=device)
+        self.register_buffer(
+            "_block_sizes",
+            self._feature_block_sizes_tensor.long().masked_fill(is_hashed, 0),
+            persistent=False,
+        )
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange.
+
+        Args:
+            sparse_features: int64 ids.
+        """
+        bucketized, _ = bucketize(sparse_features, self._block_sizes, self._local_size)
         return self._dist(
-            KeyedJaggedTensor(
-                keys=_fx_wrap_gen_list_n_times(sparse_features.keys(), self._world_size),
-                values=values,
-                weights=weights,
-                lengths=lengths,
-                stride=_fx_wrap_stride(sparse_features),
-                stride_per_key_per_rank=_fx_wrap_stride_per_key_per_rank(
-                    sparse_features, self._world_size
-                ),
-            )
+            bucketized.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
         )

@@ -1,4 +1,4 @@
-"""The compute kernel that TorchRec sees: a group of tables that one backend looks up and trains."""
+"""The compute kernels that TorchRec sees: groups of tables that one backend serves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
 from torch import nn
-from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag
+from torchrec.distributed.batched_embedding_kernel import (
+    BaseBatchedEmbedding,
+    BaseBatchedEmbeddingBag,
+)
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import append_prefix
@@ -20,10 +23,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup, TableShard
+from torchrec_hkv.sharding.dense_optimizer import sharded_state
 from torchrec_hkv.sharding.optimizer import initial_learning_rate, optimizer_spec
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
 from torchrec_hkv.sharding.row_optimizer import RowOptimizer
 from torchrec_hkv.sharding.tables import table_shard
+from torchrec_hkv.sharding.variable_batch import rank_major
 
 
 def placeholder(dim: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -37,57 +42,72 @@ def placeholder(dim: int, dtype: torch.dtype, device: torch.device) -> nn.Parame
     return parameter
 
 
-class BackendEmbeddingBag(BaseBatchedEmbeddingBag[torch.Tensor], FusedOptimizerModule):
-    """Pooled tables of one backend, data type and pooling, on one rank."""
+class BackendKernel(FusedOptimizerModule):
+    """Tables of one backend, data type and pooling, on one rank.
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-        sharding_type: ShardingType | None = None,
-    ) -> None:
-        """
+    A mixin, to stand before TorchRec's base class of kernels, which reads the group's config.
+    """
+
+    def _create(self, device: torch.device | None, pooling: PoolingType) -> None:
+        """Makes the tables, after TorchRec's base class has read the config.
+
         Args:
-            config: the group; each table's fused parameters carry its tag.
-            pg: the ranks.
             device: of the tables, the CPU when None.
-            sharding_type: given where a mean arrives as a sum that TorchRec divides later.
+            pooling: what the lookup does with the ids of a bag.
         """
-        super().__init__(config, pg, device, sharding_type)
         device = device or torch.device("cpu")
-        shards = self._shards()
+        self.shards = self._table_shards(pooling)
         backend = registry.get(self._tags()[0].backend)
-        fused_params = without_tag(config.fused_params or {})
+        fused_params = without_tag(self._config.fused_params or {})
         self._emb_module: GroupLookup = backend.create_lookup(
-            shards,
+            self.shards,
             self._feature_table_map,
-            optimizer_spec(shards[0].name, fused_params),
+            optimizer_spec(self.shards[0].name, fused_params),
             device,
         )
+        # A table with several columns' shards here has one placeholder.
         self._param_per_table = {
-            shard.name: placeholder(shard.dim, shard.dtype, device) for shard in shards
+            shard.name: placeholder(shard.dim, shard.dtype, device) for shard in self.shards
         }
+        self._feature_dims = [self.shards[table].dim for table in self._feature_table_map]
         self._optim = RowOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
             initial_learning_rate(fused_params),
             device,
+            self._dense_states() if self._tags()[0].is_dense else None,
+            self._read_dense_states if self._tags()[0].is_dense else None,
         )
+
+    def _read_dense_states(self) -> list[dict[str, torch.Tensor]]:
+        """Of each shard, up to date."""
+        return [self._emb_module.dense_states(shard.key) for shard in self.shards]
+
+    def _dense_states(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Optimizer states by placeholder, as TorchRec names them."""
+        read = self._read_dense_states()
+        states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for name, parameter in self._param_per_table.items():
+            held = [index for index, shard in enumerate(self.shards) if shard.name == name]
+            shards = [self.shards[index] for index in held]
+            metadata = self._config.embedding_tables[held[0]].global_metadata
+            states[parameter] = {
+                f"{name}.{key}": sharded_state(metadata, shards, [read[i][key] for i in held])
+                for key in read[held[0]]
+            }
+        return states
 
     def _tags(self) -> list[TableTag]:
         tags = [tag_of(table) for table in self._config.embedding_tables]
         return [tag for tag in tags if tag is not None]
 
-    def _shards(self) -> list[TableShard]:
-        # What the base class worked out is the sharding's doing: a mean may have become a sum.
-        is_mean = self._pooling == PoolingMode.MEAN
+    def _table_shards(self, pooling: PoolingType) -> list[TableShard]:
         return [
             table_shard(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
                 embedding_dim=table.embedding_dim,
                 data_type=self._config.data_type,
-                pooling=PoolingType.MEAN if is_mean else PoolingType.SUM,
+                pooling=pooling,
                 sharding_type=None,
                 sizes=(table.local_rows, table.local_cols),
                 offsets=(row_offset, column_offset),
@@ -102,32 +122,6 @@ class BackendEmbeddingBag(BaseBatchedEmbeddingBag[torch.Tensor], FusedOptimizerM
                 strict=True,
             )
         ]
-
-    def forward(
-        self,
-        features: KeyedJaggedTensor,
-        vbe_output: torch.Tensor | None = None,
-        vbe_output_offsets: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Looks up all features of the group.
-
-        Args:
-            features: int64 ids of the group's features, feature-major; weights where the
-                collection is weighted.
-            vbe_output: not used: batches of different sizes are refused before they come here.
-            vbe_output_offsets: likewise.
-
-        Returns:
-            ``[batch, sum of the features' dims]``.
-        """
-        weights = features.weights_or_none() if self._config.is_weighted else None
-        return self._emb_module(
-            features.values(),
-            features.offsets().long(),
-            None if weights is None else weights.float(),
-            features.stride(),
-            self._optim.learning_rate,
-        )
 
     @property
     def emb_module(self) -> GroupLookup:
@@ -164,3 +158,100 @@ class BackendEmbeddingBag(BaseBatchedEmbeddingBag[torch.Tensor], FusedOptimizerM
     ) -> dict[str, Any]:
         """Adds nothing: the sharded collection exports whole tables (sharding/state.py)."""
         return OrderedDict() if destination is None else destination
+
+
+class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
+    """Pooled tables."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        """
+        Args:
+            config: the group; each table's fused parameters carry its tag.
+            pg: the ranks.
+            device: of the tables, the CPU when None.
+            sharding_type: given where a mean arrives as a sum that TorchRec divides later.
+        """
+        BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
+        # What the base class worked out is the sharding's doing: a mean may have become a sum.
+        is_mean = self._pooling == PoolingMode.MEAN
+        self._create(device, PoolingType.MEAN if is_mean else PoolingType.SUM)
+
+    def forward(
+        self,
+        features: KeyedJaggedTensor,
+        vbe_output: torch.Tensor | None = None,
+        vbe_output_offsets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Looks up all features of the group.
+
+        Args:
+            features: int64 ids of the group's features, feature-major; weights where the
+                collection is weighted.
+            vbe_output: not used: :class:`PooledLookup` puts the outputs of groups together.
+            vbe_output_offsets: likewise.
+
+        Returns:
+            ``[batch, sum of the features' dims]``; where features have batch sizes of their own,
+            as FBGEMM gives it: ``[sum of bags * dims]``, rank by rank, feature by feature.
+        """
+        weights = features.weights_or_none() if self._config.is_weighted else None
+        weights = None if weights is None else weights.float()
+        offsets, learning_rate = features.offsets().long(), self._optim.learning_rate
+        if not features.variable_stride_per_key():
+            return self._emb_module(
+                features.values(), offsets, weights, features.stride(), learning_rate
+            )
+        flat = self._emb_module.forward_ragged(
+            features.values(),
+            offsets,
+            weights,
+            features.stride_per_key(),
+            self._feature_dims,
+            learning_rate,
+        )
+        return rank_major(flat, features.stride_per_key_per_rank(), self._feature_dims)
+
+
+class BackendEmbedding(BackendKernel, BaseBatchedEmbedding[torch.Tensor]):
+    """Tables of sequences: every id gives a row."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            config: the group; each table's fused parameters carry its tag.
+            pg: the ranks.
+            device: of the tables, the CPU when None.
+        """
+        BaseBatchedEmbedding.__init__(self, config, pg, device)
+        self._create(device, PoolingType.SUM)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Looks up all features of the group.
+
+        Args:
+            features: int64 ids of the group's features, feature-major.
+
+        Returns:
+            ``[ids, dim]``, in the order of the ids; all tables of a collection have the same dim.
+        """
+        ids = features.values()
+        flat = self._emb_module.forward_ragged(
+            ids,
+            torch.arange(ids.numel() + 1, device=ids.device),
+            None,
+            features.length_per_key(),
+            self._feature_dims,
+            self._optim.learning_rate,
+        )
+        return flat.view(ids.numel(), self._feature_dims[0])

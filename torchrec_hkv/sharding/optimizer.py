@@ -197,25 +197,29 @@ def _decay_mode(table: str, optimizer: str, fused_params: Mapping[str, Any]) -> 
     return {"weight_decay_mode": "decoupled" if "adam" in optimizer else "coupled"}
 
 
-# Optimizers that TorchRec's sharding does not know by class, and what they are in its terms.
-_UNKNOWN_TO_TORCHREC: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
-    torch.optim.AdamW: {"optimizer": EmbOptimType.ADAM, "weight_decay": 0.01},
+# Optimizers that TorchRec's sharding does not know by class: one that it knows, and the defaults
+# that make it the same.
+_UNKNOWN_TO_TORCHREC: dict[
+    type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], dict[str, Any]]
+] = {
+    torch.optim.AdamW: (torch.optim.Adam, {"weight_decay": 0.01}),
 }
 
 
 def name_optimizer(parameter: torch.Tensor) -> None:
-    """Writes the name of an optimizer beside its arguments where TorchRec would not know it.
+    """Gives a parameter an optimizer that TorchRec knows and that means the same to us.
 
-    When it shards, TorchRec does so itself with the optimizers that it knows, and fails on others.
+    When it shards, TorchRec names the optimizer by its class, and fails on those it doesn't know.
 
     Args:
         parameter: the unsharded weight, as ``apply_optimizer_in_backward`` left it.
     """
     classes: list[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", [])
     if len(classes) == 1 and classes[0] in _UNKNOWN_TO_TORCHREC:
-        # A copy: all parameters of one call share their arguments.
-        kwargs = {**_UNKNOWN_TO_TORCHREC[classes[0]], **parameter._optimizer_kwargs[0]}
-        parameter._optimizer_kwargs = [kwargs]
+        known, defaults = _UNKNOWN_TO_TORCHREC[classes[0]]
+        # Copies: all parameters of one call share their classes and arguments.
+        parameter._optimizer_kwargs = [{**defaults, **parameter._optimizer_kwargs[0]}]
+        parameter._optimizer_classes = [known]
 
 
 def applied_optimizer(
@@ -239,12 +243,13 @@ def applied_optimizer(
         )
     merged = dict(sharder_fused_params or {})
     if classes:
-        merged.update({**_UNKNOWN_TO_TORCHREC.get(classes[0], {}), **kwargs[0]})
+        known, defaults = _UNKNOWN_TO_TORCHREC.get(classes[0], (classes[0], {}))
+        merged.update({**defaults, **kwargs[0]})
         if "lr" in merged:
             merged["learning_rate"] = merged.pop("lr")
-        if "optimizer" not in kwargs[0] and classes[0] not in _UNKNOWN_TO_TORCHREC:
+        if "optimizer" not in kwargs[0]:
             try:
-                merged["optimizer"] = optimizer_type_to_emb_opt_type(classes[0])
+                merged["optimizer"] = optimizer_type_to_emb_opt_type(known)
             except ValueError:
                 raise ValueError(
                     f"Table {table!r} can't be trained with {classes[0].__name__}: "

@@ -13,6 +13,7 @@ from typing import Any
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingTable
 from torchrec.distributed.types import ParameterSharding
 
+from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 
 #: The compute kernel that TorchRec sees for a table of any backend.
@@ -25,18 +26,21 @@ _FUSED_PARAM = "torchrec_hkv"
 class TableTag:
     """What a table's fused parameters carry from the plan to the kernel.
 
-    TorchRec groups tables whose fused parameters are equal. Only the backend counts there: tables
-    of one backend are looked up together whatever their options, which each keeps for itself.
+    TorchRec groups tables whose fused parameters are equal. Only the backend counts there, and
+    whether rows lie open: other tables of one backend are looked up together whatever their
+    options, which each keeps for itself.
 
     Attributes:
         backend: name of the backend.
         options: its options for this table.
         init_range: lowest and highest initial value.
+        is_dense: whether its rows lie open by number (:meth:`Backend.is_dense`).
     """
 
     backend: str
     options: BackendOptions = dataclasses.field(compare=False)
     init_range: tuple[float, float] = dataclasses.field(compare=False)
+    is_dense: bool
 
 
 @dataclasses.dataclass
@@ -66,7 +70,14 @@ class BackendParameterSharding(ParameterSharding):
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """TorchRec's hook: merged into the table's fused parameters."""
-        return {_FUSED_PARAM: TableTag(self.backend, self.options, self.init_range)}
+        return {
+            _FUSED_PARAM: TableTag(
+                self.backend,
+                self.options,
+                self.init_range,
+                registry.get(self.backend).is_dense(self.options),
+            )
+        }
 
 
 def tag_of(table: ShardedEmbeddingTable) -> TableTag | None:

@@ -34,17 +34,24 @@ _SHARDS_SPEC = TensorSpec(shape=(1,), dtype=torch.int64)
 class TableState:
     """How the state of one table lies over the ranks.
 
+    Tensors with two dimensions lie as the shards do: shards of other rows below each other, shards
+    of other columns beside each other. Those with one dimension, such as ids, are stacked.
+
     Attributes:
         name: the table's.
+        shards: of the table, all of them.
         ranks: the rank of each shard.
         placements: where TorchRec placed each shard.
         specs: the tensors of each shard.
+        is_dense: whether it looks as the state of a stock table: the weight alone, by row number.
     """
 
     name: str
+    shards: tuple[TableShard, ...]
     ranks: tuple[int, ...]
     placements: tuple[_remote_device, ...]
     specs: tuple[Mapping[str, TensorSpec], ...]
+    is_dense: bool
 
     @classmethod
     def of(
@@ -59,6 +66,7 @@ class TableState:
         Raises:
             ValueError: the backend names a tensor as this module does.
         """
+        is_dense = backend.is_dense(shards[0].options)
         specs = []
         for shard in shards:
             spec = dict(backend.state_spec(shard, optimizer))
@@ -67,13 +75,15 @@ class TableState:
                     f"Backend {backend.name!r} calls a tensor of its state {SHARDS_KEY!r}: "
                     "that name is taken."
                 )
-            specs.append({**spec, SHARDS_KEY: _SHARDS_SPEC})
+            specs.append(spec if is_dense else {**spec, SHARDS_KEY: _SHARDS_SPEC})
         placements = tuple(_placement(shard) for shard in sharding.sharding_spec.shards)
         return cls(
             name=shards[0].name,
+            shards=tuple(shards),
             ranks=tuple(placement.rank() for placement in placements),
             placements=placements,
             specs=tuple(specs),
+            is_dense=is_dense,
         )
 
     @property
@@ -81,49 +91,84 @@ class TableState:
         """The names of the tensors."""
         return list(self.specs[0])
 
+    def keys_on(self, rank: int) -> list[str]:
+        """The keys of the shards that a rank holds."""
+        pairs = zip(self.shards, self.ranks, strict=True)
+        return [shard.key for shard, holder in pairs if holder == rank]
+
     def sharded_tensors(
-        self, rank: int, exported: Mapping[str, torch.Tensor] | None
+        self, rank: int, exported: Mapping[str, Mapping[str, torch.Tensor]]
     ) -> dict[str, ShardedTensor]:
         """This rank's part of the table as sharded tensors.
 
         Args:
             rank: this rank.
-            exported: the backend's export of its shard, None where this rank holds none.
+            exported: the backend's export of each shard that this rank holds, by the shard's key.
         """
-        local: dict[str, torch.Tensor] = {}
-        if exported is not None:
-            local = dict(exported)
-            local[SHARDS_KEY] = torch.tensor([len(self.specs)], dtype=torch.int64)
-        return {key: self._sharded_tensor(key, rank, local.get(key)) for key in self.keys}
-
-    def _sharded_tensor(self, key: str, rank: int, local: torch.Tensor | None) -> ShardedTensor:
-        shards: list[ShardMetadata] = []
-        local_shards: list[Shard] = []
-        rows = 0
-        for spec, placement in zip(self.specs, self.placements, strict=True):
-            shape = spec[key].shape
-            if local is not None and local.device.type != placement.device().type:
-                # A backend may export what it keeps in host memory from there.
-                placement = _remote_device(f"rank:{placement.rank()}/{local.device}")
-            metadata = ShardMetadata(
-                shard_offsets=[rows] + [0] * (len(shape) - 1),
-                shard_sizes=list(shape),
-                placement=placement,
+        count = torch.tensor([len(self.specs)], dtype=torch.int64)
+        return {
+            key: self._sharded_tensor(
+                key,
+                rank,
+                {
+                    shard: count if key == SHARDS_KEY else tensors[key]
+                    for shard, tensors in exported.items()
+                },
             )
-            shards.append(metadata)
-            rows += shape[0]
-            if placement.rank() == rank and local is not None:
-                local_shards.append(Shard(tensor=local, metadata=metadata))
-        metadata = ShardedTensorMetadata(
-            shards_metadata=shards,
-            size=torch.Size([rows, *self.specs[0][key].shape[1:]]),
-            tensor_properties=TensorProperties(dtype=self.specs[0][key].dtype),
-        )
+            for key in self.keys
+        }
+
+    def _sharded_tensor(
+        self, key: str, rank: int, local: Mapping[str, torch.Tensor]
+    ) -> ShardedTensor:
+        offsets, size = self._layout(key)
+        metadata: list[ShardMetadata] = []
+        local_shards: list[Shard] = []
+        for index, shard in enumerate(self.shards):
+            placement = self.placements[index]
+            tensor = local.get(shard.key) if placement.rank() == rank else None
+            if tensor is not None and tensor.device.type != placement.device().type:
+                # A backend may export what it keeps in host memory from there.
+                placement = _remote_device(f"rank:{placement.rank()}/{tensor.device}")
+            metadata.append(
+                ShardMetadata(
+                    shard_offsets=list(offsets[index]),
+                    shard_sizes=list(self.specs[index][key].shape),
+                    placement=placement,
+                )
+            )
+            if tensor is not None:
+                local_shards.append(Shard(tensor=tensor, metadata=metadata[-1]))
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            local_shards=local_shards, sharded_tensor_metadata=metadata
+            local_shards=local_shards,
+            sharded_tensor_metadata=ShardedTensorMetadata(
+                shards_metadata=metadata,
+                size=torch.Size(size),
+                tensor_properties=TensorProperties(dtype=self.specs[0][key].dtype),
+            ),
         )
 
-    def local_state(self, rank: int, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+    def _layout(self, key: str) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        """The offsets of each shard's tensor in the whole, and the size of that."""
+        shapes = [spec[key].shape for spec in self.specs]
+        if len(shapes[0]) == 1:
+            bounds = _starts([shape[0] for shape in shapes])
+            return [(start,) for start in bounds[:-1]], (bounds[-1],)
+        rows = _starts_by(
+            {shard.row_offset: s[0] for shard, s in zip(self.shards, shapes, strict=True)}
+        )
+        columns = _starts_by(
+            {shard.column_offset: s[1] for shard, s in zip(self.shards, shapes, strict=True)}
+        )
+        offsets = [
+            (rows[0][shard.row_offset], columns[0][shard.column_offset], *[0] * (len(shape) - 2))
+            for shard, shape in zip(self.shards, shapes, strict=True)
+        ]
+        return offsets, (rows[1], columns[1], *shapes[0][2:])
+
+    def local_states(
+        self, rank: int, tensors: Mapping[str, Any]
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """This rank's part of sharded tensors, checked.
 
         Args:
@@ -132,7 +177,7 @@ class TableState:
                 has a single shard.
 
         Returns:
-            What the backend exported, None where this rank holds no shard.
+            What the backend exported, by the key of each shard that this rank holds.
 
         Raises:
             ValueError: a tensor is missing, or its shape, dtype or number of shards is another.
@@ -144,10 +189,18 @@ class TableState:
             )
         for key in self.keys:
             self._check_sharding(key, tensors[key])
-        if rank not in self.ranks:
-            return None
-        spec = self.specs[self.ranks.index(rank)]
-        state = {key: self._local_tensor(key, tensors[key]) for key in self.keys}
+        held = [index for index, holder in enumerate(self.ranks) if holder == rank]
+        local = {key: self._local_tensors(key, tensors[key], held) for key in self.keys}
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for position, index in enumerate(held):
+            state = {key: local[key][position] for key in self.keys}
+            self._check_tensors(rank, self.specs[index], state)
+            states[self.shards[index].key] = state
+        return states
+
+    def _check_tensors(
+        self, rank: int, spec: Mapping[str, TensorSpec], state: dict[str, torch.Tensor]
+    ) -> None:
         for key, tensor in state.items():
             if tuple(tensor.shape) != spec[key].shape or tensor.dtype != spec[key].dtype:
                 raise ValueError(
@@ -155,14 +208,15 @@ class TableState:
                     f"and dtype {tensor.dtype} on rank {rank}: needed are {spec[key].shape} and "
                     f"{spec[key].dtype}."
                 )
+        if self.is_dense:
+            return
         saved_shards = int(state.pop(SHARDS_KEY))
         if saved_shards != len(self.specs):
             raise ValueError(self.other_world_size(saved_shards))
-        return state
 
     def _check_sharding(self, key: str, tensor: Any) -> None:
         if not isinstance(tensor, ShardedTensor):
-            if isinstance(tensor, torch.Tensor) and len(self.specs) == 1:
+            if isinstance(tensor, torch.Tensor) and (self.is_dense or len(self.specs) == 1):
                 return
             raise ValueError(
                 f"In the state of table {self.name!r}, {key!r} is a {type(tensor).__name__}: "
@@ -172,16 +226,27 @@ class TableState:
         if count != len(self.specs):
             raise ValueError(self.other_world_size(count))
 
-    def _local_tensor(self, key: str, tensor: Any) -> torch.Tensor:
+    def _local_tensors(self, key: str, tensor: Any, held: list[int]) -> list[torch.Tensor]:
+        """The tensors of the shards that this rank holds, in their order."""
         if not isinstance(tensor, ShardedTensor):
-            return tensor
+            return [self._part(key, tensor, index) for index in held]
         local = tensor.local_shards()
-        if len(local) != 1:
+        if len(local) != len(held):
             raise ValueError(
                 f"In the state of table {self.name!r}, {key!r} has {len(local)} shards on this "
-                "rank: needed is one."
+                f"rank: needed are {len(held)}."
             )
-        return local[0].tensor
+        return [shard.tensor for shard in local]
+
+    def _part(self, key: str, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """A shard's part of a tensor that is not sharded; all of it where there is one shard."""
+        if not self.is_dense:
+            return tensor
+        offsets, size = self._layout(key)
+        if tuple(tensor.shape) != size:
+            return tensor  # refused for its shape
+        first, shape = offsets[index], self.specs[index][key].shape
+        return tensor[first[0] : first[0] + shape[0], first[1] : first[1] + shape[1]]
 
     def other_world_size(self, saved_shards: int) -> str:
         """The sentence that refuses a state of another number of shards."""
@@ -190,6 +255,20 @@ class TableState:
             f"has {len(self.specs)}: load it with the number of ranks and the sharding type it was "
             "saved with."
         )
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def _starts_by(sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Where each part begins when parts lie in the order of their keys, and where the last ends."""
+    order = sorted(sizes)
+    starts = _starts([sizes[key] for key in order])
+    return dict(zip(order, starts[:-1], strict=True)), starts[-1]
 
 
 def _placement(shard: ShardMetadata) -> _remote_device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from torch import nn
 from torchrec.distributed.types import ShardingType
@@ -14,17 +15,35 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
     data_type_to_dtype,
 )
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_hkv.backends.protocol import BackendOptions, TableShard
 
-#: Sharding types under which TorchRec sums over ranks and divides a mean afterwards.
-_SUMMED_OVER_RANKS: frozenset[str] = frozenset(
+#: Sharding types by rows, under which TorchRec sums over ranks and divides a mean afterwards.
+SUMMED_OVER_RANKS: frozenset[str] = frozenset(
     {
         ShardingType.ROW_WISE.value,
         ShardingType.TABLE_ROW_WISE.value,
         ShardingType.GRID_SHARD.value,
     }
 )
+
+
+#: A module whose tables backends may serve.
+Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
+
+
+def table_configs(module: Collection) -> dict[str, BaseEmbeddingConfig]:
+    """The configs of a collection's tables, by name."""
+    if isinstance(module, EmbeddingCollection):
+        return {config.name: config for config in module.embedding_configs()}
+    return {config.name: config for config in module.embedding_bag_configs()}
+
+
+def table_weight(module: Collection, table: str) -> nn.Parameter:
+    """The unsharded weight of a table, which carries what was applied in backward."""
+    tables = module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
+    return tables[table].weight
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:
@@ -101,7 +120,7 @@ def table_shard(
         init_range: lowest and highest initial value.
         options: the backend's, for this table.
     """
-    is_mean = pooling == PoolingType.MEAN and sharding_type not in _SUMMED_OVER_RANKS
+    is_mean = pooling == PoolingType.MEAN and sharding_type not in SUMMED_OVER_RANKS
     return TableShard(
         name=name,
         capacity=sizes[0],
@@ -119,7 +138,6 @@ def table_shard(
 
 def config_shards(
     config: BaseEmbeddingConfig,
-    pooling: PoolingType,
     sharding_type: str | None,
     sizes: Sequence[Sequence[int]],
     offsets: Sequence[Sequence[int]],
@@ -128,8 +146,7 @@ def config_shards(
     """All shards of a table, from its config.
 
     Args:
-        config: the table's.
-        pooling: as the config says.
+        config: the table's. One of sequences has no pooling, which is as a sum of one id.
         sharding_type: None for the whole table.
         sizes: rows and columns of each shard.
         offsets: first row and column of each.
@@ -144,7 +161,7 @@ def config_shards(
             num_embeddings=config.num_embeddings,
             embedding_dim=config.embedding_dim,
             data_type=config.data_type,
-            pooling=pooling,
+            pooling=getattr(config, "pooling", PoolingType.SUM),
             sharding_type=sharding_type,
             sizes=size,
             offsets=offset,

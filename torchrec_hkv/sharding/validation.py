@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard
 from torchrec_hkv.compat import is_2d
-from torchrec_hkv.sharding.embedding_sharding import SHARDINGS
+from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from torchrec_hkv.sharding.optimizer import applied_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
-from torchrec_hkv.sharding.tables import check_config, config_shards, init_range
+from torchrec_hkv.sharding.tables import (
+    Collection,
+    check_config,
+    config_shards,
+    init_range,
+    table_configs,
+    table_weight,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +35,18 @@ class PlannedTable:
         sharding: as the sharder passes it on to TorchRec.
         shards: all of them, on whatever rank.
         optimizer: None where none was applied.
+        features: that it looks up.
     """
 
     backend: str
     sharding: BackendParameterSharding
     shards: list[TableShard]
     optimizer: OptimizerSpec | None
+    features: list[str]
 
 
 def planned_tables(
-    module: EmbeddingBagCollection,
+    module: Collection,
     shardings: dict[str, ParameterSharding],
     env: ShardingEnv,
     device: torch.device | None,
@@ -54,7 +64,7 @@ def planned_tables(
     Raises:
         ValueError: a table that its backend, or this package, can't serve as planned.
     """
-    configs = {config.name: config for config in module.embedding_bag_configs()}
+    configs = table_configs(module)
     planned: dict[str, PlannedTable] = {}
     for name, sharding in shardings.items():
         if name not in configs or sharding.compute_kernel != KERNEL:
@@ -67,12 +77,11 @@ def planned_tables(
         _check_environment(name, env)
         config = configs[name]
         check_config(config)
-        check_sharding_type(name, sharding.backend, sharding.sharding_type)
+        check_sharding_type(name, sharding.backend, [sharding.sharding_type], type(module))
         backend = registry.get(sharding.backend)
-        optimizer = applied_optimizer(name, module.embedding_bags[name].weight, fused_params)
+        optimizer = applied_optimizer(name, table_weight(module, name), fused_params)
         shards = config_shards(
             config,
-            config.pooling,
             sharding.sharding_type,
             [shard.shard_sizes for shard in sharding.sharding_spec.shards],
             [shard.shard_offsets for shard in sharding.sharding_spec.shards],
@@ -81,27 +90,49 @@ def planned_tables(
         for shard in shards:
             backend.check(shard, optimizer, (device or torch.device("cpu")).type)
         sharding = dataclasses.replace(sharding, init_range=init_range(config))
-        planned[name] = PlannedTable(sharding.backend, sharding, shards, optimizer)
+        planned[name] = PlannedTable(
+            sharding.backend, sharding, shards, optimizer, list(config.feature_names)
+        )
     return planned
 
 
-def check_sharding_type(table: str, backend: str, sharding_type: str) -> None:
-    """Refuses a sharding type that a backend, or this package, can't serve.
+def check_sharding_type(
+    table: str,
+    backend: str,
+    sharding_types: Sequence[str],
+    module_type: type[Collection] | None = None,
+) -> None:
+    """Refuses sharding types of which a backend, or this package, can serve none.
+
+    Args:
+        table: its name, for the message.
+        backend: its name.
+        sharding_types: those that are asked for.
+        module_type: of the table's collection; None where it is not known yet.
 
     Raises:
         ValueError: naming those it can.
     """
-    allowed = served_sharding_types(backend)
-    if sharding_type not in allowed:
+    allowed = served_sharding_types(backend, module_type)
+    if not set(sharding_types) & set(allowed):
+        where = "" if module_type is None else f" in an {module_type.__name__}"
         raise ValueError(
-            f"Table {table!r} can't be sharded {sharding_type!r} on backend {backend!r}: "
-            f"allowed are {allowed}."
+            f"Table {table!r}{where} can't be sharded {sharding_types[0]!r} on backend "
+            f"{backend!r}: allowed are {allowed}."
         )
 
 
-def served_sharding_types(backend: str) -> list[str]:
-    """The sharding types of a backend that this package knows, sorted."""
-    return sorted(set(registry.get(backend).sharding_types) & set(SHARDINGS))
+def served_sharding_types(backend: str, module_type: type[Collection] | None = None) -> list[str]:
+    """The sharding types of a backend that this package knows, sorted.
+
+    Args:
+        backend: its name.
+        module_type: of the table's collection; None for those of any.
+    """
+    known = set() if module_type is EmbeddingCollection else set(POOLED_SHARDINGS)
+    if module_type is None or module_type is EmbeddingCollection:
+        known |= set(SEQUENCE_SHARDINGS)
+    return sorted(set(registry.get(backend).sharding_types) & known)
 
 
 def _check_environment(table: str, env: ShardingEnv) -> None:

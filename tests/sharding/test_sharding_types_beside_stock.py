@@ -1,0 +1,43 @@
+"""Every sharding type trains tables of a backend as stock ones: equal losses and rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.backends import BACKENDS
+from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
+
+#: Ranks, and ranks on a host.
+HOSTS = [(1, 1), (2, 2), (4, 2)]
+
+
+def _check(outcomes):
+    for outcome in outcomes:
+        stock, ours = outcome.losses.unbind(1)
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+        assert stock[-1] != stock[0]
+        for rows in outcome.rows.values():
+            torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "host_size"), HOSTS)
+@pytest.mark.parametrize(
+    "sharding_type", ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
+)
+@pytest.mark.parametrize("pooling", ["sum", "mean", "weighted"])
+def test_equal_to_stock(run_ranks, pooling, sharding_type, world_size, host_size):
+    if (sharding_type, pooling) == ("grid_shard", "mean"):
+        pytest.skip("TorchRec gives sums; test_torchrec_own_tests.py compares with true means")
+    scenario = Scenario("hkv", sharding_type, pooling, "rowwise_adagrad")
+    _check(run_ranks(world_size, train_beside_stock, scenario, host_size=host_size))
+
+
+@pytest.mark.parametrize(
+    "sharding_type", ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
+)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_and_optimizers(run_ranks, backend, optimizer, sharding_type):
+    scenario = Scenario(backend, sharding_type, "sum", optimizer)
+    _check(run_ranks(2, train_beside_stock, scenario, host_size=1))

@@ -1,0 +1,203 @@
+"""Trains sequences of the same ids on stock ``fused`` tables and on tables of a backend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from tests.support.beside_stock import (
+    BATCH,
+    CAPACITY,
+    IDS,
+    KEYS,
+    OPTIMIZERS,
+    STEPS,
+    codecs_registry,
+    draw_sizes,
+    raw_ids,
+    variable_sizes,
+)
+from tests.support.models import shard_model
+from torchrec_hkv import ParameterConstraints
+from torchrec_hkv.sharding import BackendEmbeddingCollectionSharder
+
+DIM = 8
+
+#: Keys of the output; feature f1 has two tables.
+OUTPUTS = ["f0", "f1@t0", "f1@t1", "f2", "g"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceScenario:
+    """What is trained.
+
+    Attributes:
+        backend: name of the backend.
+        sharding_type: of all tables.
+        optimizer: a key of ``OPTIMIZERS``.
+        need_indices: whether the collection gives the ids back.
+        variable: whether each feature has a batch size of its own.
+        wire: what the output exchange sends, a ``CommType``; None for float32.
+        dedup: whether ours sends each id once. Stock tables can't on a CPU, and never do here.
+    """
+
+    backend: str
+    sharding_type: str
+    optimizer: str = "sgd"
+    need_indices: bool = False
+    dedup: bool = False
+    variable: bool = False
+    wire: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceOutcome:
+    """What came out on one rank, stock first.
+
+    Attributes:
+        losses: ``[steps, 2]``.
+        rows: for each key, ``[2, ids, dim]``.
+        lookups: ids that our tables looked up in training on this rank.
+    """
+
+    losses: torch.Tensor
+    rows: dict[str, torch.Tensor]
+    lookups: int
+
+
+class SequenceModel(nn.Module):
+    """A collection of sequences under a name."""
+
+    def __init__(self, collection: EmbeddingCollection) -> None:
+        super().__init__()
+        self.ec = collection
+
+    def forward(self, features: KeyedJaggedTensor):
+        """What the collection gives."""
+        return self.ec(features)
+
+
+def sequence_configs(rows: int, dim: int = DIM) -> list[EmbeddingConfig]:
+    """Two tables that share a feature, and a static one."""
+    features = {"t0": (rows, ["f0", "f1"]), "t1": (rows, ["f1", "f2"]), "s": (IDS, ["g"])}
+    return [
+        EmbeddingConfig(name=name, num_embeddings=count, embedding_dim=dim, feature_names=names)
+        for name, (count, names) in features.items()
+    ]
+
+
+def shard_sequences(
+    scenario: SequenceScenario, rows: int, kernel: str, world_size: int, device: torch.device
+) -> DistributedModelParallel:
+    """A sharded model; ``kernel`` serves all tables but the static one."""
+    collection = EmbeddingCollection(
+        tables=sequence_configs(rows),
+        device=torch.device("meta"),
+        need_indices=scenario.need_indices,
+    )
+    optimizer, kwargs = OPTIMIZERS[scenario.optimizer]
+    apply_optimizer_in_backward(optimizer, collection.parameters(), dict(kwargs))
+    constraints = {
+        name: ParameterConstraints(
+            compute_kernels=["fused" if name == "s" else kernel],
+            sharding_types=[scenario.sharding_type],
+            min_partition=4,
+        )
+        for name in ("t0", "t1", "s")
+    }
+    sharder = BackendEmbeddingCollectionSharder(
+        use_index_dedup=scenario.dedup and kernel != "fused",
+        qcomm_codecs_registry=codecs_registry(scenario.wire),
+    )
+    return shard_model(SequenceModel(collection), constraints, world_size, device, [sharder])
+
+
+def sequence_features(ids, lengths, device, inverse=None) -> KeyedJaggedTensor:
+    """A batch of the four features."""
+    return KeyedJaggedTensor(
+        keys=KEYS,
+        values=torch.cat(ids).to(device),
+        lengths=torch.cat(lengths).to(device),
+        **variable_sizes(lengths, inverse, device),
+    )
+
+
+def probe(model: nn.Module, ids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+    """The row of every id. Trains nothing.
+
+    Returns:
+        For each key, ``[IDS, dim]``.
+    """
+    lengths = [torch.tensor([IDS, 0])] * 4
+    model.eval()
+    outputs = model(sequence_features([ids, ids, ids, torch.arange(IDS)], lengths, device))
+    rows = {key: outputs[key].values().detach().cpu() for key in OUTPUTS}
+    model.train()
+    return rows
+
+
+def copy_rows(model: DistributedModelParallel, rows: dict[str, torch.Tensor]) -> None:
+    """Gives stock tables rows, by table name."""
+    state = model.state_dict()
+    for name, table in rows.items():
+        for shard in state[f"ec.embeddings.{name}.weight"].local_shards():
+            (first, column), (count, dim) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(table[first : first + count, column : column + dim])
+
+
+def train_sequences(
+    rank: int, world_size: int, device: torch.device, scenario: SequenceScenario
+) -> SequenceOutcome:
+    """Runs on every rank."""
+    torch.manual_seed(11)
+    stock = shard_sequences(scenario, IDS, "fused", world_size, device)
+    ours = shard_sequences(scenario, CAPACITY, scenario.backend, world_size, device)
+    mapped = raw_ids()
+    rows = probe(ours, mapped, device)
+    copy_rows(stock, {"t0": rows["f0"], "t1": rows["f2"], "s": rows["g"]})
+    generator = torch.Generator().manual_seed(100 + rank)
+    before = _lookups(ours)
+    losses = []
+    for step in range(STEPS):
+        # Rank 0 has a batch without ids. One without samples is TorchRec's to refuse.
+        longest = 1 if step == 3 and rank == 0 else 4
+        sizes, inverse = [BATCH] * len(KEYS), None
+        if scenario.variable:
+            sizes, inverse = draw_sizes(generator)
+        lengths = [torch.randint(0, longest, (size,), generator=generator) for size in sizes]
+        ids = [torch.randint(0, IDS, (int(n.sum()),), generator=generator) for n in lengths]
+        losses.append([])
+        for model, sent in (
+            (stock, ids),
+            (ours, [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]),
+        ):
+            outputs = model(sequence_features(sent, lengths, device, inverse))
+            if scenario.need_indices:
+                wanted = [sent[0], sent[1], sent[1], sent[2], sent[3]]
+                for key, given in zip(OUTPUTS, wanted, strict=True):
+                    assert outputs[key].weights().tolist() == given.tolist()
+            loss = torch.zeros((), device=device)
+            for key in OUTPUTS:
+                values = outputs[key].values()
+                assert values.shape == (int(outputs[key].lengths().sum()), DIM)
+                weights = torch.arange(1, values.shape[0] + 1, device=device)[:, None]
+                loss = loss + (values.square() * weights / 10 + values).sum()
+            loss.backward()
+            losses[-1].append(float(loss.detach()))
+    lookups = _lookups(ours) - before
+    expected, got = probe(stock, torch.arange(IDS), device), probe(ours, mapped, device)
+    return SequenceOutcome(
+        losses=torch.tensor(losses, dtype=torch.float64),
+        rows={key: torch.stack([expected[key], got[key]]) for key in OUTPUTS},
+        lookups=lookups,
+    )
+
+
+def _lookups(model: DistributedModelParallel) -> int:
+    lookups = model.module.ec.group_lookups()
+    return sum(lookup.counters(key)["lookups"] for key, lookup in lookups.items())

@@ -1,0 +1,69 @@
+"""The hash table's optimizers, from what TorchRec's side says of one."""
+
+from __future__ import annotations
+
+from torchrec_hkv.backends.protocol import OptimizerSpec
+from torchrec_hkv.hash_table import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    Optimizer,
+    RowWiseAdagrad,
+    RowWiseAdam,
+)
+
+
+def hash_table_optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
+    """The hash table's optimizer.
+
+    Raises:
+        ValueError: an attribute is impossible.
+    """
+    if spec is None:
+        return None
+    common = {
+        "clip_value": spec.clip_value,
+        "clip_norm": spec.clip_norm,
+        "clip_output": spec.clip_output,
+        "stochastic_rounding": spec.stochastic_rounding,
+        "rounding_seed": spec.rounding_seed,
+    }
+    decay = {"weight_decay": spec.weight_decay, "weight_decay_mode": spec.weight_decay_mode}
+    moments = {
+        "betas": (spec.beta1, spec.beta2),
+        "eps": spec.eps,
+        "step_mode": spec.step_mode,
+    }
+    sums = {"eps": spec.eps, "initial_accumulator": spec.initial_accumulator}
+    match spec.name:
+        case "sgd":
+            return SGD(spec.momentum, spec.nesterov, **decay, **common)
+        case "adagrad":
+            return Adagrad(**sums, **decay, **common)
+        case "rowwise_adagrad":
+            return RowWiseAdagrad(**sums, **decay, **common)
+        case "adam":
+            return Adam(**moments, **decay, **common)
+        case "rowwise_adam":
+            return RowWiseAdam(**moments, **decay, **common)
+        case "lamb":
+            return LAMB(**moments, weight_decay=spec.weight_decay, **common)
+        case "ftrl":
+            return FTRL(
+                spec.beta,
+                spec.l1,
+                spec.l2,
+                initial_accumulator=spec.initial_accumulator,
+                **common,
+            )
+    raise ValueError(
+        f"optimizer is {spec.name!r}, but backend 'hkv' takes 'sgd', 'adagrad', 'rowwise_adagrad', "
+        "'adam', 'rowwise_adam', 'lamb' or 'ftrl'."
+    )
+
+
+def state_width(spec: OptimizerSpec | None, dim: int) -> int:
+    optimizer = hash_table_optimizer(spec)
+    return 0 if optimizer is None else optimizer.state_width(dim)

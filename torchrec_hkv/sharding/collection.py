@@ -1,0 +1,156 @@
+"""What sharded collections of bags and of sequences share where backends serve tables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.protocol import GroupLookup
+from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
+from torchrec_hkv.sharding.state import TableState
+from torchrec_hkv.sharding.validation import PlannedTable
+
+
+class BackendCollection:
+    """Closes what TorchRec's sharded collections leave open for kernels from outside.
+
+    A mixin, to stand before TorchRec's class. Its own attributes are set before TorchRec's
+    ``__init__`` runs, which calls back into methods that need them; none is a module or parameter.
+    """
+
+    #: TorchRec's attribute that holds the modules of tables, and the part of their names.
+    tables_attribute: ClassVar[str]
+    #: TorchRec's attribute that holds the configs.
+    configs_attribute: ClassVar[str]
+
+    def __init__(self, *args: Any, planned: dict[str, PlannedTable], **kwargs: Any) -> None:
+        """
+        Args:
+            args: TorchRec's.
+            planned: the tables of ours, by name, already checked.
+            kwargs: TorchRec's.
+        """
+        self._planned = planned
+        self._is_built = False
+        # What looks up tables that have all their rows: feature, table and its number of rows.
+        self._row_numbers = [
+            (feature, name, table.shards[0].num_embeddings)
+            for name, table in planned.items()
+            if registry.get(table.backend).is_dense(table.shards[0].options)
+            for feature in table.features
+        ]
+        super().__init__(*args, **kwargs)
+        self._is_built = True
+
+    def reset_parameters(self) -> None:
+        """Initialises the stock tables. Rows of ours are initialised when they come."""
+        with self._without_our_configs():
+            super().reset_parameters()
+
+    @contextlib.contextmanager
+    def _without_our_configs(self) -> Iterator[None]:
+        """Hides the tables of ours from code of the base class that takes all tables for stock."""
+        configs = getattr(self, self.configs_attribute)
+        stock = [config for config in configs if config.name not in self._planned]
+        setattr(self, self.configs_attribute, stock)
+        try:
+            yield
+        finally:
+            setattr(self, self.configs_attribute, configs)
+
+    @property
+    def has_backends(self) -> bool:
+        """Whether backends serve tables of the collection, on whatever rank."""
+        return bool(self._planned)
+
+    def group_lookups(self) -> dict[str, GroupLookup]:
+        """The lookup of each shard of ours that this rank holds, by its key.
+
+        The key of a shard is its table's name, with ``/`` and the first column behind it where that
+        is not 0 (:attr:`torchrec_hkv.backends.TableShard.key`).
+        """
+        return {
+            shard.key: kernel.emb_module
+            for lookup in self._lookups
+            for kernel in lookup.modules()
+            if isinstance(kernel, BackendKernel)
+            for shard in kernel.shards
+        }
+
+    def _initialize_torch_state(self, *args: bool, **kwargs: bool) -> None:
+        # TorchRec's ``skip_registering``, which its EmbeddingCollection of 1.6 does not take.
+        super()._initialize_torch_state(*args, **kwargs)
+        skip_registering = next(iter([*args, *kwargs.values()]), False)
+        device = self._device or torch.device("cpu")
+        self._table_states: dict[str, TableState] = {}
+        for name, table in self._planned.items():
+            # A rank without a shard has no kernel that would have registered the parameter.
+            holder = self._table_module(name)
+            if not hasattr(holder, "weight"):
+                shard = table.shards[0]
+                holder.register_parameter("weight", placeholder(shard.dim, shard.dtype, device))
+            self._table_states[name] = TableState.of(
+                registry.get(table.backend), table.sharding, table.shards, table.optimizer
+            )
+        if not skip_registering:
+            self._register_state_dict_hook(_export_tables)
+
+    def _table_module(self, name: str) -> nn.Module:
+        return getattr(self, self.tables_attribute)[name]
+
+    def _load_tables(
+        self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]
+    ) -> None:
+        """Takes the tables of ours out of a state dict and loads them, all checked before.
+
+        Args:
+            state_dict: loses the entries of our tables, but for their placeholders.
+            prefix: of this module.
+            missing_keys: gets the names of tensors that are not there.
+        """
+        loads: list[tuple[str, dict[str, torch.Tensor]]] = []
+        taken: list[str] = []
+        for name, state in self._table_states.items():
+            table_prefix = f"{prefix}{self.tables_attribute}.{name}."
+            present = {key: f"{table_prefix}{key}" for key in state.keys}
+            present = {key: path for key, path in present.items() if path in state_dict}
+            taken.extend(present.values())
+            if not self._is_built and not state.is_dense:
+                # TorchRec copies the rows of the unsharded module here; ours start empty.
+                continue
+            if present:
+                tensors = {key: state_dict[path] for key, path in present.items()}
+                loads.extend(state.local_states(dist.get_rank(), tensors).items())
+            else:
+                missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
+        lookups = self.group_lookups()
+        for key, local in loads:
+            lookups[key].load_table(key, local)
+        for path in taken:
+            del state_dict[path]
+        # The placeholder is not in a state dict; nn.Module would miss it.
+        for name in self._table_states:
+            parameter = self._table_module(name).weight
+            state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()
+
+
+def _export_tables(
+    module: BackendCollection,
+    destination: dict[str, Any],
+    prefix: str,
+    _local_metadata: dict[str, Any],
+) -> None:
+    lookups = module.group_lookups()
+    rank = dist.get_rank()
+    for name, state in module._table_states.items():
+        exported = {key: lookups[key].export_table(key) for key in state.keys_on(rank)}
+        table_prefix = f"{prefix}{module.tables_attribute}.{name}."
+        destination.pop(f"{table_prefix}weight", None)
+        for key, tensor in state.sharded_tensors(rank, exported).items():
+            destination[f"{table_prefix}{key}"] = tensor

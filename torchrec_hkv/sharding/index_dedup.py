@@ -1,0 +1,47 @@
+"""Sending each id of a table once (``use_index_dedup`` of TorchRec's EmbeddingCollection)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+def deduplicate(
+    features: KeyedJaggedTensor, features_per_table: Sequence[int]
+) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+    """The distinct ids of each table.
+
+    On a GPU it waits for the device, table by table, as the number of distinct ids is needed.
+
+    Args:
+        features: int64 ids, any of them; the features of a table stand together.
+        features_per_table: how many features each table has.
+
+    Returns:
+        The distinct ids of each table, as one bag of its first feature, and for each id that was
+        given its place among them, int64 ``[n]``.
+    """
+    batch_size = features.stride()
+    lengths = features.lengths().new_zeros(len(features.keys()) * batch_size)
+    counts = features.length_per_key()
+    values: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    feature = begin = found = 0
+    for num_features in features_per_table:
+        end = begin + sum(counts[feature : feature + num_features])
+        distinct, inverse = torch.unique(features.values()[begin:end], return_inverse=True)
+        if distinct.numel() > 0:
+            lengths[feature * batch_size] = distinct.numel()
+        values.append(distinct)
+        places.append(inverse + found)
+        feature, begin, found = feature + num_features, end, found + distinct.numel()
+    empty = features.values()[:0]
+    reduced = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=torch.cat([*values, empty]),
+        lengths=lengths,
+        stride=batch_size,
+    )
+    return reduced, torch.cat([*places, empty])

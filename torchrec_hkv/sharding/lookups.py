@@ -1,0 +1,63 @@
+"""TorchRec's lookups of all groups of one sharding, where backends serve some of the groups.
+
+Their ``prefetch`` goes by a list of kernels that ours is not in: a group of ours is found in its
+forward, prefetched or not.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_hkv.sharding.kernel import BackendEmbedding, BackendEmbeddingBag
+from torchrec_hkv.sharding.variable_batch import merged_groups
+
+
+class PooledLookup(GroupedPooledEmbeddingsLookup):
+    """Of pooled tables."""
+
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        device: torch.device | None,
+        pg: dist.ProcessGroup | None,
+        sharding_type: ShardingType | None,
+        env: ShardingEnv | None,
+    ) -> BaseEmbedding:
+        if config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
+            return BackendEmbeddingBag(config, pg, device, sharding_type)
+        return super()._create_embedding_kernel(config, device, pg, sharding_type, env)
+
+    def _forward_with_vbe_merging(
+        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
+    ) -> torch.Tensor:
+        # FBGEMM's lookups write into one output, each into the one that it was given; ours can't
+        # take part in that.
+        return merged_groups(
+            self._forward(features_by_group),
+            self._vbe_splits(features_by_group),
+            self._feature_splits,
+        )
+
+
+class SequenceLookup(GroupedEmbeddingsLookup):
+    """Of tables of sequences."""
+
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        env: ShardingEnv | None = None,
+    ) -> BaseEmbedding:
+        if config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
+            return BackendEmbedding(config, pg, device)
+        return super()._create_embedding_kernel(config, pg, device, env)
