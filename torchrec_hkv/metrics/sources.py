@@ -27,8 +27,8 @@ class Probe:
 
     Attributes:
         names: of the tables.
-        counts: gives int64 ``[tables, 10]``, in the order of :data:`DEVICE_FIELDS`; on a GPU without
-            a wait, where the backend can.
+        counts: gives int64 ``[tables, 10]``, in the order of :data:`DEVICE_FIELDS`; on a GPU
+            without a wait, where the backend can.
         sizes: gives for each table what :data:`HOST_FIELDS` are.
     """
 
