@@ -80,6 +80,7 @@ struct Plan {
   int64_t num_prefixes = 0;  // that all tables have
   int32_t dim = 0;           // of the first table
   int32_t widest = 0;        // largest dim, rounded up to a multiple of 4
+  int64_t only_lasts = 0;    // slices of the last core, where there is one table
   bool one_dim = true;       // all tables have the same dim
   bool vectors = true;       // all dims are multiples of 4
   bool clusters = false;     // the device has clusters of blocks

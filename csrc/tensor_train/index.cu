@@ -79,6 +79,7 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
                                   " has a core of 2^31 slices or more.");
     }
     if (t == 0) plan.dim = table.dim;
+    plan.only_lasts = num_tables == 1 ? table.lasts : 0;
     table.first_key = plan.num_keys;
     plan.num_keys += static_cast<uint64_t>(keys);
     plan.num_prefixes += static_cast<int64_t>(prefixes);

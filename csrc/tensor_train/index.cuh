@@ -18,11 +18,15 @@ constexpr uint32_t kSlotBit = 0x80000000u;
 constexpr int32_t kNoSlot = -1;   // occurs once
 constexpr int32_t kOutside = -2;  // of its table
 
+// Distinct ids a prefix from which on gradients of the last core are summed in shared memory.
+constexpr int kDensePrefix = 8;
+
 struct Counts {
   int32_t distinct;
   int32_t prefixes;
   int32_t slots;
   int32_t gather;  // so many repeats that bags gather the rows of distinct ids
+  int32_t dense;   // many distinct ids a prefix
 };
 
 struct Index {
@@ -266,7 +270,8 @@ __device__ __forceinline__ void write_outside(const Index& index, int64_t at, in
 __device__ __forceinline__ void write_counts(const IndexInput& in, const Index& index,
                                              int32_t distinct, int32_t prefixes, int32_t slots) {
   const bool gather = in.may_gather && static_cast<int64_t>(distinct) <= in.batch.num_ids / 2;
-  *index.counts = {distinct, prefixes, slots, gather ? 1 : 0};
+  *index.counts = {distinct, prefixes, slots, gather ? 1 : 0,
+                   distinct / kDensePrefix >= prefixes ? 1 : 0};
   index.prefixes[prefixes] = make_int4(distinct, -1, -1, -1);
 }
 

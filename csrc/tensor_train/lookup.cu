@@ -35,6 +35,8 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.backward = backward;
   run.few = batch.num_ids <= kSmallBatch;
   run.most_prefixes = most_prefixes(plan, batch);
+  run.only_lasts = plan.only_lasts;
+  run.multiprocessors = plan.multiprocessors;
   run.stream = stream;
   for (int32_t i = 0; i < plan.num_classes; ++i) {
     run.kernel = plan.classes[i];

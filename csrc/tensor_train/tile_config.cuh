@@ -70,6 +70,7 @@ struct TileInput {
   bool store;               // rows into the output, which has a row an id, instead of adding them
   float* out;               // of a lookup: output,
   float* slot_rows;         // and rows of slots, or of distinct ids
+  bool leaves_dense;        // batches with many ids a prefix to the resident kernel
   const float* grad;        // of gradients: of the output,
   const float* slot_grads;  // and of slots
 };

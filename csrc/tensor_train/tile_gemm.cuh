@@ -119,69 +119,98 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const float* heads
   }
 }
 
-// middle_grad[kRank][kColumns] += heads^T grads, over the rows of `count` prefixes. Row tiles are
-// taken kAtOnce at a time, to hold the sums in registers.
+// A part of the gradient of a middle slice, in registers of a block: kTiles tiles of 16 rows from
+// row first_row on, of [kRank][kColumns] = heads^T grads.
 template <typename Config>
-__device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>& piece, int slice,
-                                                const float* heads, const float* grads, int count) {
-  constexpr int kProducts = Config::kProducts;
-  constexpr int kRowTiles = Config::kRank / 16;
-  constexpr int kMyColumns = Config::kColumns / Config::kWarps / 8;
-  constexpr int kAtOnce = kRowTiles * kMyColumns <= 16 ? kRowTiles : 16 / kMyColumns;
-  static_assert(kMyColumns >= 1 && kRowTiles % kAtOnce == 0);
-  const TableView& table = *piece.table;
-  if (!Config::kExact && table.middle_grad == nullptr) return;
-  const int32_t head_r = piece.head_r();
-  const int32_t last_r = piece.last_r();
-  const int32_t middle_q = piece.middle_q();
-  const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
-  const int depth = (count + 1) / 2 * 8;  // rows of absent prefixes are 0
-#pragma unroll 1
-  for (int first = 0; first < kRowTiles; first += kAtOnce) {
-    float sums[kAtOnce][kMyColumns][4] = {};
+struct MiddleGrad {
+  static constexpr int kColumnTiles = Config::kColumns / Config::kWarps / 8;  // of a warp
+  static constexpr int kAllTiles = Config::kRank / 16;
+  static constexpr int kTiles = kAllTiles * kColumnTiles <= 16 ? kAllTiles : 16 / kColumnTiles;
+  static_assert(kColumnTiles >= 1 && kAllTiles % kTiles == 0);
+  float sums[kTiles][kColumnTiles][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[m][j][i] = 0.0f;
+      }
+    }
+  }
+
+  // Adds what `count` prefixes have.
+  __device__ __forceinline__ void add(int thread, int first_row, const float* heads,
+                                      const float* grads, int count) {
+    constexpr int kProducts = Config::kProducts;
+    const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
+    const int depth = (count + 1) / 2 * 8;  // rows of absent prefixes are 0
     // k = column stands for row 2 column, k = column + 4 for the next: no bank conflicts.
 #pragma unroll 2
     for (int k = 0; k < depth; k += 8) {
-      Operand<kProducts> b[kMyColumns][2];
+      Operand<kProducts> b[kColumnTiles][2];
 #pragma unroll
-      for (int j = 0; j < kMyColumns; ++j) {
-        const int at = (warp * kMyColumns + j) * 8 + row;
+      for (int j = 0; j < kColumnTiles; ++j) {
+        const int at = (warp * kColumnTiles + j) * 8 + row;
         const float* from = grads + (k + 2 * column) * Config::kRowStep +
                             at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
         b[j][0] = operand<kProducts>(from[0]);
         b[j][1] = operand<kProducts>(from[Config::kRowStep]);
       }
 #pragma unroll
-      for (int m = 0; m < kAtOnce; ++m) {
-        const float* from = heads + (k + 2 * column) * Config::kHeadStep + (first + m) * 16 + row;
+      for (int m = 0; m < kTiles; ++m) {
+        const float* from = heads + (k + 2 * column) * Config::kHeadStep + first_row + m * 16 + row;
         const auto a0 = operand<kProducts>(from[0]);
         const auto a1 = operand<kProducts>(from[8]);
         const auto a2 = operand<kProducts>(from[Config::kHeadStep]);
         const auto a3 = operand<kProducts>(from[Config::kHeadStep + 8]);
 #pragma unroll
-        for (int j = 0; j < kMyColumns; ++j) {
+        for (int j = 0; j < kColumnTiles; ++j) {
           multiply_add(sums[m][j], a0, a1, a2, a3, b[j][0], b[j][1]);
         }
       }
     }
+  }
+
+  // Adds it to the gradient in memory.
+  __device__ __forceinline__ void flush(int thread, const Piece<Config>& piece, int slice,
+                                        int first_row) const {
+    const int32_t last_r = piece.last_r(), middle_q = piece.middle_q();
+    const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
 #pragma unroll
-    for (int j = 0; j < kMyColumns; ++j) {
-      const int at = (warp * kMyColumns + j) * 8 + 2 * column;
+    for (int j = 0; j < kColumnTiles; ++j) {
+      const int at = (warp * kColumnTiles + j) * 8 + 2 * column;
       const int middle_column = at / Config::kSlice;
       const int r = slice * Config::kSlice + at % Config::kSlice;
-      const bool exists = piece.has_middle(middle_column);
 #pragma unroll
-      for (int m = 0; m < kAtOnce; ++m) {
+      for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int head = (first + m) * 16 + row + 8 * half;
-          const size_t line = (static_cast<size_t>(piece.middle) * head_r + head) * middle_q +
-                              piece.middle_column() + middle_column;
-          add_to_two<Config>(table.middle_grad + line * last_r + r, sums[m][j][2 * half],
-                             sums[m][j][2 * half + 1], exists && head < head_r ? last_r - r : 0);
+          const int head = first_row + m * 16 + row + 8 * half;
+          const size_t line =
+              (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
+              piece.middle_column() + middle_column;
+          const bool exists = piece.has_middle(middle_column) && head < piece.head_r();
+          add_to_two<Config>(piece.table->middle_grad + line * last_r + r, sums[m][j][2 * half],
+                             sums[m][j][2 * half + 1], exists ? last_r - r : 0);
         }
       }
     }
+  }
+};
+
+template <typename Config>
+__device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>& piece, int slice,
+                                                const float* heads, const float* grads, int count) {
+  if (!Config::kExact && piece.table->middle_grad == nullptr) return;
+  using Grad = MiddleGrad<Config>;
+#pragma unroll 1
+  for (int first_row = 0; first_row < Config::kRank; first_row += 16 * Grad::kTiles) {
+    Grad grad;
+    grad.clear();
+    grad.add(thread, first_row, heads, grads, count);
+    grad.flush(thread, piece, slice, first_row);
   }
 }
 

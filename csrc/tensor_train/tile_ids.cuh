@@ -210,31 +210,36 @@ __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t s
   return (slot ? in.slot_grads : in.grad) + static_cast<size_t>(source & ~kSlotBit) * step;
 }
 
-// Eight columns of two rows of a slice of the last core: those that d has of this lane.
+// Adds gradients of the last core in memory.
 template <typename Config>
-__device__ __forceinline__ void add_last_grad(const Piece<Config>& piece, int32_t slice,
-                                              int32_t last_column, int r, const float (&d)[4][4]) {
-  const int32_t last_r = piece.last_r();
-  float* to = piece.table->last_grad + static_cast<size_t>(slice) * (piece.last_q() * last_r) +
-              last_column * last_r + r;
+struct LastGradInMemory {
+  // Eight columns from r on of two rows of a slice of the last core: those that d has of this lane.
+  __device__ __forceinline__ void add(const Piece<Config>& piece, bool exists, int32_t slice,
+                                      int32_t last_column, int r, const float (&d)[4][4]) const {
+    if (!exists) return;
+    const int32_t last_r = piece.last_r();
+    float* to = piece.table->last_grad + static_cast<size_t>(slice) * (piece.last_q() * last_r) +
+                last_column * last_r + r;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
-    float* line = to + half * last_r;
-    add_to_four<Config>(
-        line, make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
-    add_to_four<Config>(
-        line + 4,
-        make_float4(d[0][2 * half + 1], d[1][2 * half + 1], d[2][2 * half + 1], d[3][2 * half + 1]),
-        left - 4);
+    for (int half = 0; half < 2; ++half) {
+      const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
+      float* line = to + half * last_r;
+      add_to_four<Config>(
+          line, make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
+      add_to_four<Config>(line + 4,
+                          make_float4(d[0][2 * half + 1], d[1][2 * half + 1], d[2][2 * half + 1],
+                                      d[3][2 * half + 1]),
+                          left - 4);
+    }
   }
-}
+};
 
 // Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks: that of the prefix
-// replaces it in shared memory, those of slices of the last core are added in memory.
-template <typename Config>
+// replaces it in shared memory, those of slices of the last core go to last_grad.
+template <typename Config, typename LastGrad>
 __device__ __forceinline__ void gradient_ids(const TileInput& in, const Piece<Config>& piece,
-                                             int slice, float* prefix, int begin, int end) {
+                                             int slice, float* prefix, int begin, int end,
+                                             const LastGrad& last_grad) {
   constexpr int kProducts = Config::kProducts;
   constexpr int kChunks = Config::kSlice / 32;
   const TableView& table = *piece.table;
@@ -356,10 +361,8 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Piece<Co
                            operand<kProducts>(values[c][2 * s + 1][j]));
             }
           }
-          if (has_other) {
-            add_last_grad<Config>(piece, other_last, last_column + row % 2 * 2,
-                                  first_r + c * 32 + 8 * column, d);
-          }
+          last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2,
+                        first_r + c * 32 + 8 * column, d);
         }
       }
     }

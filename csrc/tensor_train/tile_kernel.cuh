@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   const int first_prefix = blockIdx.x * Config::kPrefixes;
   const int count = min(Config::kPrefixes, in.counts->prefixes - first_prefix);
   if (count <= 0) return;
+  if (kBackward && in.leaves_dense && in.counts->dense != 0) return;
   const bool gather = in.counts->gather != 0;
   if (thread <= count) prefixes[thread] = in.prefixes[first_prefix + thread];
   __syncthreads();
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
         const int begin = mine[at].x;
         const int end = mine[at + 1].x;
         if constexpr (kBackward) {
-          gradient_ids<Config>(in, piece, slice, product, begin, end);
+          gradient_ids(in, piece, slice, product, begin, end, LastGradInMemory<Config>{});
         } else {
           lookup_ids<Config>(in, piece, product, slices * (Config::kSlice / 32), begin, end,
                              gather);

@@ -13,7 +13,9 @@ struct TileRun {
   bool backward;
   bool few;  // prefixes: many small tiles
   int64_t most_prefixes;
-  int32_t blocks;  // of columns, at most
+  int32_t blocks;      // of columns, at most
+  int64_t only_lasts;  // slices of the last core, where the group is one table; otherwise 0
+  int32_t multiprocessors;
   cudaStream_t stream;
 };
 

@@ -1,4 +1,5 @@
 // Tiles of ranks up to 64.
+#include "tensor_train/resident_kernel.cuh"
 #include "tensor_train/tile_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -31,6 +32,13 @@ struct Twice {
   using ManyBackward = Few;
 };
 
+template <int kProducts>
+void run_many_gradients(const TileRun& run, const TileInput& in) {
+  using Resident = TileConfig<64, 32, 16, 16, kProducts, Fit::kFours, RowType::kFloat32, 1>;
+  using Tiles = typename Shapes<kProducts, Fit::kFours, RowType::kFloat32>::ManyBackward;
+  run_gradients<Resident, 1, Tiles>(run, in);
+}
+
 }  // namespace
 
 void run_tiles_64(const TileRun& run, const TileInput& in) {
@@ -46,7 +54,13 @@ void run_tiles_64(const TileRun& run, const TileInput& in) {
         : run_shapes<Twice<3, Fit::kFours, RowType::kFloat32>>(run, in);
     return;
   }
-  run_rank<Shapes>(run, in);
+  if (!run.backward || run.few || !run.kernel.fours) {
+    run_rank<Shapes>(run, in);
+  } else if (run.precision == Precision::kTf32) {
+    run_many_gradients<1>(run, in);
+  } else {
+    run_many_gradients<3>(run, in);
+  }
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda
