@@ -41,6 +41,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   for (int32_t i = 0; i < plan.num_classes; ++i) {
     run.kernel = plan.classes[i];
     run.kernel.exact = run.kernel.exact && in.unit == 4;
+    run.kernel.fours = run.kernel.fours && in.unit == 4;
     run.blocks = plan.blocks[i];
     in.kernel = i;
     switch (run.kernel.rank) {
