@@ -1,0 +1,104 @@
+// Lookup and gradients of a batch: which kernels run, in which order, over what memory.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "tensor_train/index.cuh"
+#include "tensor_train/repeats.cuh"
+#include "tensor_train/tile_config.cuh"
+#include "tensor_train/tiles.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+namespace {
+
+size_t slots_bytes(const Plan& plan, const Batch& batch) {
+  return static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
+}
+
+TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
+  TileInput in = {};
+  in.tables = plan.tables;
+  in.counts = index.counts;
+  in.prefixes = index.prefixes;
+  in.lasts = index.lasts;
+  in.sources = index.sources;
+  in.factors = index.factors;
+  in.unit = unit_of(plan, batch);
+  in.widest = plan.widest;
+  in.store = !batch.pooled;
+  return in;
+}
+
+void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool backward,
+                 TileInput in, cudaStream_t stream) {
+  TileRun run;
+  run.precision = precision;
+  run.backward = backward;
+  run.few = batch.num_ids <= kSmallBatch;
+  run.most_prefixes = most_prefixes(plan, batch);
+  run.only_lasts = plan.only_lasts;
+  run.multiprocessors = plan.multiprocessors;
+  run.stream = stream;
+  for (int32_t i = 0; i < plan.num_classes; ++i) {
+    run.kernel = plan.classes[i];
+    run.kernel.exact = run.kernel.exact && in.unit == 4;
+    run.kernel.fours = run.kernel.fours && in.unit == 4;
+    run.blocks = plan.blocks[i];
+    in.kernel = i;
+    switch (run.kernel.rank) {
+      case 32:
+        run_tiles_32(run, in);
+        break;
+      case 64:
+        run_tiles_64(run, in);
+        break;
+      case 128:
+        run_tiles_128(run, in);
+        break;
+      default:
+        run_tiles_256(run, in);
+    }
+  }
+}
+
+}  // namespace
+
+size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch) {
+  return slots_bytes(plan, batch);
+}
+
+void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+            void* scratch, float* out, bool cleared, cudaStream_t stream) {
+  if (batch.pooled && !cleared) {
+    const auto values = static_cast<size_t>(batch.num_rows() * batch.stride);
+    HKV_CUDA_CHECK(cudaMemsetAsync(out, 0, values * sizeof(float), stream));
+  }
+  if (batch.num_ids == 0) return;
+  const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
+  auto* slot_rows = static_cast<float*>(scratch);
+  TileInput in = tile_input(plan, batch, parts);
+  in.out = out;
+  in.slot_rows = slot_rows;
+  run_classes(plan, batch, precision, false, in, stream);
+  const RepeatsInput repeats = repeats_of(plan, batch, parts);
+  spread_repeated_rows(repeats, parts.counts, slot_rows, !batch.pooled, out, stream);
+  if (gathers(plan, batch)) gather_rows(plan, batch, parts, slot_rows, out, stream);
+  if (!batch.pooled) clear_outside(repeats, out, stream);
+}
+
+size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch) {
+  return slots_bytes(plan, batch);
+}
+
+void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+               void* scratch, const float* grad, cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
+  auto* slot_grads = static_cast<float*>(scratch);
+  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, stream);
+  TileInput in = tile_input(plan, batch, parts);
+  in.grad = grad;
+  in.slot_grads = slot_grads;
+  run_classes(plan, batch, precision, true, in, stream);
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,164 @@
+// Products on tensor cores in tf32, and in three tf32 products of split operands; reductions into
+// global memory; programmatic launches.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/cuda_check.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Products of one multiply-add: 1 is plain tf32, 3 splits each operand in its tf32 value and what
+// is left of it.
+template <int kProducts>
+struct Operand;
+template <>
+struct Operand<1> {
+  uint32_t high;
+};
+template <>
+struct Operand<3> {
+  uint32_t high;
+  uint32_t low;
+};
+
+// The tensor core drops the low 13 bits of an operand; half a unit is added first, to round.
+__device__ __forceinline__ float round_tf32(float x) {
+  return __uint_as_float(__float_as_uint(x) + 0x1000u);
+}
+
+// What is kept in shared memory: rounded values, or exact ones where they are split later.
+template <int kProducts>
+__device__ __forceinline__ float prepared(float x) {
+  return kProducts == 1 ? round_tf32(x) : x;
+}
+template <int kProducts>
+__device__ __forceinline__ float4 prepared(float4 x) {
+  return make_float4(prepared<kProducts>(x.x), prepared<kProducts>(x.y), prepared<kProducts>(x.z),
+                     prepared<kProducts>(x.w));
+}
+
+// An operand from a prepared value.
+template <int kProducts>
+__device__ __forceinline__ Operand<kProducts> operand(float x) {
+  if constexpr (kProducts == 1) {
+    return {__float_as_uint(x)};
+  } else {
+    const uint32_t high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    return {high, __float_as_uint(x - __uint_as_float(high))};
+  }
+}
+// An operand from any value.
+template <int kProducts>
+__device__ __forceinline__ Operand<kProducts> rounded_operand(float x) {
+  return operand<kProducts>(prepared<kProducts>(x));
+}
+
+// c[16][8] += a[16][8] b[8][8]. Lane l, with row = l / 4 and column = l % 4, holds of a (row,
+// column), (row + 8, column), (row, column + 4), (row + 8, column + 4); of b (column, row), (column
+// + 4, row); of c (row, 2 column), (row, 2 column + 1), (row + 8, 2 column), (row + 8, 2 column +
+// 1).
+__device__ __forceinline__ void mma_tf32(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                         uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <int kProducts>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const Operand<kProducts>& a0,
+                                             const Operand<kProducts>& a1,
+                                             const Operand<kProducts>& a2,
+                                             const Operand<kProducts>& a3,
+                                             const Operand<kProducts>& b0,
+                                             const Operand<kProducts>& b1) {
+  if constexpr (kProducts == 3) {
+    mma_tf32(c, a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
+    mma_tf32(c, a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
+  }
+  mma_tf32(c, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
+}
+
+__device__ __forceinline__ void add_one(float* to, float value) { atomicAdd(to, value); }
+// to: aligned to 8 bytes.
+__device__ __forceinline__ void add_two(float* to, float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1,%2};" ::"l"(to), "f"(a), "f"(b)
+               : "memory");
+#else
+  atomicAdd(to, a);
+  atomicAdd(to + 1, b);
+#endif
+}
+// to: aligned to 16 bytes.
+__device__ __forceinline__ void add_four(float* to, float4 v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(v.x),
+               "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+#else
+  atomicAdd(to, v.x);
+  atomicAdd(to + 1, v.y);
+  atomicAdd(to + 2, v.z);
+  atomicAdd(to + 3, v.w);
+#endif
+}
+
+// The blocks of the next kernel of the stream may be placed while this one runs; what the kernels
+// before wrote is seen from here on. All blocks of all kernels of a chain call it first, also those
+// with nothing to do: a kernel that ended before its predecessor would let its successor start.
+__device__ __forceinline__ void enter_chain() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+struct LaunchShape {
+  dim3 grid;
+  int threads;
+  size_t shared_bytes = 0;
+  int cluster = 1;  // blocks of a cluster
+};
+
+inline int compute_capability() {
+  int device = 0, major = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major;
+}
+
+// Launches a kernel that calls enter_chain.
+template <typename... Parameters, typename... Arguments>
+void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
+                    const Arguments&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2];
+  unsigned count = 0;
+  if (compute_capability() >= 9) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    attributes[count].val.clusterDim.y = 1;
+    attributes[count++].val.clusterDim.z = 1;
+  }
+  config.attrs = attributes;
+  config.numAttrs = count;
+  HKV_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

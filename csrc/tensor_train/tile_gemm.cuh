@@ -1,0 +1,270 @@
+// The products of a tile in shared memory: prefixes = heads x middle, and the gradients of the
+// middle and of the heads from the gradients of the prefixes.
+#pragma once
+
+#include "tensor_train/tensor_core.cuh"
+#include "tensor_train/tile_config.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// A slice of the middle core: [kRank][4 middle columns][kSlice] -> shared memory.
+template <typename Config>
+__device__ __forceinline__ void load_middle(int thread, const Piece<Config>& piece, int slice,
+                                            float* to) {
+  constexpr int kQuads = Config::kRank * Config::kSlice;  // of 4 values
+  const TableView& table = *piece.table;
+  const int32_t head_r = piece.head_r();
+  const int32_t last_r = piece.last_r();
+  const int32_t middle_q = piece.middle_q();
+  const size_t first =
+      (static_cast<size_t>(piece.middle) * head_r * middle_q + piece.middle_column()) * last_r +
+      slice * Config::kSlice;
+#pragma unroll 4
+  for (int i = thread; i < kQuads; i += Config::kThreads) {
+    const int r = i / Config::kSlice;
+    const int quad = i % Config::kSlice;
+    const int column = quad / (Config::kSlice / 4);
+    const int within = quad % (Config::kSlice / 4) * 4;
+    float4 v;
+    if (Config::kExact || table.middle != nullptr) {
+      const bool exists = r < head_r && piece.has_middle(column);
+      const int count = exists ? last_r - slice * Config::kSlice - within : 0;
+      v = load_four<Config>(table.middle, table.middle_type,
+                            first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
+                            count);
+    } else {  // the identity
+      const int at = r - slice * Config::kSlice - within;
+      const bool here = column == 0 && r < head_r;
+      v = make_float4(here && at == 0 ? 1.0f : 0.0f, here && at == 1 ? 1.0f : 0.0f,
+                      here && at == 2 ? 1.0f : 0.0f, here && at == 3 ? 1.0f : 0.0f);
+    }
+    *reinterpret_cast<float4*>(to + r * Config::kMiddleStep + column * Config::kSlice + within) =
+        prepared<Config::kProducts>(v);
+  }
+}
+
+// Heads of `count` prefixes, [prefix][4 head columns][kRank]; rows of others are 0.
+template <typename Config>
+__device__ __forceinline__ void load_heads(int thread, const Piece<Config>& piece,
+                                           const int4* prefixes, int count, float* to) {
+  constexpr int kQuads = Config::kPrefixes * Config::kRank;
+  const TableView& table = *piece.table;
+  const int32_t head_r = piece.head_r();
+#pragma unroll 2
+  for (int i = thread; i < kQuads; i += Config::kThreads) {
+    const int prefix = i / Config::kRank;
+    const int quad = i % Config::kRank;
+    const int column = quad / (Config::kRank / 4);
+    const int within = quad % (Config::kRank / 4) * 4;
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (prefix < count && piece.has_head(column)) {
+      const size_t row =
+          static_cast<size_t>(prefixes[prefix].w) * piece.head_q() + piece.head_column() + column;
+      v = load_four<Config>(table.head, table.head_type, row * head_r + within, head_r - within);
+    }
+    *reinterpret_cast<float4*>(to + (prefix * 4 + column) * Config::kHeadStep + within) =
+        prepared<Config::kProducts>(v);
+  }
+}
+
+// prefixes[kRows][kColumns] = heads[kRows][kRank] middle[kRank][kColumns].
+template <typename Config>
+__device__ __forceinline__ void multiply_prefixes(int thread, const float* heads,
+                                                  const float* middle, float* prefixes) {
+  constexpr int kProducts = Config::kProducts;
+  constexpr int kRowTiles = Config::kRows / 16;
+  constexpr int kRowGroups = kRowTiles >= 4 && Config::kWarps >= 8 ? 2 : 1;
+  constexpr int kMine = kRowTiles / kRowGroups;
+  constexpr int kMyColumns = Config::kColumns / (Config::kWarps / kRowGroups) / 8;
+  static_assert(kMyColumns >= 1 && kMine >= 1);
+  const int warp = thread / 32 / kRowGroups;
+  const int first = thread / 32 % kRowGroups * kMine;
+  const int row = thread % 32 / 4, column = thread % 4;
+  float sums[kMine][kMyColumns][4] = {};
+#pragma unroll 4
+  for (int k = 0; k < Config::kRank; k += 8) {
+    Operand<kProducts> b[kMyColumns][2];
+#pragma unroll
+    for (int j = 0; j < kMyColumns; ++j) {
+      const float* from =
+          middle + (k + column) * Config::kMiddleStep + (warp * kMyColumns + j) * 8 + row;
+      b[j][0] = operand<kProducts>(from[0]);
+      b[j][1] = operand<kProducts>(from[4 * Config::kMiddleStep]);
+    }
+#pragma unroll
+    for (int m = 0; m < kMine; ++m) {
+      const float* from = heads + ((first + m) * 16 + row) * Config::kHeadStep + k + column;
+      const auto a0 = operand<kProducts>(from[0]);
+      const auto a1 = operand<kProducts>(from[8 * Config::kHeadStep]);
+      const auto a2 = operand<kProducts>(from[4]);
+      const auto a3 = operand<kProducts>(from[8 * Config::kHeadStep + 4]);
+#pragma unroll
+      for (int j = 0; j < kMyColumns; ++j) {
+        multiply_add(sums[m][j], a0, a1, a2, a3, b[j][0], b[j][1]);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) {
+#pragma unroll
+    for (int j = 0; j < kMyColumns; ++j) {
+      const int at = (warp * kMyColumns + j) * 8 + 2 * column;
+      float* to = prefixes + ((first + m) * 16 + row) * Config::kRowStep +
+                  at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
+      *reinterpret_cast<float2*>(to) =
+          make_float2(prepared<kProducts>(sums[m][j][0]), prepared<kProducts>(sums[m][j][1]));
+      *reinterpret_cast<float2*>(to + 8 * Config::kRowStep) =
+          make_float2(prepared<kProducts>(sums[m][j][2]), prepared<kProducts>(sums[m][j][3]));
+    }
+  }
+}
+
+// A part of the gradient of a middle slice, in registers of a block: kTiles tiles of 16 rows from
+// row first_row on, of [kRank][kColumns] = heads^T grads.
+template <typename Config>
+struct MiddleGrad {
+  static constexpr int kColumnTiles = Config::kColumns / Config::kWarps / 8;  // of a warp
+  static constexpr int kAllTiles = Config::kRank / 16;
+  static constexpr int kTiles = kAllTiles * kColumnTiles <= 16 ? kAllTiles : 16 / kColumnTiles;
+  static_assert(kColumnTiles >= 1 && kAllTiles % kTiles == 0);
+  float sums[kTiles][kColumnTiles][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[m][j][i] = 0.0f;
+      }
+    }
+  }
+
+  // Adds what `count` prefixes have.
+  __device__ __forceinline__ void add(int thread, int first_row, const float* heads,
+                                      const float* grads, int count) {
+    constexpr int kProducts = Config::kProducts;
+    const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
+    const int depth = (count + 1) / 2 * 8;  // rows of absent prefixes are 0
+    // k = column stands for row 2 column, k = column + 4 for the next: no bank conflicts.
+#pragma unroll 2
+    for (int k = 0; k < depth; k += 8) {
+      Operand<kProducts> b[kColumnTiles][2];
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+        const int at = (warp * kColumnTiles + j) * 8 + row;
+        const float* from = grads + (k + 2 * column) * Config::kRowStep +
+                            at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
+        b[j][0] = operand<kProducts>(from[0]);
+        b[j][1] = operand<kProducts>(from[Config::kRowStep]);
+      }
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const float* from = heads + (k + 2 * column) * Config::kHeadStep + first_row + m * 16 + row;
+        const auto a0 = operand<kProducts>(from[0]);
+        const auto a1 = operand<kProducts>(from[8]);
+        const auto a2 = operand<kProducts>(from[Config::kHeadStep]);
+        const auto a3 = operand<kProducts>(from[Config::kHeadStep + 8]);
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) {
+          multiply_add(sums[m][j], a0, a1, a2, a3, b[j][0], b[j][1]);
+        }
+      }
+    }
+  }
+
+  // Adds it to the gradient in memory.
+  __device__ __forceinline__ void flush(int thread, const Piece<Config>& piece, int slice,
+                                        int first_row) const {
+    const int32_t last_r = piece.last_r(), middle_q = piece.middle_q();
+    const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+      const int at = (warp * kColumnTiles + j) * 8 + 2 * column;
+      const int middle_column = at / Config::kSlice;
+      const int r = slice * Config::kSlice + at % Config::kSlice;
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int head = first_row + m * 16 + row + 8 * half;
+          const size_t line =
+              (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
+              piece.middle_column() + middle_column;
+          const bool exists = piece.has_middle(middle_column) && head < piece.head_r();
+          add_to_two<Config>(piece.table->middle_grad + line * last_r + r, sums[m][j][2 * half],
+                             sums[m][j][2 * half + 1], exists ? last_r - r : 0);
+        }
+      }
+    }
+  }
+};
+
+template <typename Config>
+__device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>& piece, int slice,
+                                                const float* heads, const float* grads, int count) {
+  if (!Config::kExact && piece.table->middle_grad == nullptr) return;
+  using Grad = MiddleGrad<Config>;
+#pragma unroll 1
+  for (int first_row = 0; first_row < Config::kRank; first_row += 16 * Grad::kTiles) {
+    Grad grad;
+    grad.clear();
+    grad.add(thread, first_row, heads, grads, count);
+    grad.flush(thread, piece, slice, first_row);
+  }
+}
+
+// head_grad rows [kRows][kRank] += grads[kRows][kColumns] middle^T, of `count` prefixes.
+template <typename Config>
+__device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& piece,
+                                              const int4* prefixes, int count, const float* middle,
+                                              const float* grads) {
+  constexpr int kProducts = Config::kProducts;
+  constexpr int kRowTiles = Config::kRows / 16;
+  constexpr int kSharing = Config::kWarps / kRowTiles;  // warps of one row tile
+  constexpr int kMine = Config::kRank / 8 / kSharing;   // column tiles
+  static_assert(Config::kWarps % kRowTiles == 0 && kMine >= 1);
+  const TableView& table = *piece.table;
+  const int32_t head_r = piece.head_r();
+  const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
+  const int row_tile = warp % kRowTiles;
+  const int first = warp / kRowTiles * kMine;
+  if (row_tile * 4 >= count) return;
+  float sums[kMine][4] = {};
+#pragma unroll 1
+  for (int middle_column = 0; middle_column < 4; ++middle_column) {
+#pragma unroll 4
+    for (int k = 0; k < Config::kSlice; k += 8) {
+      const float* from = grads + (row_tile * 16 + row) * Config::kRowStep +
+                          middle_column * Config::kColumnStep + k + column;
+      const auto a0 = operand<kProducts>(from[0]);
+      const auto a1 = operand<kProducts>(from[8 * Config::kRowStep]);
+      const auto a2 = operand<kProducts>(from[4]);
+      const auto a3 = operand<kProducts>(from[8 * Config::kRowStep + 4]);
+#pragma unroll
+      for (int j = 0; j < kMine; ++j) {
+        const float* other = middle + ((first + j) * 8 + row) * Config::kMiddleStep +
+                             middle_column * Config::kSlice + k + column;
+        multiply_add(sums[j], a0, a1, a2, a3, operand<kProducts>(other[0]),
+                     operand<kProducts>(other[4]));
+      }
+    }
+  }
+  const int prefix = row_tile * 4 + row / 4;
+  const int head_column = piece.head_column() + row % 4;
+  const bool exists = piece.has_head(row % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (prefix + 2 * half >= count) continue;
+    const size_t line =
+        static_cast<size_t>(prefixes[prefix + 2 * half].w) * piece.head_q() + head_column;
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int r = (first + j) * 8 + 2 * column;
+      add_to_two<Config>(table.head_grad + line * head_r + r, sums[j][2 * half],
+                         sums[j][2 * half + 1], exists ? head_r - r : 0);
+    }
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

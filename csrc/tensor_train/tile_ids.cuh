@@ -1,0 +1,386 @@
+// The distinct ids of one prefix, by one warp, four at a time: rows from the prefix and slices of
+// the last core; gradients of both from gradients of rows. Columns are permuted so that all reads
+// and writes in memory are of 16 bytes.
+#pragma once
+
+#include "tensor_train/index.cuh"
+#include "tensor_train/tensor_core.cuh"
+#include "tensor_train/tile_config.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// What a warp reads of 32 distinct ids at once, an id a lane.
+struct IdLane {
+  int32_t last = 0;
+  uint32_t source = 0;
+
+  __device__ __forceinline__ void read(const TileInput& in, int32_t distinct, bool exists) {
+    last = exists ? in.lasts[distinct] : 0;
+    source = exists ? in.sources[distinct] : 0;
+  }
+};
+
+// 32 columns of a prefix as an operand: 16 rows (head column, middle column), 32 values deep.
+template <int kProducts>
+struct PrefixOperand {
+  Operand<kProducts> a[4][4];
+
+  // from: first of the columns.
+  template <typename Config>
+  __device__ __forceinline__ void read(const float* from) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+    from += row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + column * 4;
+    float low[8], high[8];
+    *reinterpret_cast<float4*>(low) = *reinterpret_cast<const float4*>(from);
+    *reinterpret_cast<float4*>(low + 4) = *reinterpret_cast<const float4*>(from + 16);
+    from += 2 * Config::kRowStep;
+    *reinterpret_cast<float4*>(high) = *reinterpret_cast<const float4*>(from);
+    *reinterpret_cast<float4*>(high + 4) = *reinterpret_cast<const float4*>(from + 16);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      a[s][0] = operand<kProducts>(low[2 * s]);
+      a[s][1] = operand<kProducts>(high[2 * s]);
+      a[s][2] = operand<kProducts>(low[2 * s + 1]);
+      a[s][3] = operand<kProducts>(high[2 * s + 1]);
+    }
+  }
+};
+
+// 32 columns of four slices of the last core, 4 columns of the row each.
+struct LastValues {
+  float b[2][8];
+
+  // slice: that of the id of this lane's row / 2. r: first of the columns.
+  template <typename Config>
+  __device__ __forceinline__ void read(const Piece<Config>& piece, int32_t slice,
+                                       int32_t last_column, int r) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+    const TableView& table = *piece.table;
+    const int32_t last_r = piece.last_r();
+    const int within = r + column * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = last_column + half * 2 + row % 2;
+      const bool exists = Config::kExact || at < piece.last_q();
+      const size_t first =
+          static_cast<size_t>(slice) * (piece.last_q() * last_r) + at * last_r + within;
+      const int count = exists ? last_r - within : 0;
+      *reinterpret_cast<float4*>(b[half]) =
+          load_four<Config>(table.last, table.last_type, first, count);
+      *reinterpret_cast<float4*>(b[half] + 4) =
+          load_four<Config>(table.last, table.last_type, first + 16, count - 16);
+    }
+  }
+};
+
+template <int kProducts>
+__device__ __forceinline__ void add_rows(float (&sums)[2][4],
+                                         const PrefixOperand<kProducts>& prefix,
+                                         const LastValues& last) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      multiply_add(sums[half], prefix.a[s][0], prefix.a[s][1], prefix.a[s][2], prefix.a[s][3],
+                   rounded_operand<kProducts>(last.b[half][2 * s]),
+                   rounded_operand<kProducts>(last.b[half][2 * s + 1]));
+    }
+  }
+}
+
+// Where the four values of a lane lie in a row: those of row (head column, middle column) of the
+// lane, and those two head columns further.
+template <typename Config>
+struct RowPlace {
+  int32_t first;
+  int32_t step;  // to the second
+  bool has_first;
+  bool has_second;
+
+  __device__ __forceinline__ explicit RowPlace(const Piece<Config>& piece) {
+    const int row = threadIdx.x % 32 / 4;
+    first = (piece.head_column() + row / 4) * piece.head_step() +
+            (piece.middle_column() + row % 4) * piece.middle_step();
+    step = 2 * piece.head_step();
+    has_first = piece.has_head(row / 4) && piece.has_middle(row % 4);
+    has_second = piece.has_head(row / 4 + 2) && piece.has_middle(row % 4);
+  }
+};
+
+__device__ __forceinline__ float4 scaled(float4 v, float factor) {
+  return make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+}
+
+template <typename Config>
+__device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Config>& place,
+                                         int32_t last_column, int count, int32_t distinct,
+                                         uint32_t source, bool gather, const float (&sums)[2][4]) {
+  const int first_count = Config::kExact || place.has_first ? count : 0;
+  const int second_count = Config::kExact || place.has_second ? count : 0;
+  float4 first = make_float4(sums[0][0], sums[0][1], sums[1][0], sums[1][1]);
+  float4 second = make_float4(sums[0][2], sums[0][3], sums[1][2], sums[1][3]);
+  if (gather || (source & kSlotBit) != 0) {
+    const uint32_t slot = gather ? static_cast<uint32_t>(distinct) : source & ~kSlotBit;
+    float* to = in.slot_rows + static_cast<size_t>(slot) * in.widest + place.first + last_column;
+    store_row<Config>(to, first, first_count);
+    store_row<Config>(to + place.step, second, second_count);
+  } else {
+    float* to = in.out + static_cast<size_t>(source) * in.unit + place.first + last_column;
+    if (in.factors != nullptr) {
+      const float factor = in.factors[distinct];
+      first = scaled(first, factor);
+      second = scaled(second, factor);
+    }
+    if (in.store) {
+      store_row<Config>(to, first, first_count);
+      store_row<Config>(to + place.step, second, second_count);
+    } else {
+      add_to_four<Config>(to, first, first_count);
+      add_to_four<Config>(to + place.step, second, second_count);
+    }
+  }
+}
+
+// Rows of distinct ids [begin, end) of a prefix: those that occur once are added to the output,
+// others are stored by slot, or all by number where bags gather. chunks: of 32 ranks.
+template <typename Config>
+__device__ __forceinline__ void lookup_ids(const TileInput& in, const Piece<Config>& piece,
+                                           const float* prefix, int chunks, int begin, int end,
+                                           bool gather) {
+  constexpr int kProducts = Config::kProducts;
+  constexpr int kChunks = Config::kRank / 32;
+  // The prefix, and the last values of the next four ids, are held in registers where they fit.
+  constexpr bool kHolds = kChunks <= 2;
+  constexpr int kHeld = kHolds ? kChunks : 1;
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  const RowPlace<Config> place(piece);
+  PrefixOperand<kProducts> held[kHeld];
+  LastValues values[kHeld];
+  if constexpr (kHolds) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) held[c].template read<Config>(prefix + c * 32);
+  }
+#pragma unroll 1
+  for (int32_t last_column = 0; last_column < piece.last_q(); last_column += 4) {
+    const int count = piece.last_q() - last_column;
+    for (int base = begin; base < end; base += 32) {
+      IdLane id;
+      id.read(in, base + lane, base + lane < end);
+      const int limit = min(32, end - base);
+      auto read = [&](int from) {
+        const int32_t slice = __shfl_sync(kAllLanes, id.last, from + row / 2);
+#pragma unroll
+        for (int c = 0; c < kHeld; ++c) {
+          values[c].template read<Config>(piece, slice, last_column, c * 32);
+        }
+      };
+      if constexpr (kHolds) read(0);
+      for (int from = 0; from < limit; from += 4) {
+        const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
+        float sums[2][4] = {};
+        if constexpr (kHolds) {
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) add_rows(sums, held[c], values[c]);
+          if (from + 4 < limit) read(from + 4);
+        } else {
+          const int32_t slice = __shfl_sync(kAllLanes, id.last, from + row / 2);
+#pragma unroll 2
+          for (int c = 0; c < chunks; ++c) {
+            constexpr int kInSlice = Config::kSlice / 32;
+            held[0].template read<Config>(prefix + c / kInSlice * Config::kSliceStep +
+                                          c % kInSlice * 32);
+            values[0].template read<Config>(piece, slice, last_column, c * 32);
+            add_rows(sums, held[0], values[0]);
+          }
+        }
+        if (from + column < limit) {
+          put_rows<Config>(in, place, last_column, count, base + from + column, source, gather,
+                           sums);
+        }
+      }
+    }
+  }
+}
+
+// The gradient of the row of a distinct id.
+template <typename Config>
+__device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t source) {
+  const bool slot = (source & kSlotBit) != 0;
+  const size_t step = slot ? in.widest : Config::kExact ? 4 : in.unit;
+  return (slot ? in.slot_grads : in.grad) + static_cast<size_t>(source & ~kSlotBit) * step;
+}
+
+// Adds gradients of the last core in memory.
+template <typename Config>
+struct LastGradInMemory {
+  // Eight columns from r on of two rows of a slice of the last core: those that d has of this lane.
+  __device__ __forceinline__ void add(const Piece<Config>& piece, bool exists, int32_t slice,
+                                      int32_t last_column, int r, const float (&d)[4][4]) const {
+    if (!exists) return;
+    const int32_t last_r = piece.last_r();
+    float* to = piece.table->last_grad + static_cast<size_t>(slice) * (piece.last_q() * last_r) +
+                last_column * last_r + r;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
+      float* line = to + half * last_r;
+      add_to_four<Config>(
+          line, make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
+      add_to_four<Config>(line + 4,
+                          make_float4(d[0][2 * half + 1], d[1][2 * half + 1], d[2][2 * half + 1],
+                                      d[3][2 * half + 1]),
+                          left - 4);
+    }
+  }
+};
+
+// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks: that of the prefix
+// replaces it in shared memory, those of slices of the last core go to last_grad.
+template <typename Config, typename LastGrad>
+__device__ __forceinline__ void gradient_ids(const TileInput& in, const Piece<Config>& piece,
+                                             int slice, float* prefix, int begin, int end,
+                                             const LastGrad& last_grad) {
+  constexpr int kProducts = Config::kProducts;
+  constexpr int kChunks = Config::kSlice / 32;
+  const TableView& table = *piece.table;
+  const int32_t last_r = piece.last_r();
+  const int32_t last_q = piece.last_q();
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  const int first_r = slice * Config::kSlice;
+  const RowPlace<Config> place(piece);
+  // Of the other product, which has the row's columns in another order.
+  const int32_t other_first = piece.head_column() * piece.head_step() +
+                              (piece.middle_column() + column) * piece.middle_step() + row % 2 * 2;
+
+  float values[kChunks][4][4];
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      *reinterpret_cast<float4*>(values[c][e]) = *reinterpret_cast<const float4*>(
+          prefix + e * Config::kRowStep + column * Config::kColumnStep + c * 32 + row * 4);
+    }
+  }
+  __syncwarp();
+  float sums[kChunks][4][4] = {};
+#pragma unroll 1
+  for (int32_t last_column = 0; last_column < last_q; last_column += 4) {
+    const int count = last_q - last_column;
+#pragma unroll 1
+    for (int base = begin; base < end; base += 32) {
+      IdLane id;
+      id.read(in, base + lane, base + lane < end);
+      if (table.last_touched != nullptr && base + lane < end) table.last_touched[id.last] = 1;
+      const int limit = min(32, end - base);
+#pragma unroll 1
+      for (int from = 0; from < limit; from += 4) {
+        // Gradient of the prefix: 16 rows; depth (id, last column).
+        float low[4] = {}, high[4] = {};
+        {
+          const float* grad =
+              grad_row<Config>(in, __shfl_sync(kAllLanes, id.source, from + column)) + last_column +
+              place.first;
+          if (from + column < limit) {
+            *reinterpret_cast<float4*>(low) =
+                load_row<Config>(grad, Config::kExact || place.has_first ? count : 0);
+            *reinterpret_cast<float4*>(high) =
+                load_row<Config>(grad + place.step, Config::kExact || place.has_second ? count : 0);
+          }
+        }
+        // The same in another order: rows (id, last column); depth (head column, middle column).
+        const bool has_other = from + row / 2 < limit;
+        float2 other[4];
+        {
+          const float* grad =
+              grad_row<Config>(in, __shfl_sync(kAllLanes, id.source, from + row / 2)) +
+              last_column + other_first;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float* at = grad + e * piece.head_step();
+            if constexpr (Config::kExact) {
+              other[e] = has_other ? *reinterpret_cast<const float2*>(at) : make_float2(0.0f, 0.0f);
+            } else {
+              const int left = has_other && piece.has_head(e) && piece.has_middle(column)
+                                   ? count - row % 2 * 2
+                                   : 0;
+              other[e] = make_float2(left > 0 ? at[0] : 0.0f, left > 1 ? at[1] : 0.0f);
+            }
+          }
+        }
+        if (in.factors != nullptr) {
+          const float factor = from + column < limit ? in.factors[base + from + column] : 0.0f;
+          const float other_factor = has_other ? in.factors[base + from + row / 2] : 0.0f;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            low[e] *= factor;
+            high[e] *= factor;
+            other[e].x *= other_factor;
+            other[e].y *= other_factor;
+          }
+        }
+        const size_t its_last =
+            static_cast<size_t>(__shfl_sync(kAllLanes, id.last, from + column)) *
+                (last_q * last_r) +
+            last_column * last_r + first_r + row * 4;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          float b[4][4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const bool exists = Config::kExact || last_column + e < last_q;
+            *reinterpret_cast<float4*>(b[e]) =
+                load_four<Config>(table.last, table.last_type, its_last + e * last_r + c * 32,
+                                  exists ? last_r - first_r - c * 32 - row * 4 : 0);
+          }
+#pragma unroll
+          for (int s = 0; s < 2; ++s) {
+            const auto a0 = rounded_operand<kProducts>(low[2 * s]);
+            const auto a1 = rounded_operand<kProducts>(high[2 * s]);
+            const auto a2 = rounded_operand<kProducts>(low[2 * s + 1]);
+            const auto a3 = rounded_operand<kProducts>(high[2 * s + 1]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              multiply_add(sums[c][j], a0, a1, a2, a3, rounded_operand<kProducts>(b[2 * s][j]),
+                           rounded_operand<kProducts>(b[2 * s + 1][j]));
+            }
+          }
+        }
+        const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          float d[4][4] = {};
+#pragma unroll
+          for (int s = 0; s < 2; ++s) {
+            const auto a0 = rounded_operand<kProducts>(other[2 * s].x);
+            const auto a1 = rounded_operand<kProducts>(other[2 * s].y);
+            const auto a2 = rounded_operand<kProducts>(other[2 * s + 1].x);
+            const auto a3 = rounded_operand<kProducts>(other[2 * s + 1].y);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(values[c][2 * s][j]),
+                           operand<kProducts>(values[c][2 * s + 1][j]));
+            }
+          }
+          last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2,
+                        first_r + c * 32 + 8 * column, d);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    float* to =
+        prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + c * 32 + 8 * column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
+            prepared<kProducts>(make_float4(sums[c][0][2 * half + i], sums[c][1][2 * half + i],
+                                            sums[c][2][2 * half + i], sums[c][3][2 * half + i]));
+      }
+    }
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

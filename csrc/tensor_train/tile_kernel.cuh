@@ -1,0 +1,164 @@
+// Lookup and gradients of tiles. Prefix products are computed here each time, and nothing of a
+// prefix goes through memory.
+#pragma once
+
+#include "tensor_train/tile_gemm.cuh"
+#include "tensor_train/tile_ids.cuh"
+#include "tensor_train/tiles.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// Whole words of a table's view into shared memory.
+__device__ __forceinline__ void copy_view(const TableView& from, TableView* to) {
+  static_assert(sizeof(TableView) % 4 == 0);
+  constexpr int kWords = sizeof(TableView) / 4;
+  for (int i = threadIdx.x; i < kWords; i += blockDim.x) {
+    reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(&from)[i];
+  }
+}
+
+// How many prefixes from `first` on are of the same table and middle slice, out of `count`; to all
+// lanes of a warp.
+__device__ __forceinline__ int run_length(const int4* prefixes, int first, int count) {
+  const int at = first + threadIdx.x % 32;
+  const bool same =
+      at < count && prefixes[at].y == prefixes[first].y && prefixes[at].z == prefixes[first].z;
+  return __ffs(~__ballot_sync(kAllLanes, same)) - 1;
+}
+
+// Block x has Config::kPrefixes prefixes, whatever their middle slices, which are worked on one
+// after the other; block y is the block of head and middle columns.
+template <typename Config, bool kBackward>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
+  extern __shared__ float4 memory[];
+  __shared__ int4 prefixes[Config::kPrefixes + 1];
+  __shared__ TableView table;
+  __shared__ int next;  // prefix of the tile that no warp has taken yet
+  float* middle = reinterpret_cast<float*>(memory);
+  float* heads = middle + Config::kMiddleValues;
+  float* products = heads + Config::kHeadValues;
+
+  copy_view(in.tables[0], &table);  // views are not written by kernels: no need to wait
+  enter_chain();
+  const int thread = threadIdx.x;
+  const int first_prefix = blockIdx.x * Config::kPrefixes;
+  const int count = min(Config::kPrefixes, in.counts->prefixes - first_prefix);
+  if (count <= 0) return;
+  if (kBackward && in.leaves_dense && in.counts->dense != 0) return;
+  const bool gather = in.counts->gather != 0;
+  if (thread <= count) prefixes[thread] = in.prefixes[first_prefix + thread];
+  __syncthreads();
+
+  int loaded = 0;
+  int run;
+#pragma unroll 1
+  for (int first = 0; first < count; first += run) {
+    run = run_length(prefixes, first, count);
+    const int number = prefixes[first].y;
+    if (number != loaded) {
+      __syncthreads();
+      copy_view(in.tables[number], &table);
+      loaded = number;
+      __syncthreads();
+    }
+    if (table.kernel != in.kernel || static_cast<int>(blockIdx.y) >= table.blocks) continue;
+    Piece<Config> piece;
+    piece.table = &table;
+    piece.middle = prefixes[first].z;
+    piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
+    piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
+    const int4* mine = prefixes + first;
+    const int slices =
+        Config::kExact ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
+    if (kBackward && thread < run) {
+      if (table.head_touched != nullptr) table.head_touched[mine[thread].w] = 1;
+      if (table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
+    }
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) {
+      __syncthreads();  // what was in shared memory is done with
+      load_middle<Config>(thread, piece, slice, middle);
+      if (slice == 0) load_heads<Config>(thread, piece, mine, run, heads);
+      if (thread == 0) next = 0;
+      __syncthreads();
+      float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
+      multiply_prefixes<Config>(thread, heads, middle, to);
+      if (!kBackward && slice + 1 < slices) continue;
+      __syncthreads();
+      for (;;) {
+        int at = 0;
+        if (thread % 32 == 0) at = atomicAdd(&next, 1);
+        at = __shfl_sync(kAllLanes, at, 0);
+        if (at >= run) break;
+        float* product = products + at * Config::kPrefixStep;
+        const int begin = mine[at].x;
+        const int end = mine[at + 1].x;
+        if constexpr (kBackward) {
+          gradient_ids(in, piece, slice, product, begin, end, LastGradInMemory<Config>{});
+        } else {
+          lookup_ids<Config>(in, piece, product, slices * (Config::kSlice / 32), begin, end,
+                             gather);
+        }
+      }
+      if constexpr (kBackward) {
+        __syncthreads();
+        add_middle_grad<Config>(thread, piece, slice, heads, products, run);
+        add_head_grad<Config>(thread, piece, mine, run, middle, products);
+      }
+    }
+  }
+}
+
+template <typename Config, bool kBackward>
+void launch_tiles(const TileRun& run, const TileInput& in) {
+  auto kernel = tile_kernel<Config, kBackward>;
+  constexpr size_t kBytes = Config::shared_bytes(kBackward);
+  HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(kBytes)));
+  const int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
+  launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
+}
+
+// Shapes<kProducts, kFit, kType> names the configurations of a rank: Few and Many, of prefixes, and
+// FewBackward and ManyBackward.
+template <typename Shapes>
+void run_shapes(const TileRun& run, const TileInput& in) {
+  if (run.backward) {
+    if (run.few) {
+      launch_tiles<typename Shapes::FewBackward, true>(run, in);
+    } else {
+      launch_tiles<typename Shapes::ManyBackward, true>(run, in);
+    }
+  } else {
+    if (run.few) {
+      launch_tiles<typename Shapes::Few, false>(run, in);
+    } else {
+      launch_tiles<typename Shapes::Many, false>(run, in);
+    }
+  }
+}
+
+template <template <int, Fit, RowType> typename Shapes, int kProducts>
+void run_class(const TileRun& run, const TileInput& in) {
+  if (!run.kernel.exact) {
+    run_shapes<Shapes<kProducts, Fit::kAny, RowType::kFloat32>>(run, in);
+  } else if (run.kernel.type == RowType::kBFloat16) {
+    run_shapes<Shapes<kProducts, Fit::kWhole, RowType::kBFloat16>>(run, in);
+  } else if (run.kernel.fours) {
+    run_shapes<Shapes<kProducts, Fit::kFours, RowType::kFloat32>>(run, in);
+  } else {
+    run_shapes<Shapes<kProducts, Fit::kWhole, RowType::kFloat32>>(run, in);
+  }
+}
+
+template <template <int, Fit, RowType> typename Shapes>
+void run_rank(const TileRun& run, const TileInput& in) {
+  if (run.precision == Precision::kTf32) {
+    run_class<Shapes, 1>(run, in);
+  } else {
+    run_class<Shapes, 3>(run, in);
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,29 @@
+// Lookup and gradients of tiles by class of tables: one file a rank, as they are slow to compile.
+#pragma once
+
+#include "tensor_train/cuda_kernels.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+struct TileInput;
+
+struct TileRun {
+  KernelClass kernel;  // exact: only where places are in units of 4
+  Precision precision;
+  bool backward;
+  bool few;  // prefixes: many small tiles
+  int64_t most_prefixes;
+  int32_t blocks;      // of columns, at most
+  int64_t only_lasts;  // slices of the last core, where the group is one table; otherwise 0
+  int32_t multiprocessors;
+  cudaStream_t stream;
+};
+
+inline int tile_experiment = 0;
+
+void run_tiles_32(const TileRun& run, const TileInput& in);
+void run_tiles_64(const TileRun& run, const TileInput& in);
+void run_tiles_128(const TileRun& run, const TileInput& in);
+void run_tiles_256(const TileRun& run, const TileInput& in);
+
+}  // namespace torchrec_hkv::tensor_train::cuda

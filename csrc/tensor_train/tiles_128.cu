@@ -1,0 +1,19 @@
+// Tiles of ranks up to 128.
+#include "tensor_train/tile_kernel.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+namespace {
+
+template <int kProducts, Fit kFit, RowType kType>
+struct Shapes {
+  using Few = TileConfig<128, 32, 8, 8, kProducts, kFit, kType, 1>;
+  using FewBackward = TileConfig<128, 32, 8, 8, kProducts, kFit, kType, kFit == Fit::kAny ? 1 : 2>;
+  using Many = Few;
+  using ManyBackward = FewBackward;
+};
+
+}  // namespace
+
+void run_tiles_128(const TileRun& run, const TileInput& in) { run_rank<Shapes>(run, in); }
+
+}  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,37 @@
+// Tiles of ranks up to 32.
+#include "tensor_train/resident_kernel.cuh"
+#include "tensor_train/tile_kernel.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+namespace {
+
+template <int kProducts, Fit kFit, RowType kType>
+struct Shapes {
+  static constexpr bool kAny = kFit == Fit::kAny;
+  static constexpr bool kLean = kFit == Fit::kFours && kProducts == 1;  // in registers
+  using Few = TileConfig<32, 32, 8, 4, kProducts, kFit, kType, kAny ? 3 : 5>;
+  using FewBackward = TileConfig<32, 32, 8, 4, kProducts, kFit, kType, kAny ? 2 : kLean ? 5 : 4>;
+  using Many = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kAny ? 2 : 3>;
+  using ManyBackward = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kAny ? 1 : kLean ? 3 : 2>;
+};
+
+template <int kProducts>
+void run_many_gradients(const TileRun& run, const TileInput& in) {
+  using Resident = TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, RowType::kFloat32, 1>;
+  using Tiles = typename Shapes<kProducts, Fit::kFours, RowType::kFloat32>::ManyBackward;
+  run_gradients<Resident, 2, Tiles>(run, in);
+}
+
+}  // namespace
+
+void run_tiles_32(const TileRun& run, const TileInput& in) {
+  if (!run.backward || run.few || !run.kernel.fours) {
+    run_rank<Shapes>(run, in);
+  } else if (run.precision == Precision::kTf32) {
+    run_many_gradients<1>(run, in);
+  } else {
+    run_many_gradients<3>(run, in);
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

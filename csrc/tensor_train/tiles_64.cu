@@ -1,0 +1,66 @@
+// Tiles of ranks up to 64.
+#include "tensor_train/resident_kernel.cuh"
+#include "tensor_train/tile_kernel.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+namespace {
+
+// As many values of a tile as fit twice on a multiprocessor.
+template <int kProducts, Fit kFit, RowType kType>
+struct Shapes {
+  static constexpr int kBlocks = kFit == Fit::kAny ? 1 : 2;
+  using Few = TileConfig<64, 64, 8, 8, kProducts, kFit, kType, kBlocks>;
+  using FewBackward = TileConfig<64, 32, 8, 8, kProducts, kFit, kType, kBlocks>;
+  using Many = Few;
+  using ManyBackward = TileConfig<64, 32, 16, 8, kProducts, kFit, kType, kBlocks>;
+};
+
+// Experiment: the prototype's shape.
+template <int kProducts, Fit kFit, RowType kType>
+struct Wide {
+  using Few = TileConfig<64, 64, 16, 8, kProducts, kFit, kType, 1>;
+  using FewBackward = Few;
+  using Many = Few;
+  using ManyBackward = Few;
+};
+// Experiment: whole slices, two blocks.
+template <int kProducts, Fit kFit, RowType kType>
+struct Twice {
+  using Few = TileConfig<64, 64, 8, 8, kProducts, kFit, kType, kFit == Fit::kAny ? 1 : 2>;
+  using FewBackward = Few;
+  using Many = Few;
+  using ManyBackward = Few;
+};
+
+template <int kProducts>
+void run_many_gradients(const TileRun& run, const TileInput& in) {
+  using Resident = TileConfig<64, 32, 16, 16, kProducts, Fit::kFours, RowType::kFloat32, 1>;
+  using Tiles = typename Shapes<kProducts, Fit::kFours, RowType::kFloat32>::ManyBackward;
+  run_gradients<Resident, 1, Tiles>(run, in);
+}
+
+}  // namespace
+
+void run_tiles_64(const TileRun& run, const TileInput& in) {
+  if (tile_experiment == 1 && run.kernel.fours) {
+    run.precision == Precision::kTf32
+        ? run_shapes<Wide<1, Fit::kFours, RowType::kFloat32>>(run, in)
+        : run_shapes<Wide<3, Fit::kFours, RowType::kFloat32>>(run, in);
+    return;
+  }
+  if (tile_experiment == 2 && run.kernel.fours) {
+    run.precision == Precision::kTf32
+        ? run_shapes<Twice<1, Fit::kFours, RowType::kFloat32>>(run, in)
+        : run_shapes<Twice<3, Fit::kFours, RowType::kFloat32>>(run, in);
+    return;
+  }
+  if (!run.backward || run.few || !run.kernel.fours) {
+    run_rank<Shapes>(run, in);
+  } else if (run.precision == Precision::kTf32) {
+    run_many_gradients<1>(run, in);
+  } else {
+    run_many_gradients<3>(run, in);
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda
