@@ -13,10 +13,18 @@ from torchrec_hkv.tensor_train import TTShape, initial_cores, make_shape, rows_o
 DISTRIBUTIONS = ["uniform", "normal", "approx-uniform", "approx-normal"]
 
 
-def sampled(shape, count=20_000, **arguments):
-    """Entries of random rows; one table's entries depend on each other, so of a large table."""
-    cores = initial_cores(shape, **arguments)
-    return rows_of(shape, cores, torch.randint(0, shape.num_embeddings, (count,))).double()
+def sampled(shape, tables=8, count=3000, **arguments):
+    """Entries of random rows. Those of one table depend on each other: of several tables."""
+    return torch.cat(
+        [
+            rows_of(
+                shape,
+                initial_cores(shape, **arguments),
+                torch.randint(0, shape.num_embeddings, (count,)),
+            ).double()
+            for _ in range(tables)
+        ]
+    )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
