@@ -5,6 +5,7 @@ from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend
 from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
 from torchrec_hkv.hash_table import HashTable
+from torchrec_hkv.nn import OptimType, TTEmbeddingBag
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec_hkv.sharding import accumulate_gradients, get_default_sharders
 
@@ -14,7 +15,9 @@ __all__ = [
     "EmbeddingShardingPlanner",
     "HKVOptions",
     "HashTable",
+    "OptimType",
     "ParameterConstraints",
+    "TTEmbeddingBag",
     "__version__",
     "accumulate_gradients",
     "checkpoint",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,10 @@ class TTGroup:
             if optimizer is None
             else optimizer.config(),
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The extension's object is not copied: a copy makes its own.
+        return (TTGroup, (self.shapes, self.feature_tables, self.optimizer, self.names))
 
     @property
     def handle(self) -> int:
