@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "bindings/tensor_train_group.h"
 
@@ -138,7 +139,9 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
     const variable_list saved = ctx->get_saved_variables();
     const BatchArguments of = BatchArguments::load(ctx);
     const variable_list cores = ctx->saved_data["cores"].toTensorVector();
-    const at::Tensor grad = grads[0].detach().contiguous();
+    at::Tensor grad = grads[0].detach().contiguous();
+    const float bound = TensorTrainGroup::from_handle(of.group)->optimizer().clip_output;
+    if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
     variable_list out(13);
     // Reads the cores: before they change.
     if (of.weights_grad) {
