@@ -61,7 +61,7 @@ class TensorTrain:
             batch.size,
             self.rate,
         )
-        out.square().sum().backward()
+        (out.square().sum() / batch.size).backward()
 
 
 class Einsum:
@@ -82,7 +82,7 @@ class Einsum:
             rows = torch.einsum("nur,nrvs->nuvs", rows, middle).flatten(1, 2)
         rows = torch.einsum("nur,nvr->nuv", rows, slices[-1][..., 0]).flatten(1)
         out = torch.zeros(batch.size, self.shape.embedding_dim).index_add(0, batch.bags, rows)
-        out.square().sum().backward()
+        (out.square().sum() / batch.size).backward()
         with torch.no_grad():
             for core in self.cores:
                 core -= RATE * core.grad

@@ -12,6 +12,8 @@ namespace {
 
 // Ids of one prefix whose gradients are contracted together.
 constexpr int64_t kTogether = 8;
+// Gradients of one id that are summed in single precision.
+constexpr int64_t kBlock = 64;
 
 // Slices of the first and last core are touched from many middle slices. Each part of the work has
 // sums of its own for them, added up in the end in the order of parts. How many parts there are
@@ -100,6 +102,7 @@ class IdGradients {
         q_(table.last_q()),
         r_padded_(padded(table.last_r())),
         sum_(table.dim()),
+        total_(table.dim()),
         sums_(kTogether * table.dim()),
         slices_(kTogether * q_ * r_padded_) {}
 
@@ -127,19 +130,27 @@ class IdGradients {
   }
 
  private:
-  // The gradient of a row that occurs at these places of the order.
+  // The gradient of a row that occurs at these places of the order. Many are summed in blocks whose
+  // sums are added in double: an id may occur in every bag, and single precision would lose digits.
   void sum_up(int64_t begin, int64_t end) {
-    const int64_t dim = static_cast<int64_t>(sum_.size());
+    if (end - begin <= kBlock) return sum_block(begin, end);
+    std::fill(total_.begin(), total_.end(), 0.0);
+    for (int64_t block = begin; block < end; block += kBlock) {
+      sum_block(block, std::min(block + kBlock, end));
+      for (size_t c = 0; c < sum_.size(); ++c) total_[c] += sum_[c];
+    }
+    for (size_t c = 0; c < sum_.size(); ++c) sum_[c] = static_cast<float>(total_[c]);
+  }
+
+  void sum_block(int64_t begin, int64_t end) {
+    const auto dim = static_cast<int64_t>(sum_.size());
+    std::fill(sum_.begin(), sum_.end(), 0.0f);
     for (int64_t at = begin; at < end; ++at) {
       const int64_t i = order_[at];
       const float factor = factor_of(batch_, places_, i);
       const float* const from = grad_ + target_of(batch_, places_, i);
       float* const to = sum_.data();
-      if (at == begin) {
-        for (int64_t c = 0; c < dim; ++c) to[c] = factor * from[c];
-      } else {
-        for (int64_t c = 0; c < dim; ++c) to[c] += factor * from[c];
-      }
+      for (int64_t c = 0; c < dim; ++c) to[c] += factor * from[c];
     }
   }
 
@@ -160,6 +171,7 @@ class IdGradients {
   const int32_t q_;
   const int32_t r_padded_;
   std::vector<float> sum_;     // [columns][q]
+  std::vector<double> total_;  // likewise
   std::vector<float> sums_;    // [columns][kTogether * q]
   std::vector<float> slices_;  // [kTogether * q][padded(r)], the padding stays zero
 };
