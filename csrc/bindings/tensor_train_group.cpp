@@ -60,6 +60,8 @@ std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrain
                                                          const OptimizerConfig& optimizer) {
   TORCH_CHECK_VALUE(!shapes.empty(), "a group must have at least one table.");
   TORCH_CHECK_VALUE(!feature_tables.empty(), "a group must have at least one feature.");
+  TORCH_CHECK_VALUE(optimizer.kind != Optimizer::kLamb,
+                    "Tensor-Train tables are not trained by LAMB: take another optimizer.");
   std::shared_ptr<TensorTrainGroup> group(new TensorTrainGroup);
   group->optimizer_ = optimizer;
   for (const TensorTrainShape& shape : shapes) {

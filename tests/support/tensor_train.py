@@ -109,14 +109,41 @@ def reference_lookup(
     return torch.cat(parts, dim=1 if pooled else 0)
 
 
-def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    """Equal within a share of the largest value; shape and finiteness too."""
+def magnitudes(
+    shapes: Sequence[TTShape],
+    feature_tables: Sequence[int],
+    bags: Bags,
+    cores: Sequence[Sequence[Tensor]],
+    grad: Tensor | None,
+    weights: Tensor | None = None,
+    **arguments: bool,
+) -> list[Tensor]:
+    """What sums would be if nothing cancelled: of the output, of each core's gradient, and of the
+    weights' gradient where there are weights."""
+    cores = [[core.detach().double().abs().requires_grad_() for core in own] for own in cores]
+    weights = None if weights is None else weights.detach().double().abs().requires_grad_()
+    tables = [dense_table(s, own) for s, own in zip(shapes, cores, strict=True)]
+    out = reference_lookup(tables, feature_tables, bags, weights=weights, **arguments)
+    if grad is None:
+        return [out.detach()]
+    inputs = [*(core for own in cores for core in own), *([] if weights is None else [weights])]
+    grads = torch.autograd.grad(out, inputs, grad.double().abs(), allow_unused=True)
+    filled = [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, grads, strict=True)]
+    return [out.detach(), *filled]
+
+
+def assert_near(
+    actual: Tensor, expected: Tensor, tolerance: float = 1e-5, magnitude: Tensor | None = None
+) -> None:
+    """Equal within a share of the largest value, of ``magnitude`` where it is given; shape and
+    finiteness too."""
     assert actual.shape == expected.shape
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     assert torch.isfinite(actual).all()
     if expected.numel() == 0:
         return
-    scale = expected.abs().max().clamp(min=1e-30)
+    of = expected if magnitude is None else magnitude.detach().double().cpu()
+    scale = of.abs().max().clamp(min=1e-30)
     worst = float((actual - expected).abs().max() / scale)
     assert worst <= tolerance, f"off by {worst:.2e} of the largest value"
 

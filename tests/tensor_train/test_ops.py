@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
-from torchrec_hkv.hash_table import SGD, Adam
+from torchrec_hkv.hash_table import LAMB, SGD, Adam
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
 ops = torch.ops.torchrec_hkv
@@ -148,6 +148,8 @@ def test_bad_groups():
         TTGroup(SHAPES, [0, 2])
     with pytest.raises(ValueError, match="optimizer is 'sgd'"):
         TTGroup(SHAPES, optimizer="sgd")
+    with pytest.raises(ValueError, match="not trained by LAMB"):
+        TTGroup(SHAPES, optimizer=LAMB())
     huge = TTShape(10**9, 1 << 15, (10**5, 10**4), (1, 1 << 15), (4,))
     with pytest.raises(ValueError, match="at most 16384"):
         TTGroup([huge], optimizer=SGD())

@@ -31,8 +31,8 @@ class TTGroup:
         feature_tables: for each feature, in the order of the output's columns, its table's index;
             by default one feature a table.
         optimizer: what :meth:`lookup_fused` trains with, one of
-            :mod:`torchrec_hkv.hash_table.optimizers`. Where it says row, a slice of a core is
-            meant: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each core.
+            :mod:`torchrec_hkv.hash_table.optimizers` but LAMB. Where it says row, a slice of a
+            core is meant: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each core.
         names: of the tables, for messages.
 
     Raises:
