@@ -32,7 +32,8 @@ class TTGroup:
             by default one feature a table.
         optimizer: what :meth:`lookup_fused` trains with, one of
             :mod:`torchrec_hkv.hash_table.optimizers` but LAMB. Where it says row, a slice of a
-            core is meant: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each core.
+            core is meant: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each
+            core.
         names: of the tables, for messages.
 
     Raises:
