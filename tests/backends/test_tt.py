@@ -190,3 +190,8 @@ def test_states_of_other_tables_are_refused():
     with pytest.raises(ValueError, match=r"has the shape \[1, 1999, 3, .* but the table has"):
         lookup.load_table("page", state)
     assert all(map(torch.equal, before, lookup.cores("page")))
+
+
+def test_gradients_are_not_accumulated():
+    with pytest.raises(ValueError, match="TTLookup can't accumulate gradients over backwards"):
+        make(ADAM).accumulate()
