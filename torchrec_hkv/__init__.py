@@ -4,6 +4,7 @@ from torchrec_hkv import checkpoint
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend
 from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
+from torchrec_hkv.backends.tt import TTBackend, TTOptions
 from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.nn import (
     HierarchicalHashEmbedding,
@@ -12,11 +13,14 @@ from torchrec_hkv.nn import (
     HKVOptimizer,
     HKVSparseAdam,
     MultiTableHKVEmbedding,
+    OptimType,
+    TTEmbeddingBag,
 )
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec_hkv.sharding import accumulate_gradients, get_default_sharders
 
 register_backend(HKVBackend())
+register_backend(TTBackend())
 
 __all__ = [
     "EmbeddingShardingPlanner",
@@ -28,7 +32,10 @@ __all__ = [
     "HashTable",
     "HierarchicalHashEmbedding",
     "MultiTableHKVEmbedding",
+    "OptimType",
     "ParameterConstraints",
+    "TTEmbeddingBag",
+    "TTOptions",
     "__version__",
     "accumulate_gradients",
     "checkpoint",

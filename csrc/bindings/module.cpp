@@ -4,6 +4,7 @@
 
 #include "bindings/optimizer_config.h"
 #include "bindings/table_group.h"
+#include "bindings/tensor_train_module.h"
 
 namespace py = pybind11;
 
@@ -152,6 +153,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("LAMB", Optimizer::kLamb)
       .value("FTRL", Optimizer::kFtrl);
   define_optimizer_config(m);
+  define_tensor_train(m);
 
   m.attr("LEAST_NORMAL_MASS") = kLeastMass;
   m.def(

@@ -3,7 +3,7 @@
 import json
 
 from torchrec_hkv.cli import main
-from torchrec_hkv.hash_table import Adam, RowWiseAdagrad, hbm_slots_for, table_memory
+from torchrec_hkv.hash_table import Adam, RowWiseAdagrad, gpu_table_bytes, table_memory
 
 BILLION = ["plan", "--table", "user:1B:64", "--optimizer", "adam"]
 
@@ -35,10 +35,11 @@ def test_a_billion_rows_on_one_gpu_need_host_memory(capsys):
     limit = ["--hbm-per-table", "60GiB", "--host", "2TiB"]
     content = answer(capsys, *BILLION, *limit)
     table = memory(10**9, 64, Adam())
-    in_hbm = hbm_slots_for(table, 60 << 30)
+    hbm, host = gpu_table_bytes(table, 60 << 30)
     assert content["fits"]
-    assert content["host_per_gpu"] == (table.num_slots - in_hbm) * table.row_bytes
-    assert (60 << 30) - table.row_bytes < content["hbm_per_gpu"] <= 60 << 30
+    assert content["host_per_gpu"] == host == table.num_slots * table.row_bytes
+    assert content["hbm_per_gpu"] == hbm
+    assert 0.999 * (60 << 30) < hbm <= 60 << 30
 
 
 def test_host_memory_is_that_of_a_machine(capsys):

@@ -7,6 +7,8 @@ from torchrec_hkv.nn.optimizers import (
     HKVOptimizer,
     HKVSparseAdam,
 )
+from torchrec_hkv.nn.tt_embedding_bag import TTEmbeddingBag
+from torchrec_hkv.nn.tt_tables import OptimType, TableBatchedTTEmbeddingBag
 
 __all__ = [
     "HKVAdagrad",
@@ -15,4 +17,7 @@ __all__ = [
     "HKVSparseAdam",
     "HierarchicalHashEmbedding",
     "MultiTableHKVEmbedding",
+    "OptimType",
+    "TTEmbeddingBag",
+    "TableBatchedTTEmbeddingBag",
 ]

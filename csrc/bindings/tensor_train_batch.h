@@ -1,0 +1,37 @@
+// The arguments that the Tensor-Train ops share, checked.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bindings/tensor_train_group.h"
+#include "tensor_train/tables_cpu.h"
+
+namespace torchrec_hkv::bindings {
+
+// A group's tables with their cores, and a batch for them.
+struct TensorTrainBatch {
+  std::shared_ptr<TensorTrainGroup> group;
+  std::vector<tensor_train::TableCpu> tables;
+  tensor_train::BatchCpu batch;
+};
+
+// Without cores: what sorting takes. Looks at ids and offsets where they are on the CPU.
+TensorTrainBatch sortable_batch(int64_t group, const at::Tensor& ids, const at::Tensor& offsets,
+                                int64_t batch_size);
+
+TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Tensor& ids,
+                               const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
+                               const at::Tensor& index, int64_t batch_size, bool mean, bool pooled);
+
+// Shape of the lookup's output.
+std::vector<int64_t> output_shape(const TensorTrainBatch& batch, const at::Tensor& ids);
+
+// The gradient of the output, contiguous.
+at::Tensor checked_gradient(const TensorTrainBatch& batch, const at::Tensor& ids,
+                            const at::Tensor& grad);
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,55 @@
+// What a group of Tensor-Train tables is: shapes, features and optimizer. The cores are tensors of
+// the caller's. Ops name a group by its handle.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/optimizers.h"
+#include "tensor_train/tables_cpu.h"
+
+namespace torchrec_hkv::bindings {
+
+struct TensorTrainShape {
+  std::string name;
+  int64_t rows;
+  std::vector<int64_t> p, q, ranks;  // checked by torchrec_hkv/tensor_train/shapes.py
+};
+
+class TensorTrainGroup {
+ public:
+  static std::shared_ptr<TensorTrainGroup> make(std::vector<TensorTrainShape> shapes,
+                                                std::vector<int64_t> feature_tables,
+                                                const OptimizerConfig& optimizer);
+  static std::shared_ptr<TensorTrainGroup> from_handle(int64_t handle);
+  ~TensorTrainGroup();
+
+  int64_t handle() const { return handle_; }
+  int32_t num_tables() const { return static_cast<int32_t>(tables_.size()); }
+  int32_t num_features() const { return static_cast<int32_t>(feature_tables_.size()); }
+  const int32_t* feature_tables() const { return feature_tables_.data(); }
+  const std::string& name(int32_t table) const { return names_[table]; }
+  // Without cores and row type.
+  const tensor_train::TableCpu& table(int32_t table) const { return tables_[table]; }
+  const OptimizerConfig& optimizer() const { return optimizer_; }
+  int64_t num_cores() const { return num_cores_; }  // of all tables
+  int64_t total_dim() const { return total_dim_; }  // columns of the pooled output
+  // Columns of the unpooled output; -1 where the tables differ.
+  int64_t common_dim() const { return common_dim_; }
+
+ private:
+  TensorTrainGroup() = default;
+
+  int64_t handle_ = -1;
+  std::vector<std::string> names_;
+  std::vector<tensor_train::TableCpu> tables_;
+  std::vector<int32_t> feature_tables_;
+  OptimizerConfig optimizer_;
+  int64_t num_cores_ = 0, total_dim_ = 0, common_dim_ = -1;
+};
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,191 @@
+// Dispatcher ops of Tensor-Train tables. Fakes are in torchrec_hkv/tensor_train/ops.py, the
+// autograd formulas in tensor_train_autograd.cpp.
+//
+// The index that tt_sort makes is opaque, and of the device's own: on a CPU the positions in sorted
+// order.
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "bindings/checks.h"
+#include "bindings/tensor_train_batch.h"
+#include "common/hashing.h"
+#include "tensor_train/kernels_cpu.h"
+#include "tensor_train/tile_cpu.h"
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+namespace kernels = tensor_train::cpu;
+using tensor_train::kMaxCores;
+using tensor_train::TableCpu;
+
+at::Tensor tt_sort(int64_t group, const at::Tensor& ids, const at::Tensor& offsets,
+                   int64_t batch_size) {
+  const TensorTrainBatch call = sortable_batch(group, ids, offsets, batch_size);
+  at::Tensor index = at::empty_like(ids);
+  kernels::sort_ids(call.tables.data(), call.batch, index.mutable_data_ptr<int64_t>());
+  return index;
+}
+
+at::Tensor tt_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
+                     const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
+                     const at::Tensor& index, int64_t batch_size, bool mean, bool pooled) {
+  const TensorTrainBatch call =
+      checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
+  at::Tensor out = at::empty(output_shape(call, ids), ids.options().dtype(at::kFloat));
+  kernels::lookup(call.tables.data(), call.batch, index.const_data_ptr<int64_t>(),
+                  out.mutable_data_ptr<float>(), at::get_num_threads());
+  return out;
+}
+
+at::Tensor tt_lookup_fused(const at::Tensor& /*anchor*/, at::TensorList cores,
+                           at::TensorList /*states*/, const at::Tensor& /*step*/, int64_t group,
+                           const at::Tensor& ids, const at::Tensor& offsets,
+                           const std::optional<at::Tensor>& weights, const at::Tensor& index,
+                           int64_t batch_size, bool mean, bool pooled,
+                           const at::Tensor& /*learning_rate*/) {
+  return tt_lookup(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
+}
+
+std::vector<at::Tensor> tt_gradients(at::TensorList cores, int64_t group, const at::Tensor& grad,
+                                     const at::Tensor& ids, const at::Tensor& offsets,
+                                     const std::optional<at::Tensor>& weights,
+                                     const at::Tensor& index, int64_t batch_size, bool mean,
+                                     bool pooled) {
+  const TensorTrainBatch call =
+      checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
+  const at::Tensor of_output = checked_gradient(call, ids, grad);
+  std::vector<at::Tensor> gradients;
+  std::vector<float*> pointers(call.tables.size() * kMaxCores, nullptr);
+  for (size_t t = 0; t < call.tables.size(); ++t) {
+    for (int32_t k = 0; k < call.tables[t].cores; ++k) {
+      const at::Tensor& core = cores[gradients.size()];
+      gradients.push_back(at::zeros(core.sizes(), core.options().dtype(at::kFloat)));
+      pointers[t * kMaxCores + k] = gradients.back().mutable_data_ptr<float>();
+    }
+  }
+  kernels::gradients(call.tables.data(), call.batch, index.const_data_ptr<int64_t>(),
+                     of_output.const_data_ptr<float>(), {pointers.data(), nullptr},
+                     at::get_num_threads());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    gradients[i] = gradients[i].to(cores[i].scalar_type());
+  }
+  return gradients;
+}
+
+void check_states(const TensorTrainBatch& call, at::TensorList states, const at::Tensor& step,
+                  const at::Tensor& learning_rate, at::Device device) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(states.size()) == call.group->num_cores(),
+                    "the tables of the group have ", call.group->num_cores(),
+                    " cores with a state each, but ", states.size(), " states were given.");
+  size_t next = 0;
+  for (int32_t t = 0; t < call.group->num_tables(); ++t) {
+    const TableCpu& table = call.tables[t];
+    for (int32_t k = 0; k < table.cores; ++k) {
+      const at::Tensor& state = states[next++];
+      const int64_t width =
+          state_width(call.group->optimizer(), static_cast<int32_t>(table.slice(k)));
+      check_dtype(state, "states", at::kFloat);
+      check_device(state, "states", device);
+      TORCH_CHECK_VALUE(state.is_contiguous() && state.numel() == table.p[k] * width,
+                        "the state of core ", k, " of table '", call.group->name(t), "' must have ",
+                        table.p[k] * width, " elements, contiguous, but has shape ", state.sizes(),
+                        ".");
+    }
+  }
+  check_dtype(step, "step", at::kLong);
+  check_device(step, "step", device);
+  TORCH_CHECK_VALUE(step.numel() == 1, "step must have 1 element, but has shape ", step.sizes(),
+                    ".");
+  check_dtype(learning_rate, "learning_rate", at::kFloat);
+  check_device(learning_rate, "learning_rate", device);
+  TORCH_CHECK_VALUE(learning_rate.numel() == 1, "learning_rate must have 1 element, but has shape ",
+                    learning_rate.sizes(), ".");
+  TORCH_CHECK_VALUE(call.group->optimizer().kind != Optimizer::kNone,
+                    "the group has no optimizer: its cores can't be updated.");
+}
+
+void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int64_t group,
+               const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& offsets,
+               const std::optional<at::Tensor>& weights, const at::Tensor& index,
+               int64_t batch_size, bool mean, bool pooled, const at::Tensor& learning_rate) {
+  const TensorTrainBatch call =
+      checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
+  check_states(call, states, step, learning_rate, ids.device());
+  const at::Tensor of_output = checked_gradient(call, ids, grad);
+  const int threads = at::get_num_threads();
+  std::vector<kernels::Zeros> gradients;
+  std::vector<std::vector<uint8_t>> touched;
+  std::vector<float*> gradient_pointers(call.tables.size() * kMaxCores, nullptr);
+  std::vector<uint8_t*> touched_pointers(call.tables.size() * kMaxCores, nullptr);
+  for (size_t t = 0; t < call.tables.size(); ++t) {
+    const TableCpu& table = call.tables[t];
+    for (int32_t k = 0; k < table.cores; ++k) {
+      gradients.emplace_back(table.p[k] * table.slice(k));
+      touched.emplace_back(table.p[k], 0);
+      gradient_pointers[t * kMaxCores + k] = gradients.back().data();
+      touched_pointers[t * kMaxCores + k] = touched.back().data();
+    }
+  }
+  kernels::gradients(call.tables.data(), call.batch, index.const_data_ptr<int64_t>(),
+                     of_output.const_data_ptr<float>(),
+                     {gradient_pointers.data(), touched_pointers.data()}, threads);
+  const int64_t updates = ++*step.mutable_data_ptr<int64_t>();
+  const float rate = *learning_rate.const_data_ptr<float>();
+  size_t next = 0;
+  for (const TableCpu& table : call.tables) {
+    for (int32_t k = 0; k < table.cores; ++k, ++next) {
+      kernels::update_core(static_cast<char*>(cores[next].mutable_data_ptr()), table.type,
+                           table.p[k], table.slice(k), states[next].mutable_data_ptr<float>(),
+                           gradients[next].data(), touched[next].data(), call.group->optimizer(),
+                           rate, updates, mix64(next + 1), threads);
+    }
+  }
+}
+
+at::Tensor tt_weights_gradient(at::TensorList cores, int64_t group, const at::Tensor& grad,
+                               const at::Tensor& ids, const at::Tensor& offsets,
+                               const at::Tensor& index, int64_t batch_size, bool mean) {
+  const TensorTrainBatch call = checked_batch(cores, group, ids, offsets, std::nullopt, index,
+                                              batch_size, mean, /*pooled=*/true);
+  const at::Tensor of_output = checked_gradient(call, ids, grad);
+  at::Tensor out = at::empty({ids.numel()}, ids.options().dtype(at::kFloat));
+  kernels::weights_gradient(call.tables.data(), call.batch, index.const_data_ptr<int64_t>(),
+                            of_output.const_data_ptr<float>(), out.mutable_data_ptr<float>(),
+                            at::get_num_threads());
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
+  m.def("tt_sort(int group, Tensor ids, Tensor offsets, int batch_size) -> Tensor");
+  m.def(
+      "tt_lookup(Tensor[] cores, int group, Tensor ids, Tensor offsets, Tensor? weights, "
+      "Tensor index, int batch_size, bool mean, bool pooled) -> Tensor");
+  m.def(
+      "tt_lookup_fused(Tensor anchor, Tensor[] cores, Tensor[] states, Tensor step, int group, "
+      "Tensor ids, Tensor offsets, Tensor? weights, Tensor index, int batch_size, bool mean, "
+      "bool pooled, Tensor learning_rate) -> Tensor");
+  m.def(
+      "tt_gradients(Tensor[] cores, int group, Tensor grad, Tensor ids, Tensor offsets, "
+      "Tensor? weights, Tensor index, int batch_size, bool mean, bool pooled) -> Tensor[]");
+  m.def(
+      "tt_update(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor(c!) step, int group, Tensor grad, "
+      "Tensor ids, Tensor offsets, Tensor? weights, Tensor index, int batch_size, bool mean, "
+      "bool pooled, Tensor learning_rate) -> ()");
+  m.def(
+      "tt_weights_gradient(Tensor[] cores, int group, Tensor grad, Tensor ids, Tensor offsets, "
+      "Tensor index, int batch_size, bool mean) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
+  m.impl("tt_sort", &tt_sort);
+  m.impl("tt_lookup", &tt_lookup);
+  m.impl("tt_lookup_fused", &tt_lookup_fused);
+  m.impl("tt_gradients", &tt_gradients);
+  m.impl("tt_update", &tt_update);
+  m.impl("tt_weights_gradient", &tt_weights_gradient);
+}
+
+}  // namespace torchrec_hkv::bindings

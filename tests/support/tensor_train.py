@@ -1,0 +1,161 @@
+"""Tensor-Train tables by plain einsum in float64, and random ones to compare with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from torchrec_hkv.tensor_train import TTShape, factor_dim, factor_rows, max_ranks
+
+
+def dense_table(shape: TTShape, cores: Sequence[Tensor]) -> Tensor:
+    """float64 ``[num_embeddings, embedding_dim]``; differentiable in the cores."""
+    table = torch.ones(1, 1, 1, dtype=torch.float64, device=cores[0].device)
+    for k, core in enumerate(cores):
+        core = core.double().reshape(shape.core_shape(k))
+        if k == shape.num_cores - 1:
+            core = core.transpose(1, 2)
+        table = torch.einsum("aur,irvs->aiuvs", table, core)
+        table = table.reshape(
+            table.shape[0] * table.shape[1], table.shape[2] * table.shape[3], table.shape[4]
+        )
+    return table[: shape.num_embeddings, :, 0]
+
+
+def random_cores(shape: TTShape, device: str = "cpu", dtype=torch.float32) -> list[Tensor]:
+    """Independent normal elements, scaled so that rows are of order 1."""
+    scale = 1.0
+    for rank in shape.ranks:
+        scale /= rank**0.5
+    scale **= 1 / shape.num_cores
+    return [
+        (torch.randn(size) * scale).to(device=device, dtype=dtype) for size in shape.core_shapes
+    ]
+
+
+@dataclasses.dataclass
+class Bags:
+    """A batch for a group of tables, feature-major."""
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor
+    batch_size: int
+
+    def to(self, device: str) -> Bags:
+        moved = (self.ids.to(device), self.offsets.to(device), self.weights.to(device))
+        return Bags(*moved, self.batch_size)
+
+
+def random_bags(
+    shapes: Sequence[TTShape],
+    feature_tables: Sequence[int],
+    batch_size: int,
+    mean_length: int = 5,
+    distinct: int | None = None,
+) -> Bags:
+    """Bags of random lengths, some empty; ids repeat, more so with few ``distinct``."""
+    lengths = torch.randint(0, 2 * mean_length + 1, (len(feature_tables), batch_size))
+    lengths[torch.rand(lengths.shape) < 0.2] = 0
+    ids = []
+    for feature, table in enumerate(feature_tables):
+        n = int(lengths[feature].sum())
+        rows = shapes[table].num_embeddings
+        some = torch.randint(0, rows, (rows if distinct is None else min(distinct, rows),))
+        ids.append(some[torch.randint(0, some.numel(), (n,))])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.reshape(-1).cumsum(0)])
+    all_ids = torch.cat(ids)
+    return Bags(all_ids, offsets, torch.randn(all_ids.numel()), batch_size)
+
+
+def reference_lookup(
+    tables: Sequence[Tensor],
+    feature_tables: Sequence[int],
+    bags: Bags,
+    *,
+    weights: Tensor | None = None,
+    mean: bool = False,
+    pooled: bool = True,
+) -> Tensor:
+    """The lookup in dense float64 tables, by ``torch.nn.functional.embedding_bag``."""
+    size = bags.batch_size
+    parts = []
+    for feature, table in enumerate(feature_tables):
+        ends = bags.offsets[feature * size : (feature + 1) * size + 1]
+        span = slice(int(ends[0]), int(ends[-1]))
+        ids = bags.ids[span]
+        if not pooled:
+            parts.append(tables[table][ids])
+            continue
+        own = torch.ones(ids.numel(), dtype=torch.float64, device=ids.device)
+        if weights is not None:
+            own = weights[span].double()
+        summed = functional.embedding_bag(
+            ids,
+            tables[table],
+            ends - ends[0],
+            mode="sum",
+            per_sample_weights=own,
+            include_last_offset=True,
+        )
+        if mean:
+            summed = summed / (ends[1:] - ends[:-1]).clamp(min=1)[:, None]
+        parts.append(summed)
+    return torch.cat(parts, dim=1 if pooled else 0)
+
+
+def magnitudes(
+    shapes: Sequence[TTShape],
+    feature_tables: Sequence[int],
+    bags: Bags,
+    cores: Sequence[Sequence[Tensor]],
+    grad: Tensor | None,
+    weights: Tensor | None = None,
+    **arguments: bool,
+) -> list[Tensor]:
+    """What sums would be if nothing cancelled: of the output, of each core's gradient, and of the
+    weights' gradient where there are weights."""
+    cores = [[core.detach().double().abs().requires_grad_() for core in own] for own in cores]
+    weights = None if weights is None else weights.detach().double().abs().requires_grad_()
+    tables = [dense_table(s, own) for s, own in zip(shapes, cores, strict=True)]
+    out = reference_lookup(tables, feature_tables, bags, weights=weights, **arguments)
+    if grad is None:
+        return [out.detach()]
+    inputs = [*(core for own in cores for core in own), *([] if weights is None else [weights])]
+    grads = torch.autograd.grad(out, inputs, grad.double().abs(), allow_unused=True)
+    filled = [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, grads, strict=True)]
+    return [out.detach(), *filled]
+
+
+def assert_near(
+    actual: Tensor, expected: Tensor, tolerance: float = 1e-5, magnitude: Tensor | None = None
+) -> None:
+    """Equal within a share of the largest value, of ``magnitude`` where it is given; shape and
+    finiteness too."""
+    assert actual.shape == expected.shape
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert torch.isfinite(actual).all()
+    if expected.numel() == 0:
+        return
+    of = expected if magnitude is None else magnitude.detach().double().cpu()
+    scale = of.abs().max().clamp(min=1e-30)
+    worst = float((actual - expected).abs().max() / scale)
+    assert worst <= tolerance, f"off by {worst:.2e} of the largest value"
+
+
+@st.composite
+def shapes(draw, dim: int | None = None) -> TTShape:
+    """Small shapes of 2 to 4 cores, with padding and odd ranks."""
+    cores = draw(st.integers(2, 4))
+    rows = draw(st.integers(1, 300))
+    dim = draw(st.integers(1, 24)) if dim is None else dim
+    p = list(factor_rows(rows, cores))
+    p[draw(st.integers(0, cores - 1))] += draw(st.integers(0, 2))
+    q = draw(st.permutations(factor_dim(dim, cores)))
+    ranks = [draw(st.integers(1, min(most, 11))) for most in max_ranks(p, q)]
+    return TTShape(rows, dim, tuple(p), tuple(q), tuple(ranks))

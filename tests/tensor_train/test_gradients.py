@@ -1,0 +1,129 @@
+"""Gradients of cores and weights equal autograd's in the dense float64 table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import tensor_train as tt
+from tests.tensor_train.test_lookup import LARGER
+from torchrec_hkv.tensor_train import TTGroup
+
+
+def check(shapes, feature_tables, bags, device="cpu", weighted=False, mean=False, pooled=True):
+    leaves = [[c.requires_grad_() for c in tt.random_cores(s, device)] for s in shapes]
+    flat = [core for cores in leaves for core in cores]
+    weights = bags.weights.clone().requires_grad_() if weighted else None
+    group = TTGroup(shapes, feature_tables)
+    arguments = {"weights": weights, "mean": mean, "pooled": pooled}
+    out = group.lookup(flat, bags.ids, bags.offsets, bags.batch_size, **arguments)
+    grad = torch.randn_like(out)
+    inputs = flat + ([weights] if weighted else [])
+    actual = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    tables = [tt.dense_table(s, c) for s, c in zip(shapes, leaves, strict=True)]
+    reference = tt.reference_lookup(tables, feature_tables, bags, **arguments)
+    expected = torch.autograd.grad(reference, inputs, grad.double(), allow_unused=True)
+    sizes = tt.magnitudes(shapes, feature_tables, bags, leaves, grad, **arguments)[1:]
+    for one, other, of, size in zip(actual, expected, inputs, sizes, strict=True):
+        other = torch.zeros_like(of) if other is None else other
+        tt.assert_near(one, other, magnitude=size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_pooled_by_a_group_of_any_shapes(data, seed, weighted, mean):
+    torch.manual_seed(seed)
+    shapes = data.draw(st.lists(tt.shapes(), min_size=1, max_size=3))
+    feature_tables = data.draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=4))
+    distinct = data.draw(st.sampled_from([None, 1, 3]))
+    bags = tt.random_bags(shapes, feature_tables, data.draw(st.integers(0, 9)), distinct=distinct)
+    check(shapes, feature_tables, bags, weighted=weighted, mean=mean)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(0, 2**32))
+def test_unpooled(data, seed):
+    torch.manual_seed(seed)
+    shapes = data.draw(st.lists(tt.shapes(dim=6), min_size=1, max_size=3))
+    check(shapes, range(len(shapes)), tt.random_bags(shapes, range(len(shapes)), 5), pooled=False)
+
+
+@pytest.mark.parametrize("shape", LARGER, ids=str)
+@pytest.mark.parametrize("distinct", [None, 20])
+def test_larger_tables(device_type, shape, distinct):
+    bags = tt.random_bags([shape], [0], 150, 20, distinct=distinct).to(device_type)
+    check([shape], [0], bags, device_type, weighted=True)
+
+
+def test_many_ids(device_type):
+    # Enough work for sums in several parts, and for several ids a prefix.
+    shape = LARGER[0]
+    bags = tt.random_bags([shape], [0], 500, 40).to(device_type)
+    check([shape], [0], bags, device_type)
+
+
+def test_an_id_in_every_bag(device_type):
+    # Equal values round alike: in single precision, one after the other, the sum would be off by
+    # far more than the tolerance.
+    shape = LARGER[0]
+    ids = torch.cat([torch.full((300_000,), 17), torch.randint(0, 3500, (20_000,))])
+    ids = ids[torch.randperm(320_000)]
+    offsets = torch.arange(0, 320_001, 20)
+    bags = tt.Bags(ids, offsets, torch.ones(320_000), 16_000).to(device_type)
+    cores = [c.requires_grad_() for c in tt.random_cores(shape, device_type)]
+    out = TTGroup([shape]).lookup(cores, bags.ids, bags.offsets, 16_000)
+    grad = torch.full_like(out, 0.1)
+    reference = tt.reference_lookup([tt.dense_table(shape, cores)], [0], bags)
+    expected = torch.autograd.grad(reference, cores, grad.double())
+    for one, other in zip(torch.autograd.grad(out, cores, grad), expected, strict=True):
+        tt.assert_near(one, other)
+
+
+@pytest.mark.parametrize("shape", LARGER[:3], ids=str)
+def test_bfloat16_cores(device_type, shape):
+    cores = [c.requires_grad_() for c in tt.random_cores(shape, device_type, torch.bfloat16)]
+    bags = tt.random_bags([shape], [0], 40).to(device_type)
+    out = TTGroup([shape]).lookup(cores, bags.ids, bags.offsets, bags.batch_size)
+    grad = torch.randn_like(out)
+    reference = tt.reference_lookup([tt.dense_table(shape, cores)], [0], bags)
+    expected = torch.autograd.grad(reference, cores, grad.double())
+    for one, other in zip(torch.autograd.grad(out, cores, grad), expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        # One rounding to bfloat16 on either side.
+        torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=1e-5)
+
+
+def test_only_weights_need_a_gradient(device_type):
+    shape = LARGER[1]
+    cores = tt.random_cores(shape, device_type)
+    bags = tt.random_bags([shape], [0], 20).to(device_type)
+    weights = bags.weights.requires_grad_()
+    out = TTGroup([shape]).lookup(
+        cores, bags.ids, bags.offsets, bags.batch_size, weights=weights, mean=True
+    )
+    out.sum().backward()
+    reference = tt.reference_lookup(
+        [tt.dense_table(shape, cores)], [0], bags, weights=weights, mean=True
+    )
+    tt.assert_near(weights.grad, torch.autograd.grad(reference.sum(), weights)[0])
+
+
+def test_results_do_not_depend_on_threads():
+    shape = LARGER[0]
+    cores = [c.requires_grad_() for c in tt.random_cores(shape)]
+    bags = tt.random_bags([shape], [0], 300, 40)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 2):
+            torch.set_num_threads(threads)
+            out = TTGroup([shape]).lookup(cores, bags.ids, bags.offsets, bags.batch_size)
+            torch.manual_seed(0)
+            grads = torch.autograd.grad(out, cores, torch.randn_like(out))
+            results.append([out.detach(), *grads])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))

@@ -1,0 +1,293 @@
+"""A Tensor-Train table in the place of ``nn.EmbeddingBag``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_hkv.nn.tt_tables import (
+    OptimType,
+    TTTables,
+    as_int64,
+    check_mode,
+    check_optimizer_type,
+)
+from torchrec_hkv.tensor_train import TTDistribution, TTShape, make_shape, to_dense
+from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
+from torchrec_hkv.tensor_train.hot_rows import HotRows
+
+
+class TTEmbeddingBag(nn.Module):
+    """A Tensor-Train-compressed embedding table with pooling.
+
+    The names of the parameters are FBTT-Embedding's. It takes the inputs of ``nn.EmbeddingBag``:
+    1-D ids with offsets, or 2-D ids, and ``per_sample_weights``.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: columns.
+        tt_ranks: one for each pair of neighbouring cores, or one number for all; None with
+            ``compression_ratio`` or ``max_bytes``.
+        tt_p_shapes: row factors, of a product not below ``num_embeddings``; None: balanced ones.
+        tt_q_shapes: column factors, of the product ``embedding_dim``; None: balanced ones.
+        sparse: True: the update is fused into the backward, and no gradients of the cores are
+            returned. False: cores and cached rows get gradients for any torch optimizer.
+        optimizer: of the fused update.
+        learning_rate: of the fused update.
+        eps: added to the denominator of the fused Adagrads and Adam.
+        use_cache: keeps the rows of the most frequent ids decompressed (see
+            :meth:`cache_populate`).
+        cache_size: rows of the cache.
+        hashtbl_size: ids whose frequencies are known at a time; None: four times the cache.
+        weight_dist: ``"uniform"``, ``"normal"``, ``"approx-uniform"`` or ``"approx-normal"``, see
+            :func:`torchrec_hkv.tensor_train.initial_cores`. Entries of the table have mean 0 and
+            the variance of the uniform distribution up to ``num_embeddings ** -0.5``.
+        mode: ``"sum"`` or ``"mean"``.
+        include_last_offset: whether offsets end with the number of ids, as in ``nn.EmbeddingBag``.
+        cache_populate_every: training forwards from one :meth:`cache_populate` to the next, which
+            the forward makes itself; None: only when called.
+        num_cores: 2, 3 or 4, where neither factors nor ranks say; by default 3.
+        compression_ratio: instead of ranks, see :func:`torchrec_hkv.tensor_train.make_shape`.
+        max_bytes: instead of ranks, likewise.
+        device: of the cores.
+        dtype: of the cores, float32 or bfloat16.
+
+    Raises:
+        TypeError: a size is not an integer.
+        ValueError: an argument is impossible; the sentence names it.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        tt_ranks: int | Sequence[int] | None = None,
+        tt_p_shapes: Sequence[int] | None = None,
+        tt_q_shapes: Sequence[int] | None = None,
+        sparse: bool = True,
+        optimizer: OptimType = OptimType.SGD,
+        learning_rate: float = 0.1,
+        eps: float = 1e-10,
+        use_cache: bool = False,
+        cache_size: int = 0,
+        hashtbl_size: int | None = None,
+        weight_dist: TTDistribution = "approx-normal",
+        *,
+        mode: str = "sum",
+        include_last_offset: bool = False,
+        cache_populate_every: int | None = None,
+        num_cores: int | None = None,
+        compression_ratio: float | None = None,
+        max_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        check_mode(mode)
+        check_optimizer_type(optimizer)
+        shape = make_shape(
+            num_embeddings,
+            embedding_dim,
+            num_cores=num_cores,
+            p=tt_p_shapes,
+            q=tt_q_shapes,
+            ranks=tt_ranks,
+            compression_ratio=compression_ratio,
+            max_bytes=max_bytes,
+            element_size=dtype.itemsize,
+        )
+        if not use_cache and (cache_size or hashtbl_size or cache_populate_every):
+            raise ValueError(
+                f"cache_size is {cache_size}, hashtbl_size {hashtbl_size} and cache_populate_every "
+                f"{cache_populate_every}, but use_cache is False: leave them out or set it."
+            )
+        if cache_populate_every is not None and cache_populate_every < 1:
+            raise ValueError(
+                f"cache_populate_every is {cache_populate_every}, but must be None or at least 1."
+            )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self.cache_populate_every = cache_populate_every
+        self._forwards = 0
+        fused = optimizer.optimizer(eps) if sparse else None
+        self.tables = TTTables(
+            [shape],
+            optimizer=fused,
+            learning_rate=learning_rate,
+            weight_dist=weight_dist,
+            device=device,
+            dtype=dtype,
+        )
+        self.hot_rows: HotRows | None = None
+        if use_cache:
+            check_hot_row_optimizer(fused)
+            counted = 4 * cache_size if hashtbl_size is None else hashtbl_size
+            self.hot_rows = HotRows(shape, cache_size, counted, fused, device or "cpu")
+
+    @property
+    def shape(self) -> TTShape:
+        """Factors and ranks; ``shape.padding`` says how many rows the factors add."""
+        return self.tables.group.shapes[0]
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows."""
+        return self.shape.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Columns."""
+        return self.shape.embedding_dim
+
+    @property
+    def tt_cores(self) -> nn.ParameterList:
+        """The cores, each of :meth:`torchrec_hkv.tensor_train.TTShape.core_shape`."""
+        return self.tables.tt_cores
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of the fused update, from the next backward on."""
+        self.tables.set_learning_rate(learning_rate)
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Pools the rows of each bag.
+
+        Args:
+            input: int32 or int64 ids, 0 to ``num_embeddings - 1``: ``[n]``, or ``[bags, length]``.
+            offsets: where bags begin in 1-D ids, ``[bags]``, or ``[bags + 1]`` with
+                ``include_last_offset``; None for 2-D ids.
+            per_sample_weights: float, of the shape of ``input``; multiplies each row.
+
+        Returns:
+            float32 ``[bags, embedding_dim]``; an empty bag is zeros. With ``mode="mean"`` the
+            weighted sum is divided by the number of ids of the bag.
+
+        Raises:
+            TypeError: ids or offsets that are no integers.
+            ValueError: a shape is not as above; on a CPU also an id outside of the table, and
+                offsets that do not begin with 0, decrease or pass the end.
+        """
+        ids, offsets = self._bags(input, offsets)
+        weights = None
+        if per_sample_weights is not None:
+            if per_sample_weights.shape != input.shape:
+                raise ValueError(
+                    f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, but must "
+                    f"have that of the input, {tuple(input.shape)}."
+                )
+            weights = per_sample_weights.reshape(-1).float().contiguous()
+        mean = self.mode == "mean"
+        if self.hot_rows is None:
+            bags = offsets.numel() - 1
+            return self.tables.lookup(ids, offsets, bags, weights=weights, mean=mean)
+        if ids.device.type == "cpu":
+            # Refuses bad ids before the cache sees them.
+            self.tables.group.sort(ids, offsets, offsets.numel() - 1)
+        return self._with_cache(self.hot_rows, ids, offsets, weights, mean)
+
+    def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """1-D ids, and offsets with the last one."""
+        ids = as_int64("input", input)
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets were given, but 2-D input has a bag a row: leave it out.")
+            bags, length = input.shape
+            return ids.reshape(-1), torch.arange(bags + 1, device=ids.device) * length
+        if input.dim() != 1:
+            raise ValueError(f"input has shape {tuple(input.shape)}, but must be 1-D or 2-D.")
+        if offsets is None:
+            raise ValueError("offsets are missing: 1-D input needs them.")
+        if offsets.dim() != 1:
+            raise ValueError(f"offsets have shape {tuple(offsets.shape)}, but must be 1-D.")
+        starts = as_int64("offsets", offsets)
+        if self.include_last_offset:
+            if starts.numel() == 0:
+                raise ValueError("offsets are empty, but must end with the number of ids.")
+            return ids, starts
+        return ids, torch.cat([starts, starts.new_full((1,), ids.numel())])
+
+    def _with_cache(
+        self, hot: HotRows, ids: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
+    ) -> Tensor:
+        if self.training:
+            if self.cache_populate_every and self._forwards == self.cache_populate_every:
+                self.cache_populate()
+            self._forwards += 1
+            hot.count(ids)
+        places, found = hot.find(ids)
+        if weights is None:
+            weights = torch.ones(ids.numel(), device=ids.device)
+        if mean:
+            lengths = offsets.diff()
+            each = torch.repeat_interleave(lengths, lengths, output_size=ids.numel())
+            weights = weights / each
+        # How many of the ids before each offset are in the cache.
+        before = torch.cat([found.new_zeros(1, dtype=torch.int64), found.cumsum(0)])[offsets]
+        missing = ~found
+        bags = offsets.numel() - 1
+        cold = self.tables.lookup(
+            ids[missing], offsets - before, bags, weights=weights[missing].contiguous()
+        )
+        rate = self.tables.learning_rate
+        warm = hot.lookup(places[found], before, weights[found], rate)
+        return cold + warm
+
+    def cache_populate(self) -> None:
+        """Fills the cache with the ids that occurred most often in training forwards.
+
+        Rows that stay are not touched. Rows that come start from what the cores give. Rows that
+        leave are put back into the cores: these change so that the expected squared error, over
+        rows that leave and rows that the cores make already, weighted by frequency, is small
+        (docs/tensor_train.md). All counts are halved then. Waits for the device.
+
+        Raises:
+            ValueError: the module has no cache.
+        """
+        self._cache().populate(list(self.tt_cores))
+        self._forwards = 0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the ids looked up that were in the cache, since :meth:`reset_cache_hit_rate`
+        (waits for the device).
+
+        Raises:
+            ValueError: the module has no cache.
+        """
+        return self._cache().hit_rate
+
+    def reset_cache_hit_rate(self) -> None:
+        """Starts counting hits anew.
+
+        Raises:
+            ValueError: the module has no cache.
+        """
+        self._cache().tally.zero_()
+
+    def _cache(self) -> HotRows:
+        if self.hot_rows is None:
+            raise ValueError("this TTEmbeddingBag has no cache: make it with use_cache=True.")
+        return self.hot_rows
+
+    @torch.no_grad()
+    def full_weight(self) -> Tensor:
+        """The dense table, float32 ``[num_embeddings, embedding_dim]``, with cached rows as they
+        are in the cache."""
+        table = to_dense(self.shape, self.tables.cores_of(0))
+        if self.hot_rows is not None:
+            used = self.hot_rows.ids < self.num_embeddings
+            table[self.hot_rows.ids[used]] = self.hot_rows.rows[used]
+        return table
+
+    def extra_repr(self) -> str:
+        shape = self.shape
+        return (
+            f"{shape.num_embeddings}, {shape.embedding_dim}, p={list(shape.p)}, q={list(shape.q)}, "
+            f"ranks={list(shape.ranks)}, ratio={shape.compression_ratio:.4g}, mode={self.mode!r}"
+        )

@@ -1,0 +1,286 @@
+"""The cores of Tensor-Train tables as a module's parameters, and what trains them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from torchrec_hkv.tensor_train import (
+    TTDistribution,
+    TTGroup,
+    TTShape,
+    gradient_norms,
+    initial_cores,
+)
+
+
+class OptimType(enum.Enum):
+    """Optimizers that are fused into the backward of Tensor-Train modules.
+
+    Only slices of cores that occur in a batch change, with their states. ``EXACT_SGD`` and
+    ``ADAGRAD`` are other names of two of them.
+    """
+
+    SGD = "sgd"
+    EXACT_SGD = "sgd"
+    EXACT_ADAGRAD = "adagrad"
+    ADAGRAD = "adagrad"
+    #: One sum of mean(g^2) for each slice of each core.
+    EXACT_ROWWISE_ADAGRAD = "rowwise_adagrad"
+    #: Moments of slices that do not occur stand still, as ``torch.optim.SparseAdam`` does it.
+    ADAM = "adam"
+
+    def optimizer(self, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> Optimizer:
+        """The optimizer of this type; ``eps`` is of all but SGD, ``betas`` of Adam."""
+        match self:
+            case OptimType.SGD:
+                return SGD()
+            case OptimType.EXACT_ADAGRAD:
+                return Adagrad(eps=eps)
+            case OptimType.EXACT_ROWWISE_ADAGRAD:
+                return RowWiseAdagrad(eps=eps)
+            case OptimType.ADAM:
+                return Adam(betas=betas, eps=eps)
+
+
+class TTTables(nn.Module):
+    """Cores of several tables, looked up in one call.
+
+    Args:
+        shapes: of the tables.
+        feature_tables: as :class:`torchrec_hkv.tensor_train.TTGroup` takes it.
+        optimizer: fused into the backward; the cores are parameters without gradients then. None:
+            the backward returns gradients of the cores.
+        learning_rate: of the fused optimizer.
+        weight_dist: of the cores, as :func:`torchrec_hkv.tensor_train.initial_cores` takes it.
+        device: of the cores.
+        dtype: of the cores, float32 or bfloat16.
+
+    Attributes:
+        tt_cores: ``nn.ParameterList``, table after table, each of
+            :meth:`torchrec_hkv.tensor_train.TTShape.core_shape`.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TTShape],
+        feature_tables: Sequence[int] | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        learning_rate: float = 0.1,
+        weight_dist: TTDistribution = "approx-normal",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
+        device = torch.device(device or "cpu")
+        self.weight_dist = weight_dist
+        self.group = TTGroup(shapes, feature_tables, optimizer)
+        self.tt_cores = nn.ParameterList(
+            nn.Parameter(core, requires_grad=optimizer is None)
+            for shape in shapes
+            for core in initial_cores(shape, weight_dist, device=device, dtype=dtype)
+        )
+        for number, state in enumerate(self.group.make_states(device)):
+            self.register_buffer(f"optimizer_state_{number}", state, persistent=self.is_fused)
+        step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.register_buffer("optimizer_step", step, persistent=self.is_fused)
+        rate = torch.tensor(float(learning_rate), device=device)
+        self.register_buffer("learning_rate", rate, persistent=False)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the backward updates the cores."""
+        return self.group.optimizer is not None
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of the fused optimizer, from the next backward on."""
+        self.learning_rate.fill_(learning_rate)
+
+    def reset_parameters(self) -> None:
+        """New random cores; optimizer states start anew."""
+        for table, shape in enumerate(self.group.shapes):
+            own = self.tt_cores[self.group.cores_of(table)]
+            for core, new in zip(own, initial_cores(shape, self.weight_dist), strict=True):
+                core.data.copy_(new)
+        for state in self.states:
+            state.zero_()
+        self.optimizer_step.zero_()
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Optimizer states, one a core."""
+        return [getattr(self, f"optimizer_state_{k}") for k in range(len(self.tt_cores))]
+
+    def cores_of(self, table: int) -> list[Tensor]:
+        """The cores of a table, detached."""
+        return [core.detach() for core in self.tt_cores[self.group.cores_of(table)]]
+
+    def lookup(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+    ) -> Tensor:
+        """As :meth:`torchrec_hkv.tensor_train.TTGroup.lookup`, trained as the module says."""
+        cores = list(self.tt_cores)
+        kind = {"weights": weights, "mean": mean, "pooled": pooled}
+        if not (self.is_fused and self.training):
+            return self.group.lookup(cores, ids, offsets, batch_size, **kind)
+        anchor = torch.empty(0, device=ids.device, requires_grad=True)
+        return self.group.lookup_fused(
+            anchor,
+            cores,
+            self.states,
+            self.optimizer_step,
+            ids,
+            offsets,
+            batch_size,
+            self.learning_rate,
+            **kind,
+        )
+
+    def gradient_norms(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+    ) -> list[list[float]]:
+        """As :func:`torchrec_hkv.tensor_train.gradient_norms`."""
+        cores = [core.detach() for core in self.tt_cores]
+        return gradient_norms(
+            self.group, cores, grad, ids, offsets, batch_size, weights=weights, mean=mean
+        )
+
+
+class TableBatchedTTEmbeddingBag(nn.Module):
+    """Tensor-Train tables of different shapes behind one pooled lookup.
+
+    Args:
+        shapes: of the tables, see :func:`torchrec_hkv.tensor_train.make_shape`.
+        feature_tables: for each feature, in the order of the output's columns, its table; by
+            default one feature a table.
+        sparse: True: the optimizer is fused into the backward. False: cores get gradients.
+        optimizer: of the fused update.
+        learning_rate: of the fused update.
+        eps: of the fused update.
+        weight_dist: of the cores.
+        mode: ``"sum"`` or ``"mean"``.
+        device: of the cores.
+        dtype: of the cores, float32 or bfloat16.
+
+    Raises:
+        ValueError: an argument is impossible; the sentence names it.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TTShape],
+        feature_tables: Sequence[int] | None = None,
+        *,
+        sparse: bool = True,
+        optimizer: OptimType = OptimType.SGD,
+        learning_rate: float = 0.1,
+        eps: float = 1e-10,
+        weight_dist: TTDistribution = "approx-normal",
+        mode: str = "sum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        check_mode(mode)
+        check_optimizer_type(optimizer)
+        self.mode = mode
+        self.tables = TTTables(
+            shapes,
+            feature_tables,
+            optimizer=optimizer.optimizer(eps) if sparse else None,
+            learning_rate=learning_rate,
+            weight_dist=weight_dist,
+            device=device,
+            dtype=dtype,
+        )
+
+    @property
+    def tt_cores(self) -> nn.ParameterList:
+        """The cores, table after table."""
+        return self.tables.tt_cores
+
+    def forward(
+        self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Pools the rows of each bag.
+
+        Args:
+            ids: int32 or int64 ``[n]``, feature-major: all bags of the first feature, then of the
+                second.
+            offsets: ``[features * batch_size + 1]`` into ``ids``.
+            per_sample_weights: float ``[n]`` or None.
+
+        Returns:
+            float32 ``[batch_size, sum of the features' dims]``.
+
+        Raises:
+            TypeError: ids or offsets that are no integers.
+            ValueError: a length is not as above; on a CPU also ids outside of their table.
+        """
+        features = len(self.tables.group.feature_tables)
+        if offsets.dim() != 1 or (offsets.numel() - 1) % features:
+            raise ValueError(
+                f"offsets have shape {tuple(offsets.shape)}, but must have {features} times the "
+                "batch size, and one more, elements."
+            )
+        weights = None if per_sample_weights is None else per_sample_weights.float().contiguous()
+        return self.tables.lookup(
+            as_int64("ids", ids),
+            as_int64("offsets", offsets),
+            (offsets.numel() - 1) // features,
+            weights=weights,
+            mean=self.mode == "mean",
+        )
+
+
+def as_int64(name: str, tensor: Tensor) -> Tensor:
+    """int64 and contiguous.
+
+    Raises:
+        TypeError: the tensor is not of an integer dtype.
+    """
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be of dtype int32 or int64, but are of {tensor.dtype}.")
+    return tensor.long().contiguous()
+
+
+def check_mode(mode: str) -> None:
+    """Refuses modes that no Tensor-Train module has.
+
+    Raises:
+        ValueError: the mode is not ``"sum"`` or ``"mean"``.
+    """
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode is {mode!r}, but must be 'sum' or 'mean'.")
+
+
+def check_optimizer_type(optimizer: object) -> None:
+    """Refuses what is no optimizer type.
+
+    Raises:
+        ValueError: it is no :class:`OptimType`.
+    """
+    if not isinstance(optimizer, OptimType):
+        names = ", ".join(f"OptimType.{name}" for name in OptimType.__members__)
+        raise ValueError(f"optimizer is {optimizer!r}, but must be one of {names}.")

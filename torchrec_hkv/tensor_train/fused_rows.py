@@ -1,0 +1,159 @@
+"""Lookups of hot rows, whose backward gives gradients or trains the rows."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchrec_hkv.hash_table.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    Optimizer,
+    RowWiseAdagrad,
+)
+
+#: What the fused update of hot rows knows.
+HOT_ROW_OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam)
+
+
+class RowStore(Protocol):
+    """What the lookups need of the cache."""
+
+    rows: Tensor
+    states: Tensor
+    step: Tensor
+    optimizer: Optimizer | None
+    generation: int
+
+
+def check_hot_row_optimizer(optimizer: Optimizer | None) -> None:
+    """Refuses what :func:`update_rows` does not do.
+
+    Raises:
+        ValueError: another optimizer, momentum, weight decay, clipping or counted steps of rows.
+    """
+    if optimizer is None:
+        return
+    plain = type(optimizer) in HOT_ROW_OPTIMIZERS
+    for name, none in (("momentum", 0.0), ("weight_decay", 0.0), ("step_mode", "global")):
+        plain = plain and getattr(optimizer, name, none) == none
+    for name in ("clip_value", "clip_norm", "clip_output"):
+        plain = plain and getattr(optimizer, name) is None
+    if not plain:
+        raise ValueError(
+            f"optimizer is {optimizer}, but hot rows are trained by SGD, Adagrad, RowWiseAdagrad "
+            "or Adam without momentum, weight decay, clipping and counted steps of rows."
+        )
+
+
+def plain_row_lookup(store: RowStore, places: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums by bag; ``store.rows`` gets a gradient."""
+    out = functional.embedding_bag(
+        places,
+        store.rows,
+        offsets,
+        mode="sum",
+        per_sample_weights=weights,
+        include_last_offset=True,
+    )
+    generation = store.generation
+    if out.requires_grad:
+        out.register_hook(lambda grad: _check_generation(store, generation))
+    return out
+
+
+def fused_row_lookup(
+    store: RowStore, places: Tensor, offsets: Tensor, weights: Tensor, learning_rate: Tensor
+) -> Tensor:
+    """Weighted sums by bag; the backward trains the rows."""
+    anchor = torch.empty(0, device=store.rows.device, requires_grad=True)
+    return _FusedRowLookup.apply(anchor, weights, store, places, offsets, learning_rate)
+
+
+def _check_generation(store: RowStore, generation: int) -> None:
+    if store.generation != generation:
+        raise RuntimeError(
+            "cache_populate() came between a forward and its backward: call it before the forward "
+            "or after the backward."
+        )
+
+
+class _FusedRowLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor, weights, store, places, offsets, learning_rate):
+        ctx.save_for_backward(weights, places, offsets)
+        ctx.store, ctx.generation, ctx.learning_rate = store, store.generation, learning_rate
+        return functional.embedding_bag(
+            places,
+            store.rows.detach(),
+            offsets,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad):
+        store = ctx.store
+        _check_generation(store, ctx.generation)
+        weights, places, offsets = ctx.saved_tensors
+        bags = torch.repeat_interleave(
+            torch.arange(offsets.numel() - 1, device=grad.device),
+            offsets.diff(),
+            output_size=places.numel(),
+        )
+        by_position = grad[bags]
+        weights_grad = None
+        if ctx.needs_input_grad[1]:
+            weights_grad = (by_position * store.rows.detach()[places]).sum(dim=1)
+        gradient = torch.zeros_like(store.rows).index_add_(
+            0, places, by_position * weights[:, None]
+        )
+        touched = torch.zeros_like(store.rows[:, :1], dtype=torch.bool)
+        touched[places] = True
+        update_rows(store, gradient, touched, ctx.learning_rate)
+        return None, weights_grad, None, None, None, None
+
+
+@torch.no_grad()
+def update_rows(store: RowStore, gradient: Tensor, touched: Tensor, learning_rate: Tensor) -> None:
+    """Applies the optimizer to the touched rows, by the formulas of csrc/common/optimizers.h.
+
+    Args:
+        store: the rows, ``[n, dim]``, their states and step.
+        gradient: ``[n, dim]``.
+        touched: bool ``[n, 1]``.
+        learning_rate: float32 ``[]``.
+    """
+    store.step += 1
+    optimizer, dim = store.optimizer, store.rows.shape[1]
+    match optimizer:
+        case RowWiseAdagrad():
+            sums = store.states[:, :1]
+            sums += gradient.square().mean(dim=1, keepdim=True)
+            root = (sums + optimizer.initial_accumulator).sqrt()
+            direction = gradient / (root + optimizer.eps)
+        case Adagrad():
+            sums = store.states[:, :dim]
+            sums += gradient.square()
+            root = (sums + optimizer.initial_accumulator).sqrt()
+            direction = gradient / (root + optimizer.eps)
+        case Adam():
+            first, second = store.states[:, :dim], store.states[:, dim : 2 * dim]
+            beta1, beta2 = optimizer.betas
+            first.copy_(torch.where(touched, beta1 * first + (1 - beta1) * gradient, first))
+            second.copy_(
+                torch.where(touched, beta2 * second + (1 - beta2) * gradient.square(), second)
+            )
+            step = store.step.double()
+            mean = first / (1 - beta1**step).float()
+            root = (second / (1 - beta2**step).float()).sqrt()
+            direction = mean / (root + optimizer.eps)
+        case _:
+            direction = gradient
+    # A row of zeros over an eps of 0 would be NaN where nothing has happened.
+    store.rows.data -= torch.where(touched, learning_rate * direction, 0.0)

@@ -1,0 +1,233 @@
+"""Tensor-Train tables that are looked up and trained in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.optimizers import Optimizer
+from torchrec_hkv.tensor_train import ops
+from torchrec_hkv.tensor_train.shapes import TTShape
+
+__all__ = ["TTGroup", "ops"]
+
+_ops = torch.ops.torchrec_hkv
+CORE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class TTGroup:
+    """What a group of Tensor-Train tables is; their cores are the caller's tensors.
+
+    Tables may differ in every number of their shapes. Cores are handed over as one flat list, table
+    after table, each of :meth:`TTShape.core_shape` (or of any shape with these elements in this
+    order), all float32 or all bfloat16. Arithmetic and gradients of outputs are float32.
+
+    Args:
+        shapes: of the tables.
+        feature_tables: for each feature, in the order of the output's columns, its table's index;
+            by default one feature a table.
+        optimizer: what :meth:`lookup_fused` trains with, one of
+            :mod:`torchrec_hkv.hash_table.optimizers` but LAMB. Where it says row, a slice of a
+            core is meant: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each
+            core.
+        names: of the tables, for messages.
+
+    Raises:
+        ValueError: an argument is impossible; the sentence names it.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TTShape],
+        feature_tables: Sequence[int] | None = None,
+        optimizer: Optimizer | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer is {optimizer!r}, but must be None or one of "
+                "torchrec_hkv.hash_table.optimizers, such as SGD()."
+            )
+        self.shapes = tuple(shapes)
+        self.optimizer = optimizer
+        self.names = tuple(names or (f"table_{t}" for t in range(len(self.shapes))))
+        self.feature_tables = tuple(
+            range(len(self.shapes)) if feature_tables is None else feature_tables
+        )
+        self._group = _C.TensorTrainGroup(
+            names=list(self.names),
+            rows=[shape.num_embeddings for shape in self.shapes],
+            p=[list(shape.p) for shape in self.shapes],
+            q=[list(shape.q) for shape in self.shapes],
+            ranks=[list(shape.ranks) for shape in self.shapes],
+            feature_tables=list(self.feature_tables),
+            optimizer=_C.OptimizerConfig(kind=_C.Optimizer.NONE)
+            if optimizer is None
+            else optimizer.config(),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The extension's object is not copied: a copy makes its own.
+        return (TTGroup, (self.shapes, self.feature_tables, self.optimizer, self.names))
+
+    @property
+    def handle(self) -> int:
+        """The number that names this group in ops."""
+        return self._group.handle
+
+    @property
+    def total_dim(self) -> int:
+        """Columns of the pooled output."""
+        return self._group.total_dim
+
+    @property
+    def core_shapes(self) -> list[tuple[int, int, int, int]]:
+        """Of all cores, table after table."""
+        return [shape for table in self.shapes for shape in table.core_shapes]
+
+    def cores_of(self, table: int) -> slice:
+        """Where a table's cores are in the flat list."""
+        first = sum(shape.num_cores for shape in self.shapes[:table])
+        return slice(first, first + self.shapes[table].num_cores)
+
+    def make_states(self, device: torch.device | str = "cpu") -> list[Tensor]:
+        """Optimizer states at the start: for each core float32 ``[p_k, width]`` zeros, where width
+        is ``optimizer.state_width`` of its slices' size."""
+        width = (lambda size: 0) if self.optimizer is None else self.optimizer.state_width
+        return [
+            torch.zeros(shape.p[k], width(shape.slice_size(k)), device=device)
+            for shape in self.shapes
+            for k in range(shape.num_cores)
+        ]
+
+    def sort(self, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
+        """Sorts a batch by slices: made once, for lookup and backward.
+
+        Args:
+            ids: int64 ``[n]``, feature-major; of a table, 0 to ``num_embeddings - 1``.
+            offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
+            batch_size: bags a feature.
+
+        Returns:
+            An opaque int64 tensor.
+
+        Raises:
+            TypeError: a dtype is not as above.
+            ValueError: a length or device is not as above; on a CPU also ids outside of their
+                table, and offsets that decrease or do not end with ``n``.
+        """
+        return _ops.tt_sort(self.handle, ids, offsets, batch_size)
+
+    def lookup(
+        self,
+        cores: Sequence[Tensor],
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        """Rows of ids, pooled by bag; differentiable in the cores and in the weights.
+
+        Args:
+            cores: of all tables.
+            ids: as :meth:`sort` takes them.
+            offsets: likewise.
+            batch_size: likewise.
+            weights: float32 ``[n]``, of pooled rows.
+            mean: divides a pooled sum by the number of ids of its bag.
+            pooled: False: a row an id, where all tables have the same dim.
+            index: what :meth:`sort` gave for this batch; None: it is made here.
+
+        Returns:
+            float32 ``[batch_size, total_dim]``, zeros for empty bags; unpooled ``[n, dim]``.
+
+        Raises:
+            TypeError: a dtype is not as above.
+            ValueError: as :meth:`sort`, and a core, weights or index of another size.
+        """
+        if index is None:
+            index = self.sort(ids, offsets, batch_size)
+        return _ops.tt_lookup(
+            list(cores), self.handle, ids, offsets, weights, index, batch_size, mean, pooled
+        )
+
+    def lookup_fused(
+        self,
+        anchor: Tensor,
+        cores: Sequence[Tensor],
+        states: Sequence[Tensor],
+        step: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        learning_rate: Tensor,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        """As :meth:`lookup`; the backward applies the optimizer and returns no core gradients.
+
+        Only slices that occur in the batch change. The gradient is of the cores as they are at the
+        time of the backward, and so are the learning rate and the step.
+
+        Args:
+            anchor: any float tensor that requires grad, so that autograd records the call.
+            cores: as in :meth:`lookup`; written by the backward.
+            states: as :meth:`make_states` gives them; written by the backward.
+            step: int64 ``[1]``, updates so far; the backward counts it on.
+            ids: as in :meth:`lookup`.
+            offsets: likewise.
+            batch_size: likewise.
+            learning_rate: float32 ``[]``.
+            weights: as in :meth:`lookup`; may require grad.
+            mean: likewise.
+            pooled: likewise.
+            index: likewise.
+        """
+        if index is None:
+            index = self.sort(ids, offsets, batch_size)
+        return _ops.tt_lookup_fused(
+            anchor,
+            list(cores),
+            list(states),
+            step,
+            self.handle,
+            ids,
+            offsets,
+            weights,
+            index,
+            batch_size,
+            mean,
+            pooled,
+            learning_rate,
+        )
+
+    def gradients(
+        self,
+        cores: Sequence[Tensor],
+        grad: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+        index: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Gradients of the cores from that of a lookup's output, of the cores' dtype and shape."""
+        if index is None:
+            index = self.sort(ids, offsets, batch_size)
+        return _ops.tt_gradients(
+            list(cores), self.handle, grad, ids, offsets, weights, index, batch_size, mean, pooled
+        )

@@ -1,0 +1,241 @@
+"""The rows of the most frequent ids, kept decompressed beside a Tensor-Train table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_hkv.hash_table import HashTable
+from torchrec_hkv.hash_table.optimizers import Optimizer
+from torchrec_hkv.tensor_train.dense import rows_of
+from torchrec_hkv.tensor_train.fused_rows import fused_row_lookup, plain_row_lookup
+from torchrec_hkv.tensor_train.shapes import TTShape
+from torchrec_hkv.tensor_train.write_back import write_back
+
+_NO_ID = torch.iinfo(torch.int64).max
+
+
+class HotRows(nn.Module):
+    """A cache of rows of one table.
+
+    Frequencies are counted in a hash table under LFU, so that rare ids leave it when it is full.
+    :meth:`populate` chooses the most frequent ids of it. An id that stays keeps its place, its row
+    and its optimizer state; one that comes gets the row that the cores give; one that leaves gives
+    its row back to the cores (:func:`write_back`). Then all counts are halved: the past counts less
+    and less.
+
+    Args:
+        shape: of the table.
+        size: rows.
+        counted_ids: ids whose frequencies are known at a time, at least ``size``.
+        optimizer: what trains the rows in their backward; None: :attr:`rows` is a parameter that
+            gets gradients.
+        device: of the rows.
+
+    Raises:
+        ValueError: more rows than the table has, or fewer counted ids than rows.
+    """
+
+    def __init__(
+        self,
+        shape: TTShape,
+        size: int,
+        counted_ids: int,
+        optimizer: Optimizer | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if not 1 <= size <= shape.num_embeddings:
+            raise ValueError(
+                f"the cache has {size} rows, but must have 1 to {shape.num_embeddings}, the rows "
+                "of the table."
+            )
+        if counted_ids < size:
+            raise ValueError(
+                f"frequencies are counted for {counted_ids} ids, but must be for at least as many "
+                f"as the cache has rows, {size}."
+            )
+        self.shape, self.size, self.counted_ids, self.optimizer = (
+            shape, size, counted_ids, optimizer
+        )  # fmt: skip
+        dim = shape.embedding_dim
+        self.rows = nn.Parameter(
+            torch.zeros(size, dim, device=device), requires_grad=optimizer is None
+        )
+        width = 0 if optimizer is None else optimizer.state_width(dim)
+        self.register_buffer("states", torch.zeros(size, width, device=device))
+        self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
+        unused = torch.full((size,), _NO_ID, dtype=torch.int64, device=device)
+        #: The id of each row; and ids in order with the places of their rows, to find them by.
+        self.register_buffer("ids", unused)
+        self.register_buffer("sorted_ids", unused.clone())
+        self.register_buffer("sorted_places", torch.arange(size, device=device))
+        #: Occurrences that were counted, also of ids that are not counted any more.
+        self.register_buffer("total", torch.zeros(1, dtype=torch.int64, device=device))
+        #: Ids looked up and found since the last reset.
+        self.register_buffer(
+            "tally", torch.zeros(2, dtype=torch.int64, device=device), persistent=False
+        )
+        self._counts: HashTable | None = None
+        self._restored: dict[str, Tensor] | None = None
+        #: Counts :meth:`populate`: places found before one are no longer valid.
+        self.generation = 0
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``(places, found)`` of ids, int64 and bool ``[n]``; the place of one that is not there
+        means nothing."""
+        at = torch.searchsorted(self.sorted_ids, ids).clamp(max=self.size - 1)
+        found = self.sorted_ids[at] == ids
+        self.tally[0] += ids.numel()
+        self.tally[1] += found.sum()
+        return self.sorted_places[at], found
+
+    def count(self, ids: Tensor) -> None:
+        """Counts the occurrences of ids."""
+        self._counter(ids.device).find_or_insert_slots(ids)
+        self.total += ids.numel()
+
+    def lookup(
+        self, places: Tensor, offsets: Tensor, weights: Tensor, learning_rate: Tensor
+    ) -> Tensor:
+        """Weighted sums of rows by bag; the backward trains the rows, or gives their gradient.
+
+        In evaluation mode an optimizer does nothing.
+
+        Args:
+            places: int64 ``[n]`` from :meth:`find`.
+            offsets: int64 ``[bags + 1]``.
+            weights: float32 ``[n]``.
+            learning_rate: float32 ``[]``, used where there is an optimizer.
+
+        Raises:
+            RuntimeError: in the backward, where :meth:`populate` came in between.
+        """
+        if self.optimizer is None or not self.training:
+            return plain_row_lookup(self, places, offsets, weights)
+        return fused_row_lookup(self, places, offsets, weights, learning_rate)
+
+    @torch.no_grad()
+    def populate(self, cores: Sequence[Tensor]) -> None:
+        """Fills the cache with the most frequent ids and gives back what leaves.
+
+        Waits for the device.
+
+        Args:
+            cores: of the table; written where rows leave.
+        """
+        counted, counts = self.frequencies()
+        if counted.numel() == 0:
+            return
+        # Among equals the smaller id, so that all runs choose alike.
+        order = torch.argsort(counted)
+        order = order[torch.argsort(counts[order], descending=True, stable=True)]
+        chosen = counted[order[: self.size]]
+        stays = torch.isin(self.ids, chosen)
+        leaves = ~stays & (self.ids != _NO_ID)
+        comes = chosen[~torch.isin(chosen, self.ids)]
+        new_rows = rows_of(self.shape, cores, comes)
+        leaving, leaving_rows = self.ids[leaves], self.rows[leaves].clone()
+        if leaving.numel():
+            kept, kept_counts = self._kept(chosen, leaving, counted, counts)
+            leaving_counts = self._counts_of(leaving, counted, counts)
+            write_back(self.shape, cores, leaving, leaving_rows, leaving_counts, kept, kept_counts)
+        free = (~stays).nonzero().flatten()
+        places, unused = free[: comes.numel()], free[comes.numel() :]
+        self.ids[unused] = _NO_ID
+        self.rows[unused] = 0
+        self.states[unused] = 0
+        self.ids[places] = comes
+        self.rows[places] = new_rows
+        self.states[places] = 0
+        self.sorted_ids, self.sorted_places = torch.sort(self.ids)
+        self.generation += 1
+        self._halve_counts(counted, counts)
+
+    def frequencies(self) -> tuple[Tensor, Tensor]:
+        """The ids that are counted, and their counts, int64 on the rows' device."""
+        entries = list(self._counter(self.rows.device).export())
+        none = torch.empty(0, dtype=torch.int64, device=self.rows.device)
+        return (
+            torch.cat([none, *(batch.ids for batch in entries)]),
+            torch.cat([none, *(batch.scores for batch in entries)]),
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the ids looked up that were in the cache (waits for the device); 0 of none."""
+        lookups, hits = self.tally.tolist()
+        return hits / lookups if lookups else 0.0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use (waits for the device)."""
+        return int((self.ids != _NO_ID).sum())
+
+    def _kept(
+        self, chosen: Tensor, leaving: Tensor, counted: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Ids whose rows the cores make, and how often each occurs: those that are counted, and for
+        the others as many that are drawn at random, which share the occurrences that are left."""
+        others = ~torch.isin(counted, chosen) & ~torch.isin(counted, leaving)
+        generator = torch.Generator().manual_seed(self.generation)
+        drawn = torch.randint(
+            0, self.shape.num_embeddings, (4 * counted.numel(),), generator=generator
+        ).to(counted.device)
+        drawn = drawn[~torch.isin(drawn, torch.cat([counted, leaving]))].unique()
+        left = (self.total - counts.sum()).clamp(min=0).float() / max(drawn.numel(), 1)
+        return (
+            torch.cat([counted[others], drawn]),
+            torch.cat([counts[others].float(), left.expand(drawn.numel())]),
+        )
+
+    def _halve_counts(self, counted: Tensor, counts: Tensor) -> None:
+        """So that the past counts less and less."""
+        counts = counts // 2
+        table = self._counter(self.rows.device)
+        table.clear()
+        left = counts > 0
+        zeros = self.rows.new_zeros(int(left.sum()), 1)
+        table.insert_or_assign(counted[left], zeros, counts[left])
+        self.total //= 2
+
+    def _counts_of(self, ids: Tensor, counted: Tensor, counts: Tensor) -> Tensor:
+        """Counts of ids, 1 for those that are not counted any more."""
+        if counted.numel() == 0 or ids.numel() == 0:
+            return torch.ones_like(ids)
+        order = torch.argsort(counted)
+        at = torch.searchsorted(counted[order], ids).clamp(max=counted.numel() - 1)
+        return torch.where(counted[order][at] == ids, counts[order][at], 1)
+
+    def _counter(self, device: torch.device) -> HashTable:
+        if self._counts is None or self._counts.device != device:
+            saved = self._restored if self._counts is None else self.get_extra_state()
+            self._counts = HashTable(1, self.counted_ids, device=device, eviction="lfu")
+            self._restored = None
+            if saved is not None and saved["ids"].numel():
+                ids, scores = saved["ids"].to(device), saved["scores"].to(device)
+                self._counts.insert_or_assign(ids, torch.zeros(ids.numel(), 1).to(device), scores)
+        return self._counts
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """The counts, for ``state_dict``."""
+        if self._counts is None:
+            none = torch.empty(0, dtype=torch.int64)
+            return self._restored or {"ids": none, "scores": none}
+        entries = list(self._counts.export())
+        none = torch.empty(0, dtype=torch.int64)
+        return {
+            "ids": torch.cat([none, *(batch.ids.cpu() for batch in entries)]),
+            "scores": torch.cat([none, *(batch.scores.cpu() for batch in entries)]),
+        }
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Takes counts from ``load_state_dict``."""
+        self._counts, self._restored = None, state
+        self.generation += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_counts": None, "_restored": self.get_extra_state()}

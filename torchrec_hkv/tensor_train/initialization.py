@@ -1,0 +1,119 @@
+"""Initial cores whose table has a given mean and variance.
+
+An entry of the table is a sum over paths of ranks, ``r_1 ... r_{d-1}`` of them, of products of one
+element of each core. Elements with mean 0 make the terms uncorrelated, so that the entry's variance
+is the number of paths times the product of the cores' variances. A mean other than 0 is carried by
+one path of its own, the first of every rank, whose elements are constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.tensor_train.shapes import TTShape
+
+TTDistribution = Literal["uniform", "normal", "approx-uniform", "approx-normal"]
+
+
+def initial_cores(
+    shape: TTShape,
+    distribution: TTDistribution = "approx-normal",
+    *,
+    mean: float = 0.0,
+    std: float | None = None,
+    generator: torch.Generator | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Random cores; entries of the table have the mean and the standard deviation.
+
+    Args:
+        shape: of the table.
+        distribution: of the cores' elements. ``"uniform"`` and ``"normal"``: independent and alike
+            in every core; the entries of the table then have heavier tails than a normal. With
+            ``"approx-normal"`` the outer cores are random signs and an inner one is normal, which
+            makes each entry normal (two and three cores: exactly; four: nearly).
+            ``"approx-uniform"`` has uniform elements there instead: entries are bounded, but near
+            to normal, since a sum of many paths can't be uniform.
+        mean: of the entries.
+        std: their standard deviation; None: ``(3 * num_embeddings) ** -0.5``, that of TorchRec's
+            default, uniform up to ``num_embeddings ** -0.5``.
+        generator: of the random numbers, on the CPU; None: torch's.
+        device: of the result.
+        dtype: of the result.
+
+    Returns:
+        The cores, each of :meth:`TTShape.core_shape`.
+
+    Raises:
+        ValueError: an unknown distribution, a mean or std that is not finite or, for std, negative,
+            or a mean other than 0 where a rank is 1.
+    """
+    if distribution not in get_args(TTDistribution):
+        raise ValueError(
+            f"distribution is {distribution!r}, but must be one of "
+            f"{', '.join(map(repr, get_args(TTDistribution)))}."
+        )
+    std = (3 * shape.num_embeddings) ** -0.5 if std is None else std
+    if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
+        raise ValueError(f"mean is {mean} and std is {std}, but both must be finite, std not < 0.")
+    if mean != 0 and min(shape.ranks) < 2:
+        raise ValueError(
+            f"mean is {mean}, but a mean other than 0 takes a rank of its own, and ranks are "
+            f"{list(shape.ranks)}: give ranks of at least 2."
+        )
+    reserved = int(mean != 0)
+    paths = math.prod(rank - reserved for rank in shape.ranks)
+    # The same share of the variance for every core: none is much larger than another.
+    core_std = (std / math.sqrt(paths)) ** (1 / shape.num_cores)
+    draw = _unit_draws(distribution, shape.num_cores, generator)
+    cores = []
+    for k in range(shape.num_cores):
+        before, after = shape.full_ranks[k], shape.full_ranks[k + 1]
+        core = draw(k, (shape.p[k], before, shape.q[k], after)) * core_std
+        if reserved:
+            core = _with_mean_path(core, k, shape.num_cores, mean)
+        if k == shape.num_cores - 1:
+            core = core.transpose(1, 2)
+        cores.append(core.to(device=device, dtype=dtype).contiguous())
+    return cores
+
+
+def _unit_draws(
+    distribution: str, num_cores: int, generator: torch.Generator | None
+) -> Callable[[int, tuple[int, ...]], Tensor]:
+    """Draws of mean 0 and variance 1 for core k."""
+
+    def uniform(size: tuple[int, ...]) -> Tensor:
+        return (torch.rand(size, generator=generator) * 2 - 1) * math.sqrt(3)
+
+    def normal(size: tuple[int, ...]) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    def signs(size: tuple[int, ...]) -> Tensor:
+        return torch.randint(0, 2, size, generator=generator).float() * 2 - 1
+
+    smooth = uniform if distribution.endswith("uniform") else normal
+    approximate = distribution.startswith("approx")
+
+    def draw(k: int, size: tuple[int, ...]) -> Tensor:
+        # One inner core decides the shape; of two cores, the last.
+        return smooth(size) if not approximate or k == max(1, num_cores - 2) else signs(size)
+
+    return draw
+
+
+def _with_mean_path(core: Tensor, k: int, num_cores: int, mean: float) -> Tensor:
+    """Index 0 of every rank carries the mean and meets no other path."""
+    if k > 0:
+        core[:, 0] = 0
+    if k < num_cores - 1:
+        core[..., 0] = 0
+    constant = abs(mean) ** (1 / num_cores) * (math.copysign(1, mean) if k == 0 else 1)
+    core[:, 0, :, 0] = constant
+    return core

@@ -1,0 +1,317 @@
+"""Shapes of Tensor-Train tables: how rows and columns are split over cores, and their ranks.
+
+A table ``[N, D]`` of ``d`` cores has row factors ``p`` with ``prod(p) >= N``, column factors ``q``
+with ``prod(q) == D``, and ranks ``r_1 .. r_{d-1}`` between the cores (``r_0 = r_d = 1``). Row
+``id = ((i_1 * p_2) + i_2) * p_3 + i_3`` is the product of slice ``i_k`` of each core ``k``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+CORE_COUNTS = (2, 3, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class TTShape:
+    """The shape of one Tensor-Train table.
+
+    Attributes:
+        num_embeddings: rows of the table; ids are 0 to ``num_embeddings - 1``.
+        embedding_dim: columns.
+        p: row factors, one a core; their product is at least ``num_embeddings``.
+        q: column factors, one a core; their product is ``embedding_dim``.
+        ranks: between neighbouring cores, one fewer than cores.
+
+    Raises:
+        TypeError: a number is not an integer.
+        ValueError: the numbers do not fit each other; the sentence names them.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    p: tuple[int, ...]
+    q: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.num_embeddings, self.embedding_dim)
+        for name in ("p", "q", "ranks"):
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        _check_row_factors(self.p, self.num_embeddings)
+        _check_dim_factors(self.q, self.embedding_dim, len(self.p))
+        if len(self.ranks) != self.num_cores - 1:
+            raise ValueError(
+                f"ranks are {list(self.ranks)}, but {self.num_cores} cores need "
+                f"{self.num_cores - 1} of them."
+            )
+        for k, (rank, most) in enumerate(zip(self.ranks, max_ranks(self.p, self.q), strict=True)):
+            if rank > most:
+                raise ValueError(
+                    f"ranks are {list(self.ranks)}, but rank {k + 1} can be at most {most} with "
+                    f"p {list(self.p)} and q {list(self.q)}: a larger one adds nothing."
+                )
+
+    @property
+    def num_cores(self) -> int:
+        """Cores of the table."""
+        return len(self.p)
+
+    @property
+    def full_ranks(self) -> tuple[int, ...]:
+        """``(1, *ranks, 1)``: core ``k`` lies between ranks ``k`` and ``k + 1``."""
+        return (1, *self.ranks, 1)
+
+    def core_shape(self, k: int) -> tuple[int, int, int, int]:
+        """Dimensions of core ``k``: ``(p_k, r_k, q_k, r_{k+1})``, of the last one ``(p_k, q_k,
+        r_k, 1)``, which is how they lie in memory."""
+        r = self.full_ranks
+        if k == self.num_cores - 1:
+            return (self.p[k], self.q[k], r[k], 1)
+        return (self.p[k], r[k], self.q[k], r[k + 1])
+
+    @property
+    def core_shapes(self) -> list[tuple[int, int, int, int]]:
+        """:meth:`core_shape` of every core."""
+        return [self.core_shape(k) for k in range(self.num_cores)]
+
+    def slice_size(self, k: int) -> int:
+        """Elements of one slice of core ``k``."""
+        return math.prod(self.core_shape(k)[1:])
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all cores."""
+        return sum(math.prod(shape) for shape in self.core_shapes)
+
+    @property
+    def padding(self) -> int:
+        """Rows that the cores could express beyond ``num_embeddings``; no id reaches them."""
+        return math.prod(self.p) - self.num_embeddings
+
+    @property
+    def compression_ratio(self) -> float:
+        """Elements of the table over elements of the cores."""
+        return self.num_embeddings * self.embedding_dim / self.num_elements
+
+    def packed(self) -> list[int]:
+        """The shape as ops take it: ``[rows, cores, *p, *q, *ranks]``."""
+        return [self.num_embeddings, self.num_cores, *self.p, *self.q, *self.ranks]
+
+
+def factor_rows(num_embeddings: int, num_cores: int) -> tuple[int, ...]:
+    """Balanced row factors: near the root of ``num_embeddings``, their product at least as large.
+
+    The first factor is the root rounded up; the others split what is left in the same way, so that
+    the product exceeds ``num_embeddings`` by little.
+    """
+    _check_sizes(num_embeddings, 1)
+    _check_cores(num_cores)
+    factors: list[int] = []
+    left = num_embeddings
+    for cores in range(num_cores, 1, -1):
+        factors.append(_root_up(left, cores))
+        left = -(-left // factors[-1])
+    return (*factors, left)
+
+
+def factor_dim(embedding_dim: int, num_cores: int) -> tuple[int, ...]:
+    """Balanced column factors, whose product is ``embedding_dim`` exactly.
+
+    Among all factorizations the one with the smallest sum. The smallest factors go to the inner
+    cores, whose slices are larger by a rank. A prime dim gives ones and itself.
+    """
+    _check_sizes(1, embedding_dim)
+    _check_cores(num_cores)
+    small_first = sorted(_split(embedding_dim, num_cores))
+    *inner, first, last = small_first
+    return (first, *inner, last)
+
+
+def max_ranks(p: Sequence[int], q: Sequence[int]) -> tuple[int, ...]:
+    """The largest ranks that can add to what a table expresses: those of its unfoldings."""
+    sizes = [rows * columns for rows, columns in zip(p, q, strict=True)]
+    return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
+
+
+def make_shape(
+    num_embeddings: int,
+    embedding_dim: int,
+    *,
+    num_cores: int | None = None,
+    p: Sequence[int] | None = None,
+    q: Sequence[int] | None = None,
+    ranks: int | Sequence[int] | None = None,
+    compression_ratio: float | None = None,
+    max_bytes: int | None = None,
+    element_size: int = 4,
+) -> TTShape:
+    """Fills in what is not given. One of ``ranks``, ``compression_ratio`` and ``max_bytes`` is.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: columns.
+        num_cores: 2, 3 or 4; by default as many as ``p``, ``q`` or ``ranks`` say, else 3.
+        p: row factors; by default :func:`factor_rows`.
+        q: column factors; by default :func:`factor_dim`.
+        ranks: one for each pair of neighbours, or one number for all, which is lowered where a
+            table of this shape has no use for it (:func:`max_ranks`).
+        compression_ratio: the cores are at least so many times smaller than the table in elements.
+        max_bytes: the cores take at most so many bytes.
+        element_size: bytes of an element, for ``max_bytes``.
+
+    Raises:
+        TypeError: a number is not an integer.
+        ValueError: what is given does not fit; the sentence names it.
+    """
+    _check_sizes(num_embeddings, embedding_dim)
+    cores = _num_cores(num_cores, p, q, ranks)
+    p = factor_rows(num_embeddings, cores) if p is None else _positive("p", p)
+    q = factor_dim(embedding_dim, cores) if q is None else _positive("q", q)
+    _check_row_factors(p, num_embeddings)
+    _check_dim_factors(q, embedding_dim, len(p))
+    given = {
+        "ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes
+    }  # fmt: skip
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise ValueError(
+            f"{' and '.join(named) or 'nothing'} was given, but exactly one of ranks, "
+            "compression_ratio and max_bytes is needed."
+        )
+    if ranks is not None:
+        if not isinstance(ranks, Sequence):
+            (rank,) = _positive("ranks", [ranks])
+            ranks = [min(rank, most) for most in max_ranks(p, q)]
+        return TTShape(num_embeddings, embedding_dim, p, q, tuple(ranks))
+    if compression_ratio is not None:
+        if not (isinstance(compression_ratio, (int, float)) and 0 < compression_ratio < math.inf):
+            raise ValueError(
+                f"compression_ratio is {compression_ratio!r}, but must be a positive number."
+            )
+        most, what = int(num_embeddings * embedding_dim / compression_ratio), "compression_ratio"
+    else:
+        (max_bytes,) = _positive("max_bytes", [max_bytes])
+        most, what = max_bytes // element_size, "max_bytes"
+    return _largest_within(num_embeddings, embedding_dim, p, q, most, what, given[what])
+
+
+def _largest_within(
+    num_embeddings: int,
+    embedding_dim: int,
+    p: tuple[int, ...],
+    q: tuple[int, ...],
+    most: int,
+    what: str,
+    value: object,
+) -> TTShape:
+    """The shape with the largest equal ranks whose cores have at most so many elements."""
+    limits = max_ranks(p, q)
+
+    def shape(rank: int) -> TTShape:
+        ranks = tuple(min(rank, limit) for limit in limits)
+        return TTShape(num_embeddings, embedding_dim, p, q, ranks)
+
+    least = shape(1)
+    if least.num_elements > most:
+        raise ValueError(
+            f"{what} is {value!r}, but the cores of p {list(p)} and q {list(q)} have at least "
+            f"{least.num_elements} elements, a ratio of {least.compression_ratio:.4g}, at rank 1."
+        )
+    low, high = 1, max(limits)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if shape(middle).num_elements <= most:
+            low = middle
+        else:
+            high = middle - 1
+    return shape(low)
+
+
+def _num_cores(
+    num_cores: int | None,
+    p: Sequence[int] | None,
+    q: Sequence[int] | None,
+    ranks: int | Sequence[int] | None,
+) -> int:
+    said = num_cores
+    if said is None and p is not None:
+        said = len(p)
+    if said is None and q is not None:
+        said = len(q)
+    if said is None and isinstance(ranks, Sequence):
+        said = len(ranks) + 1
+    said = 3 if said is None else said
+    _check_cores(said)
+    for name, factors in (("p", p), ("q", q)):
+        if factors is not None and len(factors) != said:
+            raise ValueError(f"{name} is {list(factors)}, but {said} cores need {said} factors.")
+    return said
+
+
+def _check_cores(num_cores: int) -> None:
+    if num_cores not in CORE_COUNTS:
+        raise ValueError(f"The number of cores is {num_cores!r}, but must be 2, 3 or 4.")
+
+
+def _check_sizes(num_embeddings: int, embedding_dim: int) -> None:
+    _positive("num_embeddings", [num_embeddings])
+    _positive("embedding_dim", [embedding_dim])
+
+
+def _check_row_factors(p: tuple[int, ...], num_embeddings: int) -> None:
+    _check_cores(len(p))
+    if math.prod(p) < num_embeddings:
+        raise ValueError(
+            f"p is {list(p)} with product {math.prod(p)}, but it must be at least num_embeddings, "
+            f"{num_embeddings}."
+        )
+    if math.prod(p) >= 1 << 63:
+        raise ValueError(f"p is {list(p)} with product {math.prod(p)}, but it must be below 2^63.")
+
+
+def _check_dim_factors(q: tuple[int, ...], embedding_dim: int, num_cores: int) -> None:
+    if len(q) != num_cores:
+        raise ValueError(f"q is {list(q)}, but {num_cores} cores need {num_cores} factors.")
+    if math.prod(q) != embedding_dim:
+        raise ValueError(
+            f"q is {list(q)} with product {math.prod(q)}, but it must be embedding_dim, "
+            f"{embedding_dim}."
+        )
+
+
+def _positive(name: str, values: Sequence[object]) -> tuple[int, ...]:
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} has {value!r}, but must be integers.")
+        if not 1 <= value < 1 << 63:
+            raise ValueError(f"{name} has {value}, but must be from 1 to 2^63 - 1.")
+    return tuple(values)
+
+
+def _root_up(n: int, degree: int) -> int:
+    """The smallest integer whose power is at least n."""
+    root = max(1, round(n ** (1.0 / degree)))
+    while root**degree >= n and root > 1:
+        root -= 1
+    while root**degree < n:
+        root += 1
+    return root
+
+
+def _split(n: int, count: int) -> tuple[int, ...]:
+    """The factors of n, so many of them, with the smallest sum."""
+    if count == 1:
+        return (n,)
+    best: tuple[int, ...] | None = None
+    for divisor in range(1, math.isqrt(n) + 1):
+        if n % divisor or divisor**count > n:
+            continue
+        # The smallest factor is at most the root.
+        rest = _split(n // divisor, count - 1)
+        if best is None or divisor + sum(rest) < sum(best):
+            best = (divisor, *rest)
+    assert best is not None  # 1 divides
+    return best

@@ -1,0 +1,72 @@
+"""Puts rows that were trained apart from the cores back into the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.tensor_train.dense import rows_of
+from torchrec_hkv.tensor_train.group import TTGroup
+from torchrec_hkv.tensor_train.shapes import TTShape
+
+
+def write_back(
+    shape: TTShape,
+    cores: Sequence[Tensor],
+    ids: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    kept_ids: Tensor,
+    kept_counts: Tensor,
+    iterations: int = 30,
+) -> None:
+    """Changes the cores so that some ids get the given rows and others keep theirs.
+
+    Minimizes the sum over all these ids of count * |row - wanted row|^2 by L-BFGS, from the cores
+    as they are. With counts that say how often ids are looked up, that is the expected squared
+    error of a row that is looked up. Cores that do not lower it are not taken.
+
+    Args:
+        shape: of the table.
+        cores: its cores, all written.
+        ids: int64 ``[n]``, distinct.
+        rows: float32 ``[n, embedding_dim]``, what they shall be.
+        counts: ``[n]``, how much each matters.
+        kept_ids: int64 ``[m]``, distinct and others than ``ids``: rows that shall stay.
+        kept_counts: ``[m]``.
+        iterations: at most; each costs a few lookups and backwards of all these ids.
+    """
+    if ids.numel() == 0:
+        return
+    with torch.no_grad():
+        everything = torch.cat([ids, kept_ids])
+        wanted = torch.cat([rows, rows_of(shape, cores, kept_ids)])
+        weights = torch.cat([counts.float(), kept_counts.float()]).to(wanted.device)[:, None]
+        weights = weights / weights.mean().clamp(min=1e-30)
+    group = TTGroup([shape])
+    offsets = torch.tensor([0, everything.numel()], device=everything.device)
+    index = group.sort(everything, offsets, 1)
+    # In float32 also for cores of 16 bits, which would not feel the small steps.
+    leaves = [core.detach().float().clone().requires_grad_() for core in cores]
+
+    def error(of: Sequence[Tensor]) -> Tensor:
+        now = group.lookup(of, everything, offsets, 1, pooled=False, index=index)
+        return (weights * (now - wanted).square()).sum()
+
+    solver = torch.optim.LBFGS(leaves, max_iter=iterations, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        solver.zero_grad()
+        loss = error(leaves)
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        solver.step(closure)
+    with torch.no_grad():
+        found = [leaf.to(core.dtype) for leaf, core in zip(leaves, cores, strict=True)]
+        if error(found) < error([core.detach() for core in cores]):  # False for NaN
+            for core, new in zip(cores, found, strict=True):
+                core.data.copy_(new)
