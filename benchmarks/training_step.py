@@ -29,7 +29,14 @@ from torch import Tensor
 
 from benchmarks.environment import report
 from benchmarks.ids import power_law
-from torchrec_hkv.hash_table import AdamW, RowWiseAdagrad, TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import (
+    AdamW,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+    Uniform,
+    table_memory,
+)
 
 LEARNING_RATE = 0.01
 OPTIMIZERS = {
@@ -70,12 +77,39 @@ WORKLOADS = {
 
 
 class HashTables:
-    """The group's side."""
+    """The group's side.
 
-    def __init__(self, work: Workload, optimizer: str, load: float, device: torch.device) -> None:
+    Args:
+        work: the tables, all of whose rows are inserted.
+        optimizer: a key of :data:`OPTIMIZERS`.
+        load: load factor of the tables then.
+        device: a GPU.
+        hbm_share: share of the rows that fit in HBM.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        optimizer: str,
+        load: float,
+        device: torch.device,
+        hbm_share: float = 1.0,
+    ) -> None:
         capacity = int(work.rows / load)
+        hbm_bytes = None
+        if hbm_share < 1:
+            width = OPTIMIZERS[optimizer][0].state_width(work.dim)
+            memory = table_memory(capacity, work.dim, width, "lru")
+            rows = int(hbm_share * work.rows)
+            hbm_bytes = memory.index_bytes + rows * (memory.row_bytes + 3)
         specs = [
-            TableSpec(f"t{t}", capacity, work.dim, initializer=Uniform(-0.05, 0.05))
+            TableSpec(
+                f"t{t}",
+                capacity,
+                work.dim,
+                hbm_bytes=hbm_bytes,
+                initializer=Uniform(-0.05, 0.05),
+            )
             for t in range(work.tables)
         ]
         self.batch = work.batch
@@ -101,10 +135,11 @@ class HashTables:
 
 
 def make_fbgemm(
-    work: Workload, optimizer: str, device: torch.device
+    work: Workload, optimizer: str, device: torch.device, cached_share: float | None = None
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """FBGEMM's side."""
-    shape = (work.rows, work.dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    """FBGEMM's side; with a cached share, rows in host memory behind a cache of so many."""
+    place = EmbeddingLocation.DEVICE if cached_share is None else EmbeddingLocation.MANAGED_CACHING
+    shape = (work.rows, work.dim, place, ComputeDevice.CUDA)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
         [shape] * work.tables,
         optimizer=OPTIMIZERS[optimizer][1],
@@ -112,6 +147,7 @@ def make_fbgemm(
         eps=1e-8,
         pooling_mode=PoolingMode.SUM,
         device=device,
+        **({} if cached_share is None else {"cache_load_factor": cached_share}),
     )
     tables.init_embedding_weights_uniform(-0.05, 0.05)
     return tables
