@@ -136,15 +136,27 @@ __device__ __forceinline__ const TableView& table_of(const TableView* tables, co
   return tables[update.batch.feature_tables[bag / update.batch.batch_size]];
 }
 
-// The end of a run: a tile's lanes' keys at a time.
+// The end of the run that `at` is in, by a tile whose lanes look at as many keys at once: a hot
+// id's run may be half of the batch.
 template <int kLanes>
 __device__ __forceinline__ int64_t end_of_run(const Keys& keys, int64_t at, int64_t n,
                                               uint64_t slot) {
-  for (int64_t end = at + 1;; end += kLanes) {
-    const int64_t look = end + Tile<kLanes>::lane();
-    const unsigned same = Tile<kLanes>::ballot(look < n && keys[look] == slot);
-    if (same != Tile<kLanes>::kFull) return end + __ffs(static_cast<int>(~same)) - 1;
+  int64_t low = at, high = n;  // low is in the run, high is not
+  for (int64_t step = kLanes; low + step < n; step *= kLanes) {
+    if (keys[low + step] != slot) {
+      high = low + step;
+      break;
+    }
+    low += step;
   }
+  while (high - low > 1) {
+    const int64_t stride = (high - low + kLanes) / (kLanes + 1);
+    const int64_t look = low + (Tile<kLanes>::lane() + 1) * stride;
+    const int same = __popc(Tile<kLanes>::ballot(look < high && keys[look] == slot));
+    low += same * stride;
+    high = min(high, low + stride);
+  }
+  return high;
 }
 
 template <int kLanes>

@@ -220,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     Neighbour its{};
     if (lane < count) {
       its = neighbour_at(tables, update, scratch, chunk + lane, scratch.keys[chunk + lane]);
+      prefetch_l2(update.grad.data + its.gradient, static_cast<uint32_t>(dim) * sizeof(float));
     }
     for (int group = 0; group < count; group += kAhead) {
       Gradient gradient[kAhead];
@@ -253,15 +254,22 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t begin = (p - whole.first_piece) * kPieceSize;
     const int64_t end = min(begin + kPieceSize, static_cast<int64_t>(whole.length));
     const uint64_t key = scratch.keys[whole.first];
+    const auto neighbour = [&](int64_t chunk) {
+      Neighbour its{};
+      if (chunk + tile.lane() < end) {
+        its = neighbour_at(tables, update, scratch, whole.first + chunk + tile.lane(), key);
+        prefetch_l2(update.grad.data + its.gradient,
+                    static_cast<uint32_t>(tables[its.table].dim()) * sizeof(float));
+      }
+      return its;
+    };
+    Neighbour next = neighbour(begin);
+    const int32_t dim = tables[tile.of_lane(next.table, 0)].dim();
     Gradient sum = Gradient::zero();
-    int32_t dim = 0;
     for (int64_t chunk = begin; chunk < end; chunk += kWarp) {
       const int count = static_cast<int>(min(static_cast<int64_t>(kWarp), end - chunk));
-      Neighbour its{};
-      if (tile.lane() < count) {
-        its = neighbour_at(tables, update, scratch, whole.first + chunk + tile.lane(), key);
-      }
-      dim = tables[tile.of_lane(its.table, 0)].dim();
+      const Neighbour its = next;
+      if (chunk + kWarp < end) next = neighbour(chunk + kWarp);
       for (int group = 0; group < count; group += kAhead) {
         Gradient gradient[kAhead];
 #pragma unroll
