@@ -5,6 +5,8 @@
 #include <ATen/Context.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
 #include "bindings/tensor_train_batch.h"

@@ -8,6 +8,10 @@
 
 #include "bindings/tensor_train_module.h"
 
+#ifdef TORCHREC_HKV_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#endif
+
 namespace py = pybind11;
 
 namespace torchrec_hkv::bindings {
@@ -91,7 +95,12 @@ std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrain
 
 int64_t TensorTrainGroup::outside([[maybe_unused]] c10::Device device) {
 #ifdef TORCHREC_HKV_CUDA
-  if (device.is_cuda()) return plans_.outside(device).item<int64_t>();
+  if (device.is_cuda()) {
+    // As ids say it, which always have an index.
+    const c10::DeviceIndex index =
+        device.has_index() ? device.index() : c10::cuda::current_device();
+    return plans_.outside({c10::kCUDA, index}).item<int64_t>();
+  }
 #endif
   return 0;
 }
