@@ -137,7 +137,7 @@ class TensorTrain:
 
     def error(self, ids: Tensor, offsets: Tensor) -> float:
         """Of the rows of the first table's first bags, relative to those in float64."""
-        shape, bags = self.work.shapes[0], min(self.work.batch, 1000)
+        shape, bags = self.work.shapes[0], min(self.work.batch, 200)
         digits, rest = [], ids[: bags * self.work.bag]
         for p in reversed(shape.p):
             digits.append(rest % p)

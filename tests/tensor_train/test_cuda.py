@@ -263,6 +263,19 @@ def test_streams_take_turns():
             tt.assert_near(one, other, 2e-5)
 
 
+@pytest.mark.parametrize("shape", LARGER, ids=str)
+def test_precisions_are_two(shape):
+    cores = tt.random_cores(shape, "cuda")
+    bags = draw([shape])
+    expected = tt.reference_lookup([tt.dense_table(shape, cores)], [0], bags)
+    errors = {}
+    for precision in ("fp32", "tf32"):
+        group = TTGroup([shape], precision=precision)
+        out = group.lookup(cores, bags.ids, bags.offsets, bags.batch_size)
+        errors[precision] = float((out - expected).norm() / expected.norm())
+    assert errors["fp32"] < 1e-5 < errors["tf32"] < 1e-3
+
+
 def test_gradient_at_an_odd_address():
     shape = LARGER[0]
     cores = tt.random_cores(shape, "cuda")

@@ -13,6 +13,11 @@ ops = torch.ops.torchrec_hkv
 SHAPES = [TTShape(90, 6, (5, 4, 5), (1, 2, 3), (5, 4)), TTShape(50, 4, (5, 10), (2, 2), (3,))]
 
 
+# Two indices of a batch on a GPU need not be the same bytes, which the last check compares.
+NO_VALUES = ("test_schema", "test_autograd_registration", "test_faketensor")
+SORT_CHECKS = {"cpu": (*NO_VALUES, "test_aot_dispatch_dynamic"), "cuda": NO_VALUES}
+
+
 def make(device="cpu", optimizer=None, shapes=SHAPES):
     group = TTGroup(shapes, optimizer=optimizer, names=["page", "user"][: len(shapes)])
     cores = [core for shape in shapes for core in tt.random_cores(shape, device)]
@@ -23,8 +28,10 @@ def make(device="cpu", optimizer=None, shapes=SHAPES):
 def test_opcheck_of_lookups(device_type):
     group, cores, bags = make(device_type)
     args = (group.handle, bags.ids, bags.offsets)
-    torch.library.opcheck(ops.tt_sort, (*args, None, 4, False, True))
-    torch.library.opcheck(ops.tt_sort, (*args, bags.weights, 4, False, True))
+    for weights in (None, bags.weights):
+        torch.library.opcheck(
+            ops.tt_sort, (*args, weights, 4, False, True), test_utils=SORT_CHECKS[device_type]
+        )
     index = group.sort(bags.ids, bags.offsets, 4, weights=bags.weights, mean=True)
     leaves = [core.requires_grad_() for core in cores]
     torch.library.opcheck(ops.tt_lookup, (leaves, *args, bags.weights, index, 4, True, True))
