@@ -61,7 +61,8 @@ void set_cores(at::TensorList cores, at::Device device, TensorTrainBatch* call) 
 }  // namespace
 
 TensorTrainBatch sortable_batch(int64_t group, const at::Tensor& ids, const at::Tensor& offsets,
-                                int64_t batch_size) {
+                                const std::optional<at::Tensor>& weights, int64_t batch_size,
+                                bool mean, bool pooled) {
   TensorTrainBatch call;
   call.group = TensorTrainGroup::from_handle(group);
   check_dtype(ids, "ids", at::kLong);
@@ -85,27 +86,8 @@ TensorTrainBatch sortable_batch(int64_t group, const at::Tensor& ids, const at::
                         offsets.const_data_ptr<int64_t>(),
                         nullptr,
                         batch_size,
-                        false,
-                        true};
-  if (ids.device().is_cpu()) {  // on a GPU looking would wait for the device
-    check_offsets_on_cpu(offsets, ids.numel());
-    check_ids_on_cpu(call);
-  }
-  return call;
-}
-
-TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Tensor& ids,
-                               const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
-                               const at::Tensor& index, int64_t batch_size, bool mean,
-                               bool pooled) {
-  TensorTrainBatch call = sortable_batch(group, ids, offsets, batch_size);
-  set_cores(cores, ids.device(), &call);
-  call.batch.mean = mean;
-  call.batch.pooled = pooled;
-  check_dtype(index, "index", at::kLong);
-  check_device(index, "index", ids.device());
-  TORCH_CHECK_VALUE(index.is_contiguous(), "index must be contiguous.");
-  if (ids.device().is_cpu()) check_length(index, "index", ids.numel());
+                        mean,
+                        pooled};
   TORCH_CHECK_VALUE(pooled || call.group->common_dim() >= 0,
                     "rows that are not pooled need tables of one dim, but those of the group "
                     "differ.");
@@ -117,12 +99,63 @@ TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Te
     TORCH_CHECK_VALUE(weights->is_contiguous(), "weights must be contiguous.");
     call.batch.weights = weights->const_data_ptr<float>();
   }
+  TORCH_CHECK_VALUE(!call.group->tf32() || !ids.device().is_cpu(),
+                    "precision is 'tf32', but on a CPU it must be 'fp32'.");
+  if (ids.device().is_cpu()) {  // on a GPU looking would wait for the device
+    check_offsets_on_cpu(offsets, ids.numel());
+    check_ids_on_cpu(call);
+  }
+  return call;
+}
+
+TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Tensor& ids,
+                               const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
+                               const at::Tensor& index, int64_t batch_size, bool mean,
+                               bool pooled) {
+  TensorTrainBatch call = sortable_batch(group, ids, offsets, weights, batch_size, mean, pooled);
+  set_cores(cores, ids.device(), &call);
+  check_dtype(index, "index", at::kLong);
+  check_device(index, "index", ids.device());
+  TORCH_CHECK_VALUE(index.is_contiguous(), "index must be contiguous.");
+  if (ids.device().is_cpu()) check_length(index, "index", ids.numel());
   return call;
 }
 
 std::vector<int64_t> output_shape(const TensorTrainBatch& call, const at::Tensor& ids) {
   if (!call.batch.pooled) return {ids.numel(), call.group->common_dim()};
   return {call.batch.batch_size, call.group->total_dim()};
+}
+
+void check_states(const TensorTrainBatch& call, at::TensorList states, const at::Tensor& step,
+                  const at::Tensor& learning_rate, at::Device device) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(states.size()) == call.group->num_cores(),
+                    "the tables of the group have ", call.group->num_cores(),
+                    " cores with a state each, but ", states.size(), " states were given.");
+  size_t next = 0;
+  for (int32_t t = 0; t < call.group->num_tables(); ++t) {
+    const TableCpu& table = call.tables[t];
+    for (int32_t k = 0; k < table.cores; ++k) {
+      const at::Tensor& state = states[next++];
+      const int64_t width =
+          state_width(call.group->optimizer(), static_cast<int32_t>(table.slice(k)));
+      check_dtype(state, "states", at::kFloat);
+      check_device(state, "states", device);
+      TORCH_CHECK_VALUE(state.is_contiguous() && state.numel() == table.p[k] * width,
+                        "the state of core ", k, " of table '", call.group->name(t), "' must have ",
+                        table.p[k] * width, " elements, contiguous, but has shape ", state.sizes(),
+                        ".");
+    }
+  }
+  check_dtype(step, "step", at::kLong);
+  check_device(step, "step", device);
+  TORCH_CHECK_VALUE(step.numel() == 1, "step must have 1 element, but has shape ", step.sizes(),
+                    ".");
+  check_dtype(learning_rate, "learning_rate", at::kFloat);
+  check_device(learning_rate, "learning_rate", device);
+  TORCH_CHECK_VALUE(learning_rate.numel() == 1, "learning_rate must have 1 element, but has shape ",
+                    learning_rate.sizes(), ".");
+  TORCH_CHECK_VALUE(call.group->optimizer().kind != Optimizer::kNone,
+                    "the group has no optimizer: its cores can't be updated.");
 }
 
 at::Tensor checked_gradient(const TensorTrainBatch& call, const at::Tensor& ids,

@@ -21,14 +21,20 @@ struct TensorTrainBatch {
 
 // Without cores: what sorting takes. Looks at ids and offsets where they are on the CPU.
 TensorTrainBatch sortable_batch(int64_t group, const at::Tensor& ids, const at::Tensor& offsets,
-                                int64_t batch_size);
+                                const std::optional<at::Tensor>& weights, int64_t batch_size,
+                                bool mean, bool pooled);
 
+// On a GPU the length of the index is not looked at.
 TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Tensor& ids,
                                const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                                const at::Tensor& index, int64_t batch_size, bool mean, bool pooled);
 
 // Shape of the lookup's output.
 std::vector<int64_t> output_shape(const TensorTrainBatch& batch, const at::Tensor& ids);
+
+// Refuses what an update can't be made with.
+void check_states(const TensorTrainBatch& batch, at::TensorList states, const at::Tensor& step,
+                  const at::Tensor& learning_rate, at::Device device);
 
 // The gradient of the output, contiguous.
 at::Tensor checked_gradient(const TensorTrainBatch& batch, const at::Tensor& ids,

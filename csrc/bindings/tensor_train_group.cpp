@@ -8,6 +8,10 @@
 
 #include "bindings/tensor_train_module.h"
 
+#ifdef TORCHREC_HKV_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#endif
+
 namespace py = pybind11;
 
 namespace torchrec_hkv::bindings {
@@ -57,17 +61,20 @@ tensor_train::TableCpu table_of(const TensorTrainShape& shape) {
 
 std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrainShape> shapes,
                                                          std::vector<int64_t> feature_tables,
-                                                         const OptimizerConfig& optimizer) {
+                                                         const OptimizerConfig& optimizer,
+                                                         bool tf32) {
   TORCH_CHECK_VALUE(!shapes.empty(), "a group must have at least one table.");
   TORCH_CHECK_VALUE(!feature_tables.empty(), "a group must have at least one feature.");
   TORCH_CHECK_VALUE(optimizer.kind != Optimizer::kLamb,
                     "Tensor-Train tables are not trained by LAMB: take another optimizer.");
   std::shared_ptr<TensorTrainGroup> group(new TensorTrainGroup);
   group->optimizer_ = optimizer;
+  group->tf32_ = tf32;
   for (const TensorTrainShape& shape : shapes) {
     group->tables_.push_back(table_of(shape));
     group->names_.push_back(shape.name);
     group->num_cores_ += group->tables_.back().cores;
+    group->num_prefixes_ += group->tables_.back().heads() * group->tables_.back().middles();
   }
   group->common_dim_ = group->tables_[0].dim();
   for (const tensor_train::TableCpu& table : group->tables_) {
@@ -84,6 +91,18 @@ std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrain
   group->handle_ = all.next++;
   all.groups[group->handle_] = group;
   return group;
+}
+
+int64_t TensorTrainGroup::outside([[maybe_unused]] c10::Device device) {
+#ifdef TORCHREC_HKV_CUDA
+  if (device.is_cuda()) {
+    // As ids say it, which always have an index.
+    const c10::DeviceIndex index =
+        device.has_index() ? device.index() : c10::cuda::current_device();
+    return plans_.outside({c10::kCUDA, index}).item<int64_t>();
+  }
+#endif
+  return 0;
 }
 
 TensorTrainGroup::~TensorTrainGroup() {
@@ -111,15 +130,21 @@ void define_tensor_train(py::module_& m) {
                        const std::vector<std::vector<int64_t>>& p,
                        const std::vector<std::vector<int64_t>>& q,
                        const std::vector<std::vector<int64_t>>& ranks,
-                       std::vector<int64_t> feature_tables, const OptimizerConfig& optimizer) {
+                       std::vector<int64_t> feature_tables, const OptimizerConfig& optimizer,
+                       bool tf32) {
              std::vector<TensorTrainShape> shapes;
              for (size_t t = 0; t < names.size(); ++t) {
                shapes.push_back({names.at(t), rows.at(t), p.at(t), q.at(t), ranks.at(t)});
              }
-             return TensorTrainGroup::make(std::move(shapes), std::move(feature_tables), optimizer);
+             return TensorTrainGroup::make(std::move(shapes), std::move(feature_tables), optimizer,
+                                           tf32);
            }),
            py::kw_only(), py::arg("names"), py::arg("rows"), py::arg("p"), py::arg("q"),
-           py::arg("ranks"), py::arg("feature_tables"), py::arg("optimizer"))
+           py::arg("ranks"), py::arg("feature_tables"), py::arg("optimizer"), py::arg("tf32"))
+      .def(
+          "outside",
+          [](TensorTrainGroup& group, const at::Device& device) { return group.outside(device); },
+          py::arg("device"))
       .def_property_readonly("handle", &TensorTrainGroup::handle)
       .def_property_readonly("total_dim", &TensorTrainGroup::total_dim)
       .def_property_readonly("common_dim", &TensorTrainGroup::common_dim);
@@ -127,9 +152,10 @@ void define_tensor_train(py::module_& m) {
       "tensor_train_dims",
       [](int64_t handle) {
         const auto group = TensorTrainGroup::from_handle(handle);
-        return std::make_pair(group->total_dim(), group->common_dim());
+        return std::make_tuple(group->total_dim(), group->common_dim(), group->num_prefixes());
       },
-      py::arg("handle"), "Columns of the pooled output, and of the unpooled one or -1.");
+      py::arg("handle"),
+      "Columns of the pooled output, and of the unpooled one or -1, and prefixes of all tables.");
 }
 
 }  // namespace torchrec_hkv::bindings

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/tensor_train_plan.h"
 #include "common/optimizers.h"
 #include "tensor_train/tables_cpu.h"
 
@@ -24,7 +25,7 @@ class TensorTrainGroup {
  public:
   static std::shared_ptr<TensorTrainGroup> make(std::vector<TensorTrainShape> shapes,
                                                 std::vector<int64_t> feature_tables,
-                                                const OptimizerConfig& optimizer);
+                                                const OptimizerConfig& optimizer, bool tf32);
   static std::shared_ptr<TensorTrainGroup> from_handle(int64_t handle);
   ~TensorTrainGroup();
 
@@ -36,6 +37,14 @@ class TensorTrainGroup {
   // Without cores and row type.
   const tensor_train::TableCpu& table(int32_t table) const { return tables_[table]; }
   const OptimizerConfig& optimizer() const { return optimizer_; }
+  // Products on a GPU are of operands rounded to tf32; otherwise as accurate as float32.
+  bool tf32() const { return tf32_; }
+  int64_t num_prefixes() const { return num_prefixes_; }  // that all tables have
+#ifdef TORCHREC_HKV_CUDA
+  TensorTrainPlans& plans() { return plans_; }
+#endif
+  // Ids outside of their tables that were sorted on a GPU, which it waits for. A CPU refuses them.
+  int64_t outside(c10::Device device);
   int64_t num_cores() const { return num_cores_; }  // of all tables
   int64_t total_dim() const { return total_dim_; }  // columns of the pooled output
   // Columns of the unpooled output; -1 where the tables differ.
@@ -49,7 +58,11 @@ class TensorTrainGroup {
   std::vector<tensor_train::TableCpu> tables_;
   std::vector<int32_t> feature_tables_;
   OptimizerConfig optimizer_;
-  int64_t num_cores_ = 0, total_dim_ = 0, common_dim_ = -1;
+  bool tf32_ = false;
+  int64_t num_cores_ = 0, num_prefixes_ = 0, total_dim_ = 0, common_dim_ = -1;
+#ifdef TORCHREC_HKV_CUDA
+  TensorTrainPlans plans_;
+#endif
 };
 
 }  // namespace torchrec_hkv::bindings

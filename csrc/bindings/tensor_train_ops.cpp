@@ -2,7 +2,7 @@
 // autograd formulas in tensor_train_autograd.cpp.
 //
 // The index that tt_sort makes is opaque, and of the device's own: on a CPU the positions in sorted
-// order.
+// order, which weights, mean and pooled do not change. tensor_train_cuda_ops.cpp has the GPU's.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -20,8 +20,10 @@ using tensor_train::kMaxCores;
 using tensor_train::TableCpu;
 
 at::Tensor tt_sort(int64_t group, const at::Tensor& ids, const at::Tensor& offsets,
-                   int64_t batch_size) {
-  const TensorTrainBatch call = sortable_batch(group, ids, offsets, batch_size);
+                   const std::optional<at::Tensor>& weights, int64_t batch_size, bool mean,
+                   bool pooled) {
+  const TensorTrainBatch call =
+      sortable_batch(group, ids, offsets, weights, batch_size, mean, pooled);
   at::Tensor index = at::empty_like(ids);
   kernels::sort_ids(call.tables.data(), call.batch, index.mutable_data_ptr<int64_t>());
   return index;
@@ -71,38 +73,6 @@ std::vector<at::Tensor> tt_gradients(at::TensorList cores, int64_t group, const 
     gradients[i] = gradients[i].to(cores[i].scalar_type());
   }
   return gradients;
-}
-
-void check_states(const TensorTrainBatch& call, at::TensorList states, const at::Tensor& step,
-                  const at::Tensor& learning_rate, at::Device device) {
-  TORCH_CHECK_VALUE(static_cast<int64_t>(states.size()) == call.group->num_cores(),
-                    "the tables of the group have ", call.group->num_cores(),
-                    " cores with a state each, but ", states.size(), " states were given.");
-  size_t next = 0;
-  for (int32_t t = 0; t < call.group->num_tables(); ++t) {
-    const TableCpu& table = call.tables[t];
-    for (int32_t k = 0; k < table.cores; ++k) {
-      const at::Tensor& state = states[next++];
-      const int64_t width =
-          state_width(call.group->optimizer(), static_cast<int32_t>(table.slice(k)));
-      check_dtype(state, "states", at::kFloat);
-      check_device(state, "states", device);
-      TORCH_CHECK_VALUE(state.is_contiguous() && state.numel() == table.p[k] * width,
-                        "the state of core ", k, " of table '", call.group->name(t), "' must have ",
-                        table.p[k] * width, " elements, contiguous, but has shape ", state.sizes(),
-                        ".");
-    }
-  }
-  check_dtype(step, "step", at::kLong);
-  check_device(step, "step", device);
-  TORCH_CHECK_VALUE(step.numel() == 1, "step must have 1 element, but has shape ", step.sizes(),
-                    ".");
-  check_dtype(learning_rate, "learning_rate", at::kFloat);
-  check_device(learning_rate, "learning_rate", device);
-  TORCH_CHECK_VALUE(learning_rate.numel() == 1, "learning_rate must have 1 element, but has shape ",
-                    learning_rate.sizes(), ".");
-  TORCH_CHECK_VALUE(call.group->optimizer().kind != Optimizer::kNone,
-                    "the group has no optimizer: its cores can't be updated.");
 }
 
 void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int64_t group,
@@ -159,7 +129,9 @@ at::Tensor tt_weights_gradient(at::TensorList cores, int64_t group, const at::Te
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
-  m.def("tt_sort(int group, Tensor ids, Tensor offsets, int batch_size) -> Tensor");
+  m.def(
+      "tt_sort(int group, Tensor ids, Tensor offsets, Tensor? weights, int batch_size, bool mean, "
+      "bool pooled) -> Tensor");
   m.def(
       "tt_lookup(Tensor[] cores, int group, Tensor ids, Tensor offsets, Tensor? weights, "
       "Tensor index, int batch_size, bool mean, bool pooled) -> Tensor");

@@ -218,7 +218,7 @@ void launch_resident(const TileRun& run, const TileInput& in) {
 // dense, otherwise by tiles.
 template <typename Resident, int kSubs, typename Tiles>
 void run_gradients(const TileRun& run, TileInput in) {
-  in.leaves_dense = tile_experiment != 3 && fits_resident<Resident, kSubs>(run.only_lasts);
+  in.leaves_dense = fits_resident<Resident, kSubs>(run.only_lasts);
   if (in.leaves_dense) launch_resident<Resident, kSubs>(run, in);
   launch_tiles<Tiles, true>(run, in);
 }

@@ -19,8 +19,6 @@ struct TileRun {
   cudaStream_t stream;
 };
 
-inline int tile_experiment = 0;
-
 void run_tiles_32(const TileRun& run, const TileInput& in);
 void run_tiles_64(const TileRun& run, const TileInput& in);
 void run_tiles_128(const TileRun& run, const TileInput& in);

@@ -15,23 +15,6 @@ struct Shapes {
   using ManyBackward = TileConfig<64, 32, 16, 8, kProducts, kFit, kType, kBlocks>;
 };
 
-// Experiment: the prototype's shape.
-template <int kProducts, Fit kFit, RowType kType>
-struct Wide {
-  using Few = TileConfig<64, 64, 16, 8, kProducts, kFit, kType, 1>;
-  using FewBackward = Few;
-  using Many = Few;
-  using ManyBackward = Few;
-};
-// Experiment: whole slices, two blocks.
-template <int kProducts, Fit kFit, RowType kType>
-struct Twice {
-  using Few = TileConfig<64, 64, 8, 8, kProducts, kFit, kType, kFit == Fit::kAny ? 1 : 2>;
-  using FewBackward = Few;
-  using Many = Few;
-  using ManyBackward = Few;
-};
-
 template <int kProducts>
 void run_many_gradients(const TileRun& run, const TileInput& in) {
   using Resident = TileConfig<64, 32, 16, 16, kProducts, Fit::kFours, RowType::kFloat32, 1>;
@@ -42,18 +25,6 @@ void run_many_gradients(const TileRun& run, const TileInput& in) {
 }  // namespace
 
 void run_tiles_64(const TileRun& run, const TileInput& in) {
-  if (tile_experiment == 1 && run.kernel.fours) {
-    run.precision == Precision::kTf32
-        ? run_shapes<Wide<1, Fit::kFours, RowType::kFloat32>>(run, in)
-        : run_shapes<Wide<3, Fit::kFours, RowType::kFloat32>>(run, in);
-    return;
-  }
-  if (tile_experiment == 2 && run.kernel.fours) {
-    run.precision == Precision::kTf32
-        ? run_shapes<Twice<1, Fit::kFours, RowType::kFloat32>>(run, in)
-        : run_shapes<Twice<3, Fit::kFours, RowType::kFloat32>>(run, in);
-    return;
-  }
   if (!run.backward || run.few || !run.kernel.fours) {
     run_rank<Shapes>(run, in);
   } else if (run.precision == Precision::kTf32) {

@@ -92,7 +92,45 @@ def test_storage_is_what_the_tensors_take(name, dtype):
     counted = BACKEND.storage(shard(dtype=dtype), spec, "cpu")
     assert counted.hbm == 0
     assert counted.host == pytest.approx(taken, rel=0.01)
-    assert BACKEND.storage(shard(dtype=dtype), spec, "cuda").hbm == counted.host
+    on_gpu = BACKEND.storage(shard(dtype=dtype), spec, "cuda")
+    gradient = 0 if spec is not None else sum(4 * core.numel() for core in lookup._cores)
+    assert (on_gpu.hbm, on_gpu.host) == (counted.host + gradient, 0)
+
+
+def test_storage_of_four_cores_has_products_of_two_on_a_gpu():
+    four = shard(options=TTOptions(ranks=(2, 3, 2), p=(5, 6, 7, 10), q=(2, 2, 2, 2)))
+    sgd = OptimizerSpec("sgd")
+    heads = (5 * 6) * (2 * 2) * 3
+    on_cpu = BACKEND.storage(four, sgd, "cpu").host
+    assert BACKEND.storage(four, sgd, "cuda").hbm == on_cpu + 2 * 4 * heads
+
+
+def test_precision():
+    table = shard(options=TTOptions(ranks=6, precision="tf32"))
+    BACKEND.check(table, None, "cuda")
+    with pytest.raises(ValueError, match="table 'page': precision is 'tf32', but on 'cpu' it must"):
+        BACKEND.check(table, None, "cpu")
+    with pytest.raises(ValueError, match="precision is 'fp16', but must be 'fp32' or 'tf32'"):
+        TTOptions(precision="fp16")
+    wide = shard(
+        num_embeddings=10**8, capacity=10**8, dim=512, embedding_dim=512,
+        options=TTOptions(ranks=(300, 20)),
+    )  # fmt: skip
+    BACKEND.check(wide, None, "cpu")
+    with pytest.raises(ValueError, match=r"ranks are \[300, 20\], but on a GPU"):
+        BACKEND.check(wide, None, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("other", ["tf32", "fp32"])
+def test_tables_together_take_the_higher_precision(other):
+    shards = [
+        shard(name=name, options=TTOptions(ranks=6, precision=precision))
+        for name, precision in {"page": "tf32", "user": other}.items()
+    ]
+    lookup = BACKEND.create_lookup(shards, [0, 1], None, torch.device("cuda"))
+    assert lookup._group.precision == other
 
 
 def test_initial_rows_have_the_configs_mean_and_variance():
@@ -136,14 +174,17 @@ def test_lookup_trains_and_counts(device_type, pooling):
     assert lookup.counters("page") == {"lookups": n, "size": 2000, "capacity": 2000}
 
 
-def test_clip_output_bounds_the_outputs_gradient():
-    clipped = make(OptimizerSpec("sgd", clip_output=0.5))
-    plain = make(OptimizerSpec("sgd"))
-    ids, offsets, rate = torch.tensor([3, 9]), torch.tensor([0, 2]), torch.tensor(0.1)
-    grad = torch.randn(1, 16) * 2
+def test_clip_output_bounds_the_outputs_gradient(device_type):
+    clipped = make(OptimizerSpec("sgd", clip_output=0.5), device_type)
+    plain = make(OptimizerSpec("sgd"), device_type)
+    ids = torch.tensor([3, 9], device=device_type)
+    offsets = torch.tensor([0, 2], device=device_type)
+    rate = torch.tensor(0.1, device=device_type)
+    grad = torch.randn(1, 16, device=device_type) * 2
     clipped(ids, offsets, None, 1, rate).backward(grad)
     plain(ids, offsets, None, 1, rate).backward(grad.clamp(-0.5, 0.5))
-    assert all(map(torch.equal, clipped.cores("page"), plain.cores("page")))
+    for one, other in zip(clipped.cores("page"), plain.cores("page"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_tables_without_an_optimizer_stay():

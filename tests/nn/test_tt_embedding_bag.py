@@ -7,12 +7,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import tensor_train as tt
 from torchrec_hkv import OptimType, TTEmbeddingBag
+from torchrec_hkv.nn import TableBatchedTTEmbeddingBag
+from torchrec_hkv.tensor_train import make_shape
 
 ROWS, DIM = 300, 12
 
@@ -68,7 +70,9 @@ def check(bag, *args):
         tt.assert_near(one, other, magnitude=size)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.integers(0, 2**32),
     st.lists(st.integers(0, 6), min_size=1, max_size=9),
@@ -76,15 +80,16 @@ def check(bag, *args):
     st.booleans(),
     st.sampled_from([torch.int64, torch.int32]),
 )
-def test_one_dimensional_input(seed, lengths, mode, last, dtype):
+def test_one_dimensional_input(device_type, seed, lengths, mode, last, dtype):
     torch.manual_seed(seed)
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    ids = torch.randint(0, ROWS, (int(ends[-1]),)).to(dtype)
-    bag = make(mode=mode, include_last_offset=last)
-    offsets = (ends if last else ends[:-1]).to(dtype)
+    ids = torch.randint(0, ROWS, (int(ends[-1]),)).to(device_type, dtype)
+    bag = make(device_type, mode=mode, include_last_offset=last)
+    offsets = (ends if last else ends[:-1]).to(device_type, dtype)
     check(bag, ids, offsets)
     if mode == "sum":
-        check(bag, ids, offsets, torch.randn(ids.numel(), requires_grad=True))
+        weights = torch.randn(ids.numel(), device=device_type, requires_grad=True)
+        check(bag, ids, offsets, weights)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -141,21 +146,52 @@ def test_fused_equals_returned_gradients(device_type, kind):
         tt.assert_near(other, one, 1e-4)
 
 
-def test_evaluation_trains_nothing():
-    bag = make(sparse=True).eval()
+def test_evaluation_trains_nothing(device_type):
+    bag = make(device_type, sparse=True).eval()
     before = [core.clone() for core in bag.tt_cores]
-    weights = torch.randn(4, requires_grad=True)
-    bag(torch.tensor([1, 2, 3, 4]), torch.tensor([0]), weights).sum().backward()
+    weights = torch.randn(4, device=device_type, requires_grad=True)
+    ids, zero = (torch.tensor(v, device=device_type) for v in ([1, 2, 3, 4], [0]))
+    bag(ids, zero, weights).sum().backward()
     assert weights.grad is not None
     assert all(map(torch.equal, before, bag.tt_cores))
 
 
-def test_learning_rate_is_live():
-    bag = make(sparse=True, learning_rate=0.1)
+def test_learning_rate_is_live(device_type):
+    bag = make(device_type, sparse=True, learning_rate=0.1)
     bag.set_learning_rate(0.0)
     before = [core.clone() for core in bag.tt_cores]
-    bag(torch.tensor([1, 2]), torch.tensor([0])).sum().backward()
+    ids = torch.tensor([1, 2], device=device_type)
+    bag(ids, ids[:1] * 0).sum().backward()
     assert all(map(torch.equal, before, bag.tt_cores))
+    bag.set_learning_rate(0.1)
+    bag(ids, ids[:1] * 0).sum().backward()
+    assert not torch.equal(before[0], bag.tt_cores[0])
+
+
+@tt.on_devices
+@pytest.mark.parametrize("make_one", [TTEmbeddingBag, None], ids=["one", "batched"])
+def test_precision(device_type, precision, make_one):
+    ids = torch.randint(0, ROWS, (60,), device=device_type)
+    offsets = torch.arange(0, 60, 6, device=device_type)
+    if make_one is None:
+        shapes = [make_shape(ROWS, DIM, ranks=12)]
+        module = TableBatchedTTEmbeddingBag(shapes, precision=precision, device=device_type)
+        out = module(ids, torch.cat([offsets, offsets.new_full((1,), 60)]))
+        shape, group = shapes[0], module.tables.group
+    else:
+        module = make_one(ROWS, DIM, 12, precision=precision, device=device_type)
+        out, shape, group = module(ids, offsets), module.shape, module.tables.group
+    assert group.precision == copy.deepcopy(group).precision == precision
+    rows = tt.dense_table(shape, list(module.tt_cores))[ids]
+    tt.assert_within(out, rows.reshape(10, 6, DIM).sum(dim=1), precision)
+
+
+def test_a_cpu_refuses_tf32():
+    ids = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match="precision is 'tf32', but on a CPU it must be 'fp32'"):
+        make(precision="tf32")(ids, ids[:1] * 0)
+    with pytest.raises(ValueError, match="precision is 'half', but must be 'fp32' or 'tf32'"):
+        make(precision="half")
 
 
 @pytest.mark.parametrize("cache", [False, True])

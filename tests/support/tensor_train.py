@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -146,6 +147,31 @@ def assert_near(
     scale = of.abs().max().clamp(min=1e-30)
     worst = float((actual - expected).abs().max() / scale)
     assert worst <= tolerance, f"off by {worst:.2e} of the largest value"
+
+
+#: What a lookup is run on. Of the precisions, a CPU has one.
+on_devices = pytest.mark.parametrize(
+    ("device_type", "precision"),
+    [
+        ("cpu", "fp32"),
+        pytest.param("cuda", "fp32", marks=pytest.mark.gpu),
+        pytest.param("cuda", "tf32", marks=pytest.mark.gpu),
+    ],
+    indirect=["device_type"],
+)
+
+
+def assert_within(
+    actual: Tensor, expected: Tensor, precision: str, magnitude: Tensor | None = None
+) -> None:
+    """:func:`assert_near` for ``"fp32"``; for ``"tf32"`` a relative error of 1e-3 in the norm."""
+    if precision == "fp32":
+        assert_near(actual, expected, magnitude=magnitude)
+        return
+    assert actual.shape == expected.shape
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    error = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+    assert error <= 1e-3, f"off by {error:.2e}"
 
 
 @st.composite

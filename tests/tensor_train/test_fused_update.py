@@ -52,14 +52,15 @@ CASES = {
 }
 
 
+@tt.on_devices
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "shapes", [[SMALL], [LARGER[0]], [LARGER[1], SMALL, LARGER[2]]], ids=["small", "one", "three"]
 )
-def test_equal_to_the_formula(device_type, name, shapes):
+def test_equal_to_the_formula(device_type, precision, name, shapes):
     optimizer, formula = CASES[name]
     features = [*range(len(shapes)), 0]
-    group = TTGroup(shapes, features, optimizer)
+    group = TTGroup(shapes, features, optimizer, precision=precision)
     cores = [core for shape in shapes for core in tt.random_cores(shape, device_type)]
     reference = [core.double().cpu() for core in cores]
     states, memory = group.make_states(device_type), [{} for _ in cores]
@@ -87,7 +88,7 @@ def test_equal_to_the_formula(device_type, name, shapes):
             tt.dense_table(shape, reference[group.cores_of(t)]) for t, shape in enumerate(shapes)
         ]
         expected = tt.reference_lookup(tables, features, bags, weights=bags.weights, mean=True)
-        tt.assert_near(out, expected)
+        tt.assert_within(out, expected, precision)
         grad = torch.randn(expected.shape)
         out.backward(grad.to(device_type))
         gradients = torch.autograd.grad(expected, reference, grad.double())
@@ -95,7 +96,10 @@ def test_equal_to_the_formula(device_type, name, shapes):
         for core, gradient, state in zip(reference, gradients, memory, strict=True):
             formula(by_slice(core), by_slice(gradient), state, number)
         for core, other in zip(cores, reference, strict=True):
-            tt.assert_near(core, other, 2e-5)
+            if precision == "fp32":
+                tt.assert_near(core, other, 2e-5)
+            else:
+                tt.assert_within(core, other, precision)
     assert step.item() == 3
 
 

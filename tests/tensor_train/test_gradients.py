@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tensor_train as tt
 from tests.tensor_train.test_lookup import LARGER
 from torchrec_hkv.tensor_train import TTGroup
 
+NAMES = [HealthCheck.function_scoped_fixture]  # of a device and a precision
 
-def check(shapes, feature_tables, bags, device="cpu", weighted=False, mean=False, pooled=True):
+
+def check(
+    shapes, feature_tables, bags, device, precision="fp32", weighted=False, mean=False, pooled=True
+):
+    bags = bags.to(device)
     leaves = [[c.requires_grad_() for c in tt.random_cores(s, device)] for s in shapes]
     flat = [core for cores in leaves for core in cores]
     weights = bags.weights.clone().requires_grad_() if weighted else None
-    group = TTGroup(shapes, feature_tables)
+    group = TTGroup(shapes, feature_tables, precision=precision)
     arguments = {"weights": weights, "mean": mean, "pooled": pooled}
     out = group.lookup(flat, bags.ids, bags.offsets, bags.batch_size, **arguments)
     grad = torch.randn_like(out)
@@ -28,40 +33,44 @@ def check(shapes, feature_tables, bags, device="cpu", weighted=False, mean=False
     sizes = tt.magnitudes(shapes, feature_tables, bags, leaves, grad, **arguments)[1:]
     for one, other, of, size in zip(actual, expected, inputs, sizes, strict=True):
         other = torch.zeros_like(of) if other is None else other
-        tt.assert_near(one, other, magnitude=size)
+        tt.assert_within(one, other, precision, size)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=NAMES)
 @given(st.data(), st.integers(0, 2**32), st.booleans(), st.booleans())
-def test_pooled_by_a_group_of_any_shapes(data, seed, weighted, mean):
+def test_pooled_by_a_group_of_any_shapes(device_type, data, seed, weighted, mean):
     torch.manual_seed(seed)
     shapes = data.draw(st.lists(tt.shapes(), min_size=1, max_size=3))
     feature_tables = data.draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=4))
     distinct = data.draw(st.sampled_from([None, 1, 3]))
     bags = tt.random_bags(shapes, feature_tables, data.draw(st.integers(0, 9)), distinct=distinct)
-    check(shapes, feature_tables, bags, weighted=weighted, mean=mean)
+    check(shapes, feature_tables, bags, device_type, weighted=weighted, mean=mean)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=NAMES)
 @given(st.data(), st.integers(0, 2**32))
-def test_unpooled(data, seed):
+def test_unpooled(device_type, data, seed):
     torch.manual_seed(seed)
     shapes = data.draw(st.lists(tt.shapes(dim=6), min_size=1, max_size=3))
-    check(shapes, range(len(shapes)), tt.random_bags(shapes, range(len(shapes)), 5), pooled=False)
+    features = range(len(shapes))
+    bags = tt.random_bags(shapes, features, 5)
+    check(shapes, features, bags, device_type, pooled=False)
 
 
+@tt.on_devices
 @pytest.mark.parametrize("shape", LARGER, ids=str)
 @pytest.mark.parametrize("distinct", [None, 20])
-def test_larger_tables(device_type, shape, distinct):
-    bags = tt.random_bags([shape], [0], 150, 20, distinct=distinct).to(device_type)
-    check([shape], [0], bags, device_type, weighted=True)
+def test_larger_tables(device_type, precision, shape, distinct):
+    bags = tt.random_bags([shape], [0], 150, 20, distinct=distinct)
+    check([shape], [0], bags, device_type, precision, weighted=True)
 
 
-def test_many_ids(device_type):
+@tt.on_devices
+def test_many_ids(device_type, precision):
     # Enough work for sums in several parts, and for several ids a prefix.
     shape = LARGER[0]
-    bags = tt.random_bags([shape], [0], 500, 40).to(device_type)
-    check([shape], [0], bags, device_type)
+    bags = tt.random_bags([shape], [0], 500, 40)
+    check([shape], [0], bags, device_type, precision)
 
 
 def test_an_id_in_every_bag(device_type):

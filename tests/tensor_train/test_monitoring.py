@@ -64,11 +64,11 @@ def test_row_norms():
         row_norms(SHAPE, cores, samples=0)
 
 
-def test_gradient_norms():
+def test_gradient_norms(device_type):
     shapes = [SHAPE, FOUR]
-    cores = [[c.requires_grad_() for c in tt.random_cores(shape)] for shape in shapes]
-    bags = tt.random_bags(shapes, [0, 1], 9)
-    grad = torch.randn(9, 20)
+    cores = [[c.requires_grad_() for c in tt.random_cores(s, device_type)] for s in shapes]
+    bags = tt.random_bags(shapes, [0, 1], 9).to(device_type)
+    grad = torch.randn(9, 20, device=device_type)
     tables = [tt.dense_table(s, c) for s, c in zip(shapes, cores, strict=True)]
     tt.reference_lookup(tables, [0, 1], bags, mean=True).backward(grad.double())
     norms = gradient_norms(

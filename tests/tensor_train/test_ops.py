@@ -13,6 +13,11 @@ ops = torch.ops.torchrec_hkv
 SHAPES = [TTShape(90, 6, (5, 4, 5), (1, 2, 3), (5, 4)), TTShape(50, 4, (5, 10), (2, 2), (3,))]
 
 
+# Two indices of a batch on a GPU need not be the same bytes, which the last check compares.
+NO_VALUES = ("test_schema", "test_autograd_registration", "test_faketensor")
+SORT_CHECKS = {"cpu": (*NO_VALUES, "test_aot_dispatch_dynamic"), "cuda": NO_VALUES}
+
+
 def make(device="cpu", optimizer=None, shapes=SHAPES):
     group = TTGroup(shapes, optimizer=optimizer, names=["page", "user"][: len(shapes)])
     cores = [core for shape in shapes for core in tt.random_cores(shape, device)]
@@ -23,8 +28,11 @@ def make(device="cpu", optimizer=None, shapes=SHAPES):
 def test_opcheck_of_lookups(device_type):
     group, cores, bags = make(device_type)
     args = (group.handle, bags.ids, bags.offsets)
-    torch.library.opcheck(ops.tt_sort, (*args, 4))
-    index = group.sort(bags.ids, bags.offsets, 4)
+    for weights in (None, bags.weights):
+        torch.library.opcheck(
+            ops.tt_sort, (*args, weights, 4, False, True), test_utils=SORT_CHECKS[device_type]
+        )
+    index = group.sort(bags.ids, bags.offsets, 4, weights=bags.weights, mean=True)
     leaves = [core.requires_grad_() for core in cores]
     torch.library.opcheck(ops.tt_lookup, (leaves, *args, bags.weights, index, 4, True, True))
     grad = torch.randn(4, 10, device=device_type)
@@ -35,7 +43,7 @@ def test_opcheck_of_lookups(device_type):
     one = TTGroup(SHAPES[:1])
     ids = torch.tensor([3, 3, 80], device=device_type)
     offsets = torch.tensor([0, 3], device=device_type)
-    index = one.sort(ids, offsets, 1)
+    index = one.sort(ids, offsets, 1, pooled=False)
     torch.library.opcheck(
         ops.tt_lookup, (leaves[:3], one.handle, ids, offsets, None, index, 1, False, False)
     )
@@ -46,7 +54,8 @@ def test_opcheck_of_fused_ops(device_type):
     states = group.make_states(device_type)
     step = torch.zeros(1, dtype=torch.int64, device=device_type)
     rate = torch.tensor(0.1, device=device_type)
-    index = group.sort(bags.ids, bags.offsets, 4)
+    index = group.sort(bags.ids, bags.offsets, 4, weights=bags.weights, mean=True)
+    plain = group.sort(bags.ids, bags.offsets, 4)
     grad = torch.randn(4, 10, device=device_type)
     args, rest = (bags.ids, bags.offsets), (index, 4)
     torch.library.opcheck(
@@ -57,7 +66,7 @@ def test_opcheck_of_fused_ops(device_type):
     # Its backward writes the cores, which functional traces do not show: schema and fake only.
     torch.library.opcheck(
         ops.tt_lookup_fused,
-        (anchor, cores, states, step, group.handle, *args, None, *rest, False, True, rate),
+        (anchor, cores, states, step, group.handle, *args, None, plain, 4, False, True, rate),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -139,6 +148,16 @@ def test_bad_update_changes_nothing():
         update(group=other, states=other.make_states())
     assert all(map(torch.equal, cores, before))
     assert step.item() == 0
+
+
+def test_precision():
+    with pytest.raises(ValueError, match="precision is 'bf16', but must be 'fp32' or 'tf32'"):
+        TTGroup(SHAPES, precision="bf16")
+    group, cores, bags = make()
+    assert group.outside("cpu") == 0
+    group = TTGroup(SHAPES, precision="tf32")
+    with pytest.raises(ValueError, match="precision is 'tf32', but on a CPU it must be 'fp32'"):
+        group.lookup(cores, bags.ids, bags.offsets, 4)
 
 
 def test_bad_groups():

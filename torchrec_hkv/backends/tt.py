@@ -23,15 +23,18 @@ from torchrec_hkv.backends.protocol import (
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.tensor_train import (
+    Precision,
     TTDistribution,
     TTGroup,
     TTShape,
+    check_precision,
     initial_cores,
     make_shape,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _DEFAULT_RANK = 32
+_MOST_RANK_ON_CUDA = 256
 #: Of the state of a table: what the tensors are.
 _FORMAT = 1
 
@@ -53,6 +56,9 @@ class TTOptions(BackendOptions):
             variance of the uniform distribution between the config's ``weight_init_min`` and
             ``weight_init_max``.
         seed: of the initial cores, mixed with the table's name; any int64.
+        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
+            :class:`torchrec_hkv.tensor_train.TTGroup`. Tables that are looked up together are all
+            in ``"fp32"`` where one of them asks for it.
     """
 
     ranks: int | tuple[int, ...] | None = None
@@ -63,6 +69,7 @@ class TTOptions(BackendOptions):
     num_cores: int | None = None
     weight_dist: TTDistribution = "approx-normal"
     seed: int = 0
+    precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
         for name in ("ranks", "p", "q"):
@@ -74,6 +81,7 @@ class TTOptions(BackendOptions):
                 f"TTOptions: weight_dist is {self.weight_dist!r}, but must be one of "
                 f"{', '.join(map(repr, get_args(TTDistribution)))}."
             )
+        check_precision(self.precision)
         given = [name for name in _SIZES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(
@@ -196,6 +204,7 @@ class TTLookup(GroupLookup):
             feature_tables,
             _optimizer(optimizer),
             [shard.name for shard in shards],
+            "tf32" if all(_options(s).precision == "tf32" for s in shards) else "fp32",
         )
         # No parameters: the sharded module exports them by table.
         self._cores = [core for shard in shards for core in _initial_cores(shard, device)]
@@ -216,7 +225,7 @@ class TTLookup(GroupLookup):
         kind = {"weights": weights, "mean": self._mean}
         if not self.training:
             return self._group.lookup(self._cores, ids, offsets, batch_size, **kind)
-        index = self._group.sort(ids, offsets, batch_size)
+        index = self._group.sort(ids, offsets, batch_size, **kind)
         if batch_size > 0:
             self._lookups.index_add_(0, self._feature_tables, offsets[::batch_size].diff())
         if self._group.optimizer is None:
@@ -313,6 +322,16 @@ class TTBackend(Backend):
                 f"whose mean is not 0, but ranks are {list(shape.ranks)}: a mean takes ranks of at "
                 "least 2."
             )
+        if _options(shard).precision != "fp32" and device_type != "cuda":
+            raise ValueError(
+                f"table '{shard.name}': precision is {_options(shard).precision!r}, but on "
+                f"{device_type!r} it must be 'fp32'."
+            )
+        if device_type == "cuda" and max(shape.ranks[-2:]) > _MOST_RANK_ON_CUDA:
+            raise ValueError(
+                f"table '{shard.name}': ranks are {list(shape.ranks)}, but on a GPU those beside "
+                f"the last two cores must be at most {_MOST_RANK_ON_CUDA}."
+            )
         try:
             made = _optimizer(optimizer)
         except ValueError as error:
@@ -323,13 +342,16 @@ class TTBackend(Backend):
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
     ) -> StorageBytes:
         shape, made = _shape(shard), _optimizer(optimizer)
+        on_gpu = device_type == "cuda"
         count = shape.num_elements * shard.dtype.itemsize
+        if made is not None or on_gpu:
+            count += 4 * shape.num_elements  # the gradient of all cores
         if made is not None:
-            # States, and the gradient of all cores that an update is made from.
-            count += 4 * shape.num_elements
             for k in range(shape.num_cores):
                 count += 4 * shape.p[k] * made.state_width(shape.slice_size(k))
-        on_gpu = device_type == "cuda"
+        if on_gpu and shape.num_cores == 4:
+            # The products of the first two cores, and their gradients.
+            count += 8 * math.prod(shape.p[:2]) * math.prod(shape.q[:2]) * shape.ranks[1]
         return StorageBytes(hbm=count if on_gpu else 0, host=0 if on_gpu else count)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:

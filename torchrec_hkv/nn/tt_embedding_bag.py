@@ -14,7 +14,7 @@ from torchrec_hkv.nn.tt_tables import (
     check_mode,
     check_optimizer_type,
 )
-from torchrec_hkv.tensor_train import TTDistribution, TTShape, make_shape, to_dense
+from torchrec_hkv.tensor_train import Precision, TTDistribution, TTShape, make_shape, to_dense
 from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
 from torchrec_hkv.tensor_train.hot_rows import HotRows
 
@@ -53,6 +53,8 @@ class TTEmbeddingBag(nn.Module):
         max_bytes: instead of ranks, likewise.
         device: of the cores.
         dtype: of the cores, float32 or bfloat16.
+        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
+            :class:`torchrec_hkv.tensor_train.TTGroup`.
 
     Raises:
         TypeError: a size is not an integer.
@@ -83,6 +85,7 @@ class TTEmbeddingBag(nn.Module):
         max_bytes: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        precision: Precision = "fp32",
     ) -> None:
         super().__init__()
         check_mode(mode)
@@ -119,6 +122,7 @@ class TTEmbeddingBag(nn.Module):
             weight_dist=weight_dist,
             device=device,
             dtype=dtype,
+            precision=precision,
         )
         self.hot_rows: HotRows | None = None
         if use_cache:

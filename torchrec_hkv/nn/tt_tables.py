@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.tensor_train import (
+    Precision,
     TTDistribution,
     TTGroup,
     TTShape,
@@ -59,6 +60,7 @@ class TTTables(nn.Module):
         weight_dist: of the cores, as :func:`torchrec_hkv.tensor_train.initial_cores` takes it.
         device: of the cores.
         dtype: of the cores, float32 or bfloat16.
+        precision: as :class:`torchrec_hkv.tensor_train.TTGroup` takes it.
 
     Attributes:
         tt_cores: ``nn.ParameterList``, table after table, each of
@@ -75,13 +77,14 @@ class TTTables(nn.Module):
         weight_dist: TTDistribution = "approx-normal",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        precision: Precision = "fp32",
     ) -> None:
         super().__init__()
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
         device = torch.device(device or "cpu")
         self.weight_dist = weight_dist
-        self.group = TTGroup(shapes, feature_tables, optimizer)
+        self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision)
         self.tt_cores = nn.ParameterList(
             nn.Parameter(core, requires_grad=optimizer is None)
             for shape in shapes
@@ -182,6 +185,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         mode: ``"sum"`` or ``"mean"``.
         device: of the cores.
         dtype: of the cores, float32 or bfloat16.
+        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
+            :class:`torchrec_hkv.tensor_train.TTGroup`.
 
     Raises:
         ValueError: an argument is impossible; the sentence names it.
@@ -200,6 +205,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         mode: str = "sum",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        precision: Precision = "fp32",
     ) -> None:
         super().__init__()
         check_mode(mode)
@@ -213,6 +219,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             weight_dist=weight_dist,
             device=device,
             dtype=dtype,
+            precision=precision,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from torchrec_hkv.tensor_train.decomposition import Decomposition, tt_svd
 from torchrec_hkv.tensor_train.dense import dense_blocks, rows_of, to_dense
-from torchrec_hkv.tensor_train.group import TTGroup
+from torchrec_hkv.tensor_train.group import Precision, TTGroup, check_precision
 from torchrec_hkv.tensor_train.initialization import TTDistribution, initial_cores
 from torchrec_hkv.tensor_train.monitoring import (
     NormHistogram,
@@ -22,9 +22,11 @@ from torchrec_hkv.tensor_train.shapes import (
 __all__ = [
     "Decomposition",
     "NormHistogram",
+    "Precision",
     "TTDistribution",
     "TTGroup",
     "TTShape",
+    "check_precision",
     "dense_blocks",
     "effective_ranks",
     "factor_dim",

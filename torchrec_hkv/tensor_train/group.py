@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,10 +13,23 @@ from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.tensor_train import ops
 from torchrec_hkv.tensor_train.shapes import TTShape
 
-__all__ = ["TTGroup", "ops"]
+__all__ = ["Precision", "TTGroup", "check_precision", "ops"]
 
 _ops = torch.ops.torchrec_hkv
 CORE_DTYPES = (torch.float32, torch.bfloat16)
+
+#: Of products on a GPU: as accurate as float32, or of operands rounded to tf32.
+Precision = Literal["fp32", "tf32"]
+
+
+def check_precision(precision: object) -> None:
+    """Refuses what is no precision.
+
+    Raises:
+        ValueError: it is not ``"fp32"`` or ``"tf32"``.
+    """
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision is {precision!r}, but must be 'fp32' or 'tf32'.")
 
 
 class TTGroup:
@@ -35,6 +48,9 @@ class TTGroup:
             core is meant: row-wise Adagrad has one sum of squares for each slice ``i_k`` of each
             core.
         names: of the tables, for messages.
+        precision: of products on a GPU. ``"fp32"``: three tensor core products of operands that
+            are split in two, within 1e-5 of float64. ``"tf32"``: one, of operands rounded to tf32,
+            within 1e-3; a CPU refuses it.
 
     Raises:
         ValueError: an argument is impossible; the sentence names it.
@@ -46,7 +62,9 @@ class TTGroup:
         feature_tables: Sequence[int] | None = None,
         optimizer: Optimizer | None = None,
         names: Sequence[str] | None = None,
+        precision: Precision = "fp32",
     ) -> None:
+        check_precision(precision)
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ValueError(
                 f"optimizer is {optimizer!r}, but must be None or one of "
@@ -54,6 +72,7 @@ class TTGroup:
             )
         self.shapes = tuple(shapes)
         self.optimizer = optimizer
+        self.precision: Precision = precision
         self.names = tuple(names or (f"table_{t}" for t in range(len(self.shapes))))
         self.feature_tables = tuple(
             range(len(self.shapes)) if feature_tables is None else feature_tables
@@ -68,11 +87,13 @@ class TTGroup:
             optimizer=_C.OptimizerConfig(kind=_C.Optimizer.NONE)
             if optimizer is None
             else optimizer.config(),
+            tf32=precision == "tf32",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The extension's object is not copied: a copy makes its own.
-        return (TTGroup, (self.shapes, self.feature_tables, self.optimizer, self.names))
+        arguments = (self.shapes, self.feature_tables, self.optimizer, self.names, self.precision)
+        return (TTGroup, arguments)
 
     @property
     def handle(self) -> int:
@@ -104,13 +125,34 @@ class TTGroup:
             for k in range(shape.num_cores)
         ]
 
-    def sort(self, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
+    def outside(self, device: torch.device | str) -> int:
+        """Ids outside of their tables that were sorted on this GPU so far (waits for it).
+
+        Their rows are zeros and they have no gradient. 0 of a CPU, which refuses them.
+        """
+        return self._group.outside(torch.device(device))
+
+    def sort(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+    ) -> Tensor:
         """Sorts a batch by slices: made once, for lookup and backward.
+
+        On a GPU the result is of these weights, mean and pooled: the lookup takes the same ones.
 
         Args:
             ids: int64 ``[n]``, feature-major; of a table, 0 to ``num_embeddings - 1``.
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
             batch_size: bags a feature.
+            weights: as :meth:`lookup` takes them.
+            mean: likewise.
+            pooled: likewise.
 
         Returns:
             An opaque int64 tensor.
@@ -120,7 +162,8 @@ class TTGroup:
             ValueError: a length or device is not as above; on a CPU also ids outside of their
                 table, and offsets that decrease or do not end with ``n``.
         """
-        return _ops.tt_sort(self.handle, ids, offsets, batch_size)
+        weights = None if weights is None else weights.detach()
+        return _ops.tt_sort(self.handle, ids, offsets, weights, batch_size, mean, pooled)
 
     def lookup(
         self,
@@ -154,7 +197,7 @@ class TTGroup:
             ValueError: as :meth:`sort`, and a core, weights or index of another size.
         """
         if index is None:
-            index = self.sort(ids, offsets, batch_size)
+            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
         return _ops.tt_lookup(
             list(cores), self.handle, ids, offsets, weights, index, batch_size, mean, pooled
         )
@@ -195,7 +238,7 @@ class TTGroup:
             index: likewise.
         """
         if index is None:
-            index = self.sort(ids, offsets, batch_size)
+            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
         return _ops.tt_lookup_fused(
             anchor,
             list(cores),
@@ -227,7 +270,7 @@ class TTGroup:
     ) -> list[Tensor]:
         """Gradients of the cores from that of a lookup's output, of the cores' dtype and shape."""
         if index is None:
-            index = self.sort(ids, offsets, batch_size)
+            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
         return _ops.tt_gradients(
             list(cores), self.handle, grad, ids, offsets, weights, index, batch_size, mean, pooled
         )

@@ -15,12 +15,25 @@ from torchrec_hkv import _C
 
 
 @torch.library.register_fake("torchrec_hkv::tt_sort")
-def _(group: int, ids: Tensor, offsets: Tensor, batch_size: int) -> Tensor:
-    return torch.empty_like(ids)
+def _(
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    batch_size: int,
+    mean: bool,
+    pooled: bool,
+) -> Tensor:
+    if ids.device.type == "cpu":
+        return torch.empty_like(ids)
+    # As index_words in csrc/bindings/tensor_train_cuda_ops.cpp.
+    n, prefixes = ids.shape[0], _C.tensor_train_dims(group)[2]
+    scaled = weights is not None or (mean and pooled)
+    return ids.new_empty(2 * torch.sym_min(n, prefixes) + (4 if scaled else 3) * n + 400)
 
 
 def _output(group: int, ids: Tensor, batch_size: int, pooled: bool) -> Tensor:
-    total_dim, common_dim = _C.tensor_train_dims(group)
+    total_dim, common_dim, _ = _C.tensor_train_dims(group)
     shape = (batch_size, total_dim) if pooled else (ids.shape[0], common_dim)
     return ids.new_empty(shape, dtype=torch.float32)
 

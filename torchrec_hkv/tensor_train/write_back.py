@@ -47,7 +47,7 @@ def write_back(
         weights = weights / weights.mean().clamp(min=1e-30)
     group = TTGroup([shape])
     offsets = torch.tensor([0, everything.numel()], device=everything.device)
-    index = group.sort(everything, offsets, 1)
+    index = group.sort(everything, offsets, 1, pooled=False)
     # In float32 also for cores of 16 bits, which would not feel the small steps.
     leaves = [core.detach().float().clone().requires_grad_() for core in cores]
 
