@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     // Neighbours of one table.
     const unsigned other = ~(tile.ballot(lane < limit && mine.table == table_index) >> group);
-    const int take = min(kAhead, __ffs(static_cast<int>(other)) - 1);
+    const int take = other == 0 ? kAhead : min(kAhead, __ffs(static_cast<int>(other)) - 1);
     Gradient gradient[kAhead];
     typename Updater::Row row[kAhead];
     int64_t slot[kAhead];

@@ -69,7 +69,9 @@ OPTIONS = {
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("sharding_type", ["column_wise", "table_column_wise"])
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_as_on_one_rank(run_ranks, options, sharding_type, world_size):
+def test_as_on_one_rank(run_ranks, device_type, options, sharding_type, world_size):
+    if device_type == "cuda":
+        pytest.skip("which of a call's new ids a full bucket takes is a matter of chance on a GPU")
     results = run_ranks(world_size, _compare, sharding_type, OPTIONS[options])
     tables = {key: kept for tables, _ in results for key, kept in tables.items()}
     assert set(tables) == {

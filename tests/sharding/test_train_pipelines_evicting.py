@@ -96,7 +96,7 @@ def _staged(rank, world_size, device, with_prefetch):
     stages = [
         PipelineStage(
             name="copy",
-            runnable=lambda batch, _: batch.to(device, non_blocking=True),
+            runnable=lambda batch, *_: batch.to(device, non_blocking=True),
             stream=torch.cuda.Stream(),
         ),
         PipelineStage(
