@@ -69,7 +69,7 @@ def _inputs(
     ids: Ids, present: float, args: argparse.Namespace, keep_load: bool
 ) -> Iterator[Tensor]:
     """Ids of the calls, drawn one call after the other."""
-    for _ in range(args.calls + 2):
+    for _ in range(args.calls + args.warm):
         yield ids.mixed(args.ids, present)
         if keep_load:
             ids.forget()
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                     make_call, hit_rates = OPERATIONS[name]
                     for present in hit_rates if args.present is None else args.present:
                         inputs = _inputs(ids, present, args, keep_load=load < 1)
-                        ms = median_ms(make_call(table, rows), inputs, device)
+                        ms = median_ms(make_call(table, rows), inputs, device, args.warm)
                         yield {
                             "operation": name,
                             "dim": dim,
@@ -112,6 +112,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--capacity", type=int, default=1 << 26)
     parser.add_argument("--ids", type=int, default=1 << 20, help="ids a call")
     parser.add_argument("--calls", type=int, default=9, help="timed calls a row")
+    parser.add_argument(
+        "--warm",
+        type=int,
+        default=2,
+        help="calls before them; with --hbm below 1 rows move until the hot ones are in HBM",
+    )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.75, 0.95, 1.0])

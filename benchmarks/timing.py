@@ -12,8 +12,10 @@ import torch
 T = TypeVar("T")
 
 
-def median_ms(call: Callable[[T], object], inputs: Iterable[T], device: torch.device) -> float:
-    """Median milliseconds of ``call(input)`` over the inputs; the first two calls are warm-up."""
+def median_ms(
+    call: Callable[[T], object], inputs: Iterable[T], device: torch.device, warm: int = 2
+) -> float:
+    """Median milliseconds of ``call(input)`` over the inputs but the first ``warm``."""
     times = []
     for item in inputs:
         if device.type == "cuda":
@@ -30,7 +32,7 @@ def median_ms(call: Callable[[T], object], inputs: Iterable[T], device: torch.de
             begin_s = time.perf_counter()
             call(item)
             times.append(1000 * (time.perf_counter() - begin_s))
-    return statistics.median(times[2:])
+    return statistics.median(times[warm:])
 
 
 def steps_ms(step: Callable[[int], object], steps: int, device: torch.device) -> float:

@@ -53,10 +53,11 @@ def test_a_table_without_lookups_has_no_rate():
 
 
 def test_metrics_add_up_and_tell_what_was_since():
-    one = TableMetrics(*range(1, 12))
-    two = TableMetrics(*range(10, 120, 10))
-    assert dataclasses.astuple(one + two) == tuple(11 * k for k in range(1, 12))
-    assert dataclasses.astuple(two.since(one)) == (9, 18, 27, 36, 45, 54, 63, 80, 90, 100, 110)
+    one = TableMetrics(*range(1, 14))
+    two = TableMetrics(*range(10, 140, 10))
+    assert dataclasses.astuple(one + two) == tuple(11 * k for k in range(1, 14))
+    counts = tuple(9 * k for k in range(1, 10))
+    assert dataclasses.astuple(two.since(one)) == (*counts, 100, 110, 120, 130)
 
 
 def _sharded(rank, world_size, device, over_all):

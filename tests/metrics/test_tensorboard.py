@@ -37,6 +37,8 @@ def test_counts_are_those_since_the_last_time():
         "a/refused": 0,
         "a/unadmitted": 0,
         "a/expired": 0,
+        "a/fetched": 0,
+        "a/written_home": 0,
         "a/hit_rate": 0.75,
         "a/size": 20,
         "a/load_factor": 0.2,
