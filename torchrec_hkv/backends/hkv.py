@@ -46,9 +46,10 @@ class HKVOptions(BackendOptions):
         eviction: which id leaves a full bucket: ``"lru"``, the one looked up longest ago, or
             ``"lfu"``, the one looked up least often (among equals, longest ago). Only lookups in
             training count.
-        hbm_bytes: what the table may take of each GPU's memory, index included. Rows and optimizer
-            states that find no room there lie in pinned host memory, which the GPU reads in place.
-            None: all in the GPU's memory. On a CPU a table lies in host memory whatever this says.
+        hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
+            and optimizer states don't all fit there has all of them in host memory, and those of
+            the highest score in HBM too: lookups in training bring them there. None: all in the
+            GPU's memory. On a CPU a table lies in host memory whatever this says.
         seed: of the initial rows, any int64. Equal seeds, table names and ids give equal rows, at
             any world size.
         initializer: distribution of the values of initial rows: a

@@ -56,8 +56,9 @@ class HashTable:
         dtype: of rows: float32, float16 or bfloat16.
         eviction: the policy.
         state_dim: float32 values of state beside each row, zeros for a new id.
-        hbm_bytes: what the table may take of a GPU's memory, index included; rows beyond lie in
-            pinned host memory. None: all in HBM.
+        hbm_bytes: what the table may take of a GPU's memory, index included. A table whose rows
+            don't all fit there has all of them in host memory, and those of the highest score in
+            HBM too: insertions and ``find_or_insert`` bring them there. None: all in HBM.
         name: mixed into the seed of initial rows.
         seed: of the initial rows.
         initializer: distribution of the values of initial rows: a

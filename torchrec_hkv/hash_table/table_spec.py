@@ -23,8 +23,9 @@ class TableSpec:
         eviction: which id leaves a full bucket: ``"lru"``, ``"lfu"``, ``"epoch_lru"``,
             ``"epoch_lfu"`` or ``"customized"``; :class:`torchrec_hkv.hash_table.HashTable` says
             what their scores are.
-        hbm_bytes: what it may take of a GPU's memory, index included; rows that find no room there
-            lie in pinned host memory. None: all in HBM. On a CPU the table is in host memory.
+        hbm_bytes: what it may take of a GPU's memory, index included. A table whose rows don't all
+            fit there has all of them in host memory, and those of the highest score in HBM too.
+            None: all in HBM. On a CPU the table is in host memory.
         seed: of the initial rows.
         initializer: distribution of the values of initial rows. None: zeros.
         column_offset: first column, where a table's columns are sharded.
