@@ -36,9 +36,9 @@ class HierarchicalHashEmbedding(TableModule):
             holds fewer (a warning says so, :attr:`capacity` how many).
         init_capacity: rows that it has memory for at first; it doubles as it fills up. None:
             65,536, or ``max_capacity`` where that is less.
-        max_hbm_gb: GiB of a GPU's memory for index and rows; rows that exceed it lie in host memory,
-            the hottest in HBM too.
-            None: no limit. On a CPU the table is in host memory whatever this says.
+        max_hbm_gb: GiB of a GPU's memory for index and rows; rows that exceed it lie in host
+            memory, the hottest in HBM too. None: no limit. On a CPU the table is in host memory
+            whatever this says.
         learning_rate: of the built-in SGD (:meth:`apply_gradients`), and of :class:`HKVOptimizer`
             where it is not given one.
         weight_decay: L2 regularisation of the rows that an update touches, by the built-in SGD and
