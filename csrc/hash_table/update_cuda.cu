@@ -68,9 +68,10 @@ size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, char* base,
   runs.sums = reinterpret_cast<float*>(take(most * shape.widest * sizeof(float)));
   runs.widest = shape.widest;
   if (is_quick(shape)) {
-    // Bits enough for few slots to share one: 16 a position.
+    // Bits enough for few slots to share one: 16 a position, as far as 32 bits number them.
     Repeats& repeats = scratch->repeats;
-    for (repeats.bits = 10; (int64_t{1} << repeats.bits) < std::min(num_slots, 16 * n);) {
+    repeats.bits = 10;
+    while (repeats.bits < 32 && (int64_t{1} << repeats.bits) < std::min(num_slots, 16 * n)) {
       ++repeats.bits;
     }
     repeats.exact = (int64_t{1} << repeats.bits) >= num_slots;
