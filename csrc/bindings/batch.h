@@ -3,11 +3,15 @@
 
 #include <ATen/ATen.h>
 
+#include <cstdint>
 #include <optional>
 
 #include "bindings/table_group.h"
 
 namespace torchrec_hkv::bindings {
+
+// Where a gradient must begin on a GPU, whose kernels read four columns at a time.
+constexpr uintptr_t kGradAlignment = 16;
 
 // offsets: none for one bag of all ids, where the group has one feature. rounds: how often the
 // group's features come; where more than once, the caller sets their tables and columns. Throws

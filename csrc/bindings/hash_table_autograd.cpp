@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "bindings/batch.h"
 #include "bindings/table_group.h"
 
 namespace torchrec_hkv::bindings {
@@ -92,6 +93,10 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
       held = c10::static_intrusive_pointer_cast<LookupPin>(ctx->saved_data["pin"].toCapsule());
     }
     at::Tensor grad = grads[0].detach().contiguous();
+    // A view may begin anywhere; GPUs read four columns at a time.
+    if (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kGradAlignment != 0) {
+      grad = grad.clone();
+    }
     if (training) {
       const float bound = held->group->optimizer().clip_output;
       if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);

@@ -44,6 +44,9 @@ Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad, i
                     "grad must have shape [", batch_size, ", ", columns, "], but has ",
                     grad.sizes(), ".");
   TORCH_CHECK_VALUE(grad.is_contiguous(), "grad must be contiguous.");
+  TORCH_CHECK_VALUE(
+      !grad.is_cuda() || reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kGradAlignment == 0,
+      "grad must begin at a multiple of ", kGradAlignment, " bytes.");
   return Output<const float>{grad.const_data_ptr<float>(), columns};
 }
 
