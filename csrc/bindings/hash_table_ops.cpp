@@ -172,9 +172,11 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   const auto num_tables = static_cast<int32_t>(group.num_tables());
 #ifdef TORCHREC_HKV_CUDA
   at::Tensor scratch;
+  bool batch_order = false;
   if (group.device().is_cuda()) {
-    const size_t bytes =
-        hash_table::cuda::update_rows_scratch(batch.num_ids, group.num_slots(), group.shape());
+    batch_order = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
+    const size_t bytes = hash_table::cuda::update_rows_scratch(
+        batch.num_ids, group.num_slots(), group.shape(), pooling.weights != nullptr, batch_order);
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif
@@ -183,8 +185,8 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
       hash_table::cpu::update_rows(group.views(), batch, at, pooling, from, group.optimizer(), rate,
                                    num_tables, threads),
       hash_table::cuda::update_rows(group.views(), batch, at, pooling, from, group.optimizer(),
-                                    rate, num_tables, group.num_slots(), group.shape(),
-                                    group.update_plan(), scratch.data_ptr(), stream));
+                                    rate, num_tables, group.num_slots(), group.shape(), batch_order,
+                                    group.update_hint(), scratch.data_ptr(), stream));
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,

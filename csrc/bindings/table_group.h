@@ -14,6 +14,7 @@
 #include "bindings/initial_rows.h"
 #include "bindings/stream_order.h"
 #include "bindings/table_memory.h"
+#include "bindings/update_hint.h"
 #include "common/optimizers.h"
 #include "hash_table/aging.h"
 #include "hash_table/table_view.h"
@@ -82,8 +83,8 @@ class TableGroup {
   // Of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
   const hash_table::GroupShape& shape() const { return shape_; }
-  // What the device remembers of updates.
-  void* update_plan() const { return update_plan_.data_ptr(); }
+  // What the device says of updates; null on a CPU.
+  hash_table::UpdateHint* update_hint() const { return update_hint_.get(); }
   // Whether one of the tables has rows in host memory and frames for them, or will have.
   bool has_frames() const { return has_frames_; }
   // Whether one of the tables needs a score with every id.
@@ -202,11 +203,11 @@ class TableGroup {
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
   std::unique_ptr<GroupAdmission> admission_;
+  GroupUpdateHint update_hint_;
   at::Tensor expire_after_;  // int32 [tables], on the device
   hash_table::Aging aging_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor optimizer_steps_;  // int64 [tables]
-  at::Tensor update_plan_;      // bytes, on a GPU
   at::Tensor views_;            // bytes of TableView[tables], on the device
   at::Tensor feature_tables_;   // int32, on the device
   at::Tensor feature_columns_;  // int32, on the device

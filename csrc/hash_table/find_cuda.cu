@@ -127,8 +127,11 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of(kTouch))
           const TableView& table = kOneTable ? only : tables[probe.table];
           candidates[k] = position_of(__ffs(static_cast<int>(probe.matches)) - 1, lane);
           probe.matches &= probe.matches - 1;
-          stored[k] =
-              table.ids[static_cast<int64_t>(probe.bucket) * table.bucket_slots + candidates[k]];
+          const int64_t slot =
+              static_cast<int64_t>(probe.bucket) * table.bucket_slots + candidates[k];
+          stored[k] = table.ids[slot];
+          // Most are hits, and will be touched. With one table it gains nothing.
+          if (kTouch && !kOneTable) prefetch_l2(&table.last_steps[slot]);
         }
       }
       bool reload[kIdsInFlight];

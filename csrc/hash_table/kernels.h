@@ -16,9 +16,11 @@
 
 namespace torchrec_hkv::hash_table {
 
-// What a GPU remembers of a group's updates, so that the next is done the quicker way: this many
-// bytes, zeros at first.
-constexpr int64_t kUpdatePlanBytes = 16;
+// What a GPU says of a group's updates, so that the next is done the quicker way; nothing but speed
+// depends on it. Zeros at first.
+struct UpdateHint {
+  uint32_t batch_order;  // 1: most rows of a batch stand at one of its positions
+};
 
 namespace cpu {
 
@@ -145,15 +147,22 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const float> grad, float* weights_grad, cudaStream_t stream);
 
-// Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots, and
-// tables of this shape.
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape);
+// Whether rows that stand at one position of the batch are best updated in its order, as the device
+// has found some batches ago: it is not waited for.
+bool wants_batch_order(const UpdateHint* hint, const GroupShape& shape);
 
-// plan: the group's. `scratch` must be aligned to 256 bytes.
+// Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots, and
+// tables of this shape; weighted: whether ids have weights.
+size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape,
+                           bool weighted, bool batch_order);
+
+// batch_order: what wants_batch_order has said. hint: the group's, in host memory that the GPU can
+// write. `scratch` must be aligned to 256 bytes.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const float> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
-                 const GroupShape& shape, void* plan, void* scratch, cudaStream_t stream);
+                 const GroupShape& shape, bool batch_order, UpdateHint* hint, void* scratch,
+                 cudaStream_t stream);
 
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, cudaStream_t stream);

@@ -1,11 +1,9 @@
-// The backward on the GPU. One radix sort of (slot, position) brings equal slots together. A warp
-// has neighbours of the sorted order: it has their rows brought near all at once, then adds up each
-// run that begins among them in the order of the batch and updates its row once. Runs that are too
-// long for one warp are cut in pieces whose sums are added up by a block. Where most rows stand at
-// one position of the batch only, these are updated before, in the order of the batch, since then
-// the rows of a bag share its gradient; bitmaps tell which (update_quick_cuda.cu). What the last
-// batch was like decides. No gradient is stored for each id. Deterministic: both ways add up the
-// same numbers in the same order.
+// The backward on the GPU. A radix sort by slot brings equal slots together. Each run of them is
+// added up in the order of the batch, and its row updated once. Runs that are too long are cut in
+// pieces whose sums are added up by a block. Where most rows stand at one position of the batch
+// only, these are updated before, in the order of the batch, since then the rows of a bag share its
+// gradient (update_alone_cuda.cu). What the last batches were like decides. No gradient is stored
+// for each id. Deterministic: both ways add up the same numbers in the same order.
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
@@ -15,6 +13,9 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kNeighbours = 8;  // of the sorted order, a warp's
+
+// Tiles of the small sort: so few that adding up their digits is soon done.
+constexpr int64_t kMostTiles = 1024;
 
 // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
 // comes last.
@@ -26,23 +27,32 @@ int sort_bits(int64_t num_slots) {
 
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// The sorted keys and values change places with the others where they end up there.
 template <typename Key>
-cudaError_t sort_pairs(const Scratch& scratch, void* memory, size_t* bytes, int64_t n, int bits,
-                       cudaStream_t stream) {
-  return cub::DeviceRadixSort::SortPairs(
-      memory, *bytes, static_cast<const Key*>(scratch.keys_in.values),
-      static_cast<Key*>(scratch.keys.values), static_cast<const uint32_t*>(scratch.positions_in),
-      scratch.positions, n, 0, bits, stream);
+void sort_pairs(Scratch* scratch, void* memory, size_t* bytes, int64_t n, int bits,
+                cudaStream_t stream) {
+  cub::DoubleBuffer<Key> keys(static_cast<Key*>(scratch->keys.values),
+                              static_cast<Key*>(scratch->other_keys.values));
+  cub::DoubleBuffer<uint32_t> values(scratch->values, scratch->other_values);
+  HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(memory, *bytes, keys, values, n, 0, bits, stream));
+  if (memory == nullptr) return;
+  scratch->keys.values = keys.Current();
+  scratch->other_keys.values = keys.Alternate();
+  scratch->values = values.Current();
+  scratch->other_values = values.Alternate();
 }
-void sort(const Scratch& scratch, void* memory, size_t* bytes, int64_t n, int bits,
-          cudaStream_t stream) {
-  HKV_CUDA_CHECK(scratch.keys.wide ? sort_pairs<uint64_t>(scratch, memory, bytes, n, bits, stream)
-                                   : sort_pairs<uint32_t>(scratch, memory, bytes, n, bits, stream));
+void sort(Scratch* scratch, void* memory, size_t* bytes, int64_t n, int bits, cudaStream_t stream) {
+  if (scratch->keys.wide) {
+    sort_pairs<uint64_t>(scratch, memory, bytes, n, bits, stream);
+  } else {
+    sort_pairs<uint32_t>(scratch, memory, bytes, n, bits, stream);
+  }
 }
 
 bool is_quick(const GroupShape& shape) { return shape.four_wide && shape.widest <= kQuickColumns; }
 
-size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, char* base, Scratch* scratch) {
+size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, bool weighted,
+              bool batch_order, char* base, Scratch* scratch) {
   size_t at = 0;
   const auto take = [&](size_t bytes) {
     char* place = base + at;
@@ -52,66 +62,61 @@ size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, char* base,
   const int bits = sort_bits(num_slots);
   const bool wide = bits > 32;
   const size_t key_bytes = wide ? sizeof(uint64_t) : sizeof(uint32_t);
-  scratch->keys_in = Keys{take(n * key_bytes), wide};
   scratch->keys = Keys{take(n * key_bytes), wide};
-  scratch->positions_in = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
-  scratch->positions = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
-  scratch->bags = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
+  scratch->other_keys = Keys{take(n * key_bytes), wide};
+  scratch->values = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
+  scratch->other_values = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
+  scratch->bags = nullptr;
+  if (weighted || !is_quick(shape)) {
+    scratch->bags = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
+  }
   // A run longer than kLongest has at most a piece for each kLongest of its positions.
   static_assert(kPieceSize >= 2 * kLongest);
   const size_t most = n / kLongest + 1;
   LongRuns& runs = scratch->long_runs;
-  runs.number = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t)));
+  runs.number = reinterpret_cast<uint32_t*>(take(4 * sizeof(uint32_t)));
   runs.pieces = runs.number + 1;
+  scratch->runs.number = runs.number + 2;
+  scratch->alone = runs.number + 3;
   runs.runs = reinterpret_cast<LongRun*>(take(most * sizeof(LongRun)));
   runs.run_of = reinterpret_cast<uint32_t*>(take(most * sizeof(uint32_t)));
   runs.sums = reinterpret_cast<float*>(take(most * shape.widest * sizeof(float)));
   runs.widest = shape.widest;
-  if (is_quick(shape)) {
-    // Bits enough for few slots to share one: 16 a position, as far as 32 bits number them.
-    Repeats& repeats = scratch->repeats;
-    repeats.bits = 10;
-    while (repeats.bits < 32 && (int64_t{1} << repeats.bits) < std::min(num_slots, 16 * n)) {
-      ++repeats.bits;
-    }
-    repeats.exact = (int64_t{1} << repeats.bits) >= num_slots;
-    repeats.seen = reinterpret_cast<uint32_t*>(take(2 * repeats.words() * sizeof(uint32_t)));
-    repeats.twice = repeats.seen + repeats.words();
-  }
+  scratch->sorted = nullptr;
   scratch->sort_bytes = 0;
-  sort(*scratch, nullptr, &scratch->sort_bytes, n, bits, nullptr);
-  scratch->sort = take(scratch->sort_bytes);
+  if (!batch_order) {
+    sort(scratch, nullptr, &scratch->sort_bytes, n, bits, nullptr);
+    scratch->sort = take(scratch->sort_bytes);
+    return at;
+  }
+  scratch->sorted = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
+  scratch->zeros = base + at;
+  // Bits enough for few slots to share one: 16 a position, as far as 32 bits number them.
+  Repeats& repeats = scratch->repeats;
+  repeats.bits = 10;
+  while (repeats.bits < 32 && (int64_t{1} << repeats.bits) < std::min(num_slots, 16 * n)) {
+    ++repeats.bits;
+  }
+  repeats.exact = (int64_t{1} << repeats.bits) >= num_slots;
+  repeats.seen = reinterpret_cast<uint32_t*>(take(2 * repeats.words() * sizeof(uint32_t)));
+  repeats.twice = repeats.seen + repeats.words();
+  SmallSort& small = scratch->small_sort;
+  small.passes = (bits + SmallSort::kDigitBits - 1) / SmallSort::kDigitBits;
+  const int64_t chunks = (n + SmallSort::kChunk - 1) / SmallSort::kChunk;
+  small.tile = static_cast<uint32_t>((chunks + kMostTiles - 1) / kMostTiles) * SmallSort::kChunk;
+  small.tiles = static_cast<uint32_t>((n + small.tile - 1) / small.tile);
+  small.digits = reinterpret_cast<uint32_t*>(
+      take(sizeof(uint32_t) * small.passes * small.tiles * SmallSort::kDigits));
+  small.states =
+      reinterpret_cast<unsigned long long*>(take(split_tiles(n) * sizeof(unsigned long long)));
+  small.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
+  scratch->zero_bytes = base + at - scratch->zeros;
   return at;
-}
-
-// The update counts before its rows are updated.
-__device__ void count_update(const TableView* tables, int32_t num_tables) {
-  if (blockIdx.x != 0) return;
-  for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
 }
 
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const TableView* tables, int32_t num_tables) {
-  count_update(tables, num_tables);
-}
-
-// A warp a bag: writes each position's sort key and its bag.
-__global__ void __launch_bounds__(kThreads)
-    prepare_kernel(const TableView* tables, int32_t num_tables, Batch batch,
-                   const int64_t* __restrict__ slots, uint64_t no_slot, const Scratch scratch) {
-  count_update(tables, num_tables);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
-  }
-  const int64_t bag = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (bag >= batch.num_features * batch.batch_size) return;
-  const int64_t end = batch.offsets[bag + 1];
-  for (int64_t at = batch.offsets[bag] + threadIdx.x % kWarp; at < end; at += kWarp) {
-    const int64_t slot = slots[at];
-    scratch.keys_in.set(at, slot == kNoSlot ? no_slot : static_cast<uint64_t>(slot));
-    scratch.positions_in[at] = static_cast<uint32_t>(at);
-    scratch.bags[at] = static_cast<uint32_t>(bag);
-  }
+  for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
 }
 
 // Rows wider than a warp's registers are summed again whenever their gradient is asked for.
@@ -162,7 +167,7 @@ __device__ __noinline__ void update_runs(const TableView* __restrict__ tables, c
       note_long_run<kWarp>(scratch.long_runs, begin, length);
       continue;
     }
-    const Run run{scratch.positions + begin, length, scratch.bags};
+    const Run run{scratch.values + begin, length, scratch.bags};
     const TableView& table = table_of(tables, update, scratch.bags[run.positions[0]]);
     const int64_t slot = static_cast<int64_t>(run_key) - table.first_slot;
     if (update.group_four_wide || all_four_wide(run, table, update.batch, update.grad.stride)) {
@@ -251,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, 4)
        p += warps) {
     const LongRun& whole = runs.runs[runs.run_of[p]];
     const int64_t begin = (p - whole.first_piece) * kPieceSize;
-    const Run piece{scratch.positions + whole.first + begin,
+    const Run piece{scratch.values + whole.first + begin,
                     min(kPieceSize, static_cast<int64_t>(whole.length) - begin), scratch.bags};
     const TableView& table = table_of(tables, update, scratch.bags[piece.positions[0]]);
     float* to = runs.sums + p * runs.widest;
@@ -265,18 +270,24 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 // A block a long run: its warps add up shares of the pieces, the first one the shares, and it
-// updates the row.
+// updates the row. Says how the next batch is to be updated.
 template <bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_run_kernel(const TableView* __restrict__ tables, const Update update,
-                    const Scratch scratch) {
+                    const Scratch scratch, UpdateHint* hint) {
+  if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    const int64_t alone = *scratch.alone, n = update.batch.num_ids;
+    hint->batch_order = 8 * alone >= 7 * n ? 1 : 0;
+  }
   constexpr int kWarps = kThreads / kWarp;
   const LongRuns& runs = scratch.long_runs;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const uint32_t number = *runs.number;
   for (uint32_t r = blockIdx.x; r < number; r += gridDim.x) {
     const LongRun run = runs.runs[r];
-    const TableView& table = table_of(tables, update, scratch.bags[scratch.positions[run.first]]);
+    const uint32_t value = scratch.values[run.first];
+    const TableView& table =
+        table_of(tables, update, scratch.bags != nullptr ? scratch.bags[value] : value);
     const int64_t pieces = (run.length + kPieceSize - 1) / kPieceSize;
     const int64_t begin = pieces * warp / kWarps, end = pieces * (warp + 1) / kWarps;
     float* const sums = runs.sums + static_cast<int64_t>(run.first_piece) * runs.widest;
@@ -308,70 +319,75 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   }
 }
 
-// Blocks for work whose amount only the device knows.
-unsigned few_blocks() {
+}  // namespace
+
+unsigned resident_grid(int blocks_of_processor, int64_t threads) {
   int device = 0, processors = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  return static_cast<unsigned>(4 * processors);
+  return std::min(static_cast<unsigned>(blocks_of_processor * processors), grid_for(threads));
 }
 
-}  // namespace
+bool wants_batch_order(const UpdateHint* hint, const GroupShape& shape) {
+  return is_quick(shape) && static_cast<const volatile UpdateHint*>(hint)->batch_order != 0;
+}
 
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape) {
+size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape,
+                           bool weighted, bool batch_order) {
   Scratch scratch;
-  return layout(num_ids, num_slots, shape, nullptr, &scratch);
+  return layout(num_ids, num_slots, shape, weighted, batch_order, nullptr, &scratch);
 }
 
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const float> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
-                 const GroupShape& shape, void* plan, void* memory, cudaStream_t stream) {
+                 const GroupShape& shape, bool batch_order, UpdateHint* hint, void* memory,
+                 cudaStream_t stream) {
   if (batch.num_ids == 0) {
     count_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables);
     HKV_CUDA_CHECK_LAUNCH();
     return;
   }
   Scratch scratch;
-  layout(batch.num_ids, num_slots, shape, static_cast<char*>(memory), &scratch);
+  layout(batch.num_ids, num_slots, shape, pooling.weights != nullptr, batch_order,
+         static_cast<char*>(memory), &scratch);
   const int bits = sort_bits(num_slots);
-  static_assert(sizeof(UpdatePlan) <= kUpdatePlanBytes);
   const Update update{batch,
                       pooling,
                       grad,
                       optimizer,
                       learning_rate,
                       (uint64_t{1} << bits) - 1,
-                      shape.four_wide && grad.stride % 4 == 0,
-                      static_cast<UpdatePlan*>(plan)};
-  const bool column_states = has_column_states(optimizer);
-  const int64_t num_bags = batch.num_features * batch.batch_size;
-  const int64_t warps = (batch.num_ids + kNeighbours - 1) / kNeighbours;
-  const bool quick = is_quick(shape) && update.group_four_wide;
-  if (quick) {
-    mark_repeats(tables, num_tables, update, slots, scratch, stream);
+                      shape.four_wide && grad.stride % 4 == 0};
+  const bool quick = is_quick(shape);
+  if (batch_order) {
+    HKV_CUDA_CHECK(cudaMemsetAsync(scratch.zeros, 0, scratch.zero_bytes, stream));
+    mark_repeats(slots, batch.num_ids, scratch.repeats, stream);
+    sort_repeated(tables, num_tables, update, slots, &scratch, stream);
     update_alone(tables, update, slots, scratch, shape, stream);
-    sort(scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
-    update_sorted(tables, update, scratch, shape, stream);
   } else {
-    prepare_kernel<<<grid_for(num_bags * kWarp), kThreads, 0, stream>>>(
-        tables, num_tables, batch, slots, update.no_slot, scratch);
-    HKV_CUDA_CHECK_LAUNCH();
-    sort(scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
+    prepare_update(tables, num_tables, update, slots, scratch, stream);
+    sort(&scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
+  }
+  const bool column_states = has_column_states(optimizer);
+  const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
+  if (quick) {
+    scratch.runs.first = static_cast<uint32_t*>(scratch.other_keys.values);
+    scratch.runs.length = scratch.other_values;
+    update_runs(tables, update, scratch, shape, stream);
+  } else {
     const auto kernel = column_states ? update_kernel<true> : update_kernel<false>;
-    kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, update, scratch);
+    kernel<<<grid_for(threads), kThreads, 0, stream>>>(tables, update, scratch);
     HKV_CUDA_CHECK_LAUNCH();
   }
   if (batch.num_ids <= kLongest) return;
-  const unsigned blocks = std::min(few_blocks(), grid_for(warps * kWarp));
-  if (quick) {
-    sum_pieces(tables, update, scratch, blocks, stream);
-  } else {
+  const unsigned blocks = resident_grid(4, threads);
+  if (!quick) {
     piece_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
     HKV_CUDA_CHECK_LAUNCH();
   }
   const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
-  long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+  long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch, quick ? hint : nullptr);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

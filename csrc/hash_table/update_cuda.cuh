@@ -71,26 +71,49 @@ struct Repeats {
 #endif
 };
 
-// How the rows of a batch are updated, decided on the device: of what the last batch was like.
-struct UpdatePlan {
-  uint32_t alone;      // positions so far that no other has the slot of
-  uint32_t positions;  // of the batch
-  uint32_t mode;       // 1: those are updated in the order of the batch; 0: in that of the sort
+// Runs of the sorted order that one tile adds up, and where they begin.
+struct ShortRuns {
+  uint32_t* number;
+  uint32_t* first;
+  uint32_t* length;
+};
+
+// What the sort of the repeated positions, whose number only the device knows, works with
+// (update_split_cuda.cu). All zeros at first.
+struct SmallSort {
+  static constexpr int kDigitBits = 9;
+  static constexpr int kDigits = 1 << kDigitBits;
+  static constexpr uint32_t kChunk = 2048;  // keys that a block ranks at once
+
+  uint32_t* digits;            // [passes][tiles][kDigits], how many of a tile's keys have a digit
+  unsigned long long* states;  // [split tiles], for their prefixes
+  uint32_t* ticket;
+  int32_t passes;
+  uint32_t tile;   // keys of a tile, whole chunks
+  uint32_t tiles;  // at most
 };
 
 struct Scratch {
-  Keys keys_in;
+  // The keys of all positions and what is sorted with them; sorted, they may lie in either half.
   Keys keys;
-  uint32_t* positions_in;
-  uint32_t* positions;
-  uint32_t* bags;  // by position
+  Keys other_keys;
+  uint32_t* values;  // bags, or, where `bags` is not null, positions
+  uint32_t* other_values;
+  uint32_t* bags;   // by position
+  uint32_t* alone;  // number of positions that no other has the slot of
+  // How many positions are sorted; null: all.
+  uint32_t* sorted;
   Repeats repeats;
+  SmallSort small_sort;
+  char* zeros;  // of these two
+  size_t zero_bytes;
+  ShortRuns runs;  // in the other halves
   LongRuns long_runs;
   void* sort;
   size_t sort_bytes;
 };
 
-// What the reduction of one run reads.
+// What the reduction of one run by the general kernels reads.
 struct Run {
   const uint32_t* positions;  // of the run
   int64_t length;
@@ -128,7 +151,6 @@ struct Update {
   const float* learning_rate;
   uint64_t no_slot;
   bool group_four_wide;
-  UpdatePlan* plan;
 };
 
 __device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
@@ -159,6 +181,20 @@ __device__ __forceinline__ int64_t end_of_run(const Keys& keys, int64_t at, int6
   return high;
 }
 
+// The bag that a position is in. All lanes of a warp.
+__device__ __forceinline__ int64_t bag_at(const int64_t* offsets, int64_t num_bags,
+                                          int64_t position) {
+  int64_t low = 0, high = num_bags;  // low begins at the position or before, high behind it
+  while (high - low > 1) {
+    const int64_t stride = (high - low + kWarp) / (kWarp + 1);
+    const int64_t look = low + (threadIdx.x % kWarp + 1) * stride;
+    const bool before = look < high && offsets[look] <= position;
+    low += __popc(__ballot_sync(kAllLanes, before)) * stride;
+    high = min(high, low + stride);
+  }
+  return low;
+}
+
 template <int kLanes>
 __device__ __forceinline__ void note_long_run(const LongRuns& runs, int64_t first, int64_t length) {
   using Lanes = Tile<kLanes>;
@@ -183,24 +219,37 @@ struct Neighbour {
   float scale;       // of it
 };
 
-__device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const Update& update,
-                                                  const Scratch& scratch, int64_t at,
-                                                  uint64_t key) {
+// Where the gradient of a sorted value is, and how it counts.
+struct Share {
+  uint32_t table;
+  int64_t gradient;  // offset of its bag's gradient
+  float scale;       // of it
+};
+
+__device__ __forceinline__ Share share_of(const Update& update, const uint32_t* bags,
+                                          uint32_t value) {
   const Batch& batch = update.batch;
-  const uint32_t position = scratch.positions[at];
-  const uint32_t bag = scratch.bags[position];
+  const uint32_t bag = bags != nullptr ? bags[value] : value;
   const auto batch_size = static_cast<uint32_t>(batch.batch_size);
   const uint32_t feature = bag / batch_size;
-  Neighbour it;
+  Share it;
   it.table = batch.feature_tables[feature];
-  it.slot = static_cast<int64_t>(key) - tables[it.table].first_slot;
   it.gradient = static_cast<int64_t>(bag - feature * batch_size) * update.grad.stride +
                 batch.feature_columns[feature];
-  it.scale = update.pooling.weights != nullptr ? update.pooling.weights[position] : 1.0f;
+  // Where there are weights, values are positions.
+  it.scale = update.pooling.weights != nullptr ? update.pooling.weights[value] : 1.0f;
   if (update.pooling.mean) {
     it.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
   }
   return it;
+}
+
+__device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const Update& update,
+                                                  const Scratch& scratch, int64_t at,
+                                                  uint64_t key) {
+  const Share share = share_of(update, scratch.bags, scratch.values[at]);
+  return Neighbour{share.table, static_cast<int64_t>(key) - tables[share.table].first_slot,
+                   share.gradient, share.scale};
 }
 __device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, int lane) {
   return Neighbour{
@@ -228,20 +277,45 @@ __device__ __forceinline__ void prefetch_update(const TableView& table, const Ne
   }
 }
 
-// In update_quick_cuda.cu, for groups of rows of at most kQuickColumns columns, all four wide.
+// Writes what is to be sorted, and begins the counts of runs. Counts the update.
+void prepare_update(const TableView* tables, int32_t num_tables, const Update& update,
+                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
+
+// Has a row and its state brought into the second-level cache. Two lanes, 0 and 1.
+__device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slot, int lane) {
+  const int64_t frame = table.frames.frame_of(slot);
+  if (!table.in_hbm(frame)) return;
+  const RowStore& store = lane == 0 ? table.rows : table.states;
+  const auto bytes = static_cast<uint32_t>(store.bytes());
+  const char* from = store.at(slot, frame);
+  if (bytes % 16 == 0) {
+    if (bytes > 0) prefetch_l2(from, bytes);
+  } else {
+    prefetch_l2(from);
+  }
+}
+
+// For quick groups: rows of at most kQuickColumns columns, all four wide.
 constexpr int32_t kQuickColumns = 4 * kWarp;
 
-// Counts the update, decides how it is done, and finds out which slots are repeated.
-void mark_repeats(const TableView* tables, int32_t num_tables, const Update& update,
-                  const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
-// Updates rows that stand alone, in the order of the batch, and writes what is to be sorted.
+// Finds out which slots are repeated; the bitmaps are zeros before (update_alone_cuda.cu).
+void mark_repeats(const int64_t* slots, int64_t n, const Repeats& repeats, cudaStream_t stream);
+// Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
-// Updates the rows of the sorted runs, but for long ones, which are noted.
-void update_sorted(const TableView* tables, const Update& update, const Scratch& scratch,
-                   const GroupShape& shape, cudaStream_t stream);
-// Adds up the pieces of long runs.
-void sum_pieces(const TableView* tables, const Update& update, const Scratch& scratch,
-                unsigned blocks, cudaStream_t stream);
+// Blocks that split off the repeated positions of n.
+int64_t split_tiles(int64_t n);
+// In place of prepare_update and the sort, before update_alone: counts the update, and sorts the
+// positions of repeated slots. Afterwards scratch's keys and values are sorted
+// (update_split_cuda.cu).
+void sort_repeated(const TableView* tables, int32_t num_tables, const Update& update,
+                   const int64_t* slots, Scratch* scratch, cudaStream_t stream);
+// Updates the rows of the sorted runs, but for long ones, whose pieces it adds up
+// (update_runs_cuda.cu). Where all positions are sorted, counts those that stand alone.
+void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                 const GroupShape& shape, cudaStream_t stream);
+
+// Blocks of which so many are on a multiprocessor at once, but no more than there is work for.
+unsigned resident_grid(int blocks_of_processor, int64_t threads);
 
 }  // namespace torchrec_hkv::hash_table::cuda

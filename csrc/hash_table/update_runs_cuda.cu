@@ -1,0 +1,177 @@
+// Updates of the rows of the sorted order, for quick groups: the runs are listed, and tiles of
+// lanes take one after the other. What a tile needs of the next run is under way while it works on
+// one.
+#include "common/cuda_check.h"
+#include "hash_table/row_updaters.cuh"
+#include "hash_table/update_cuda.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+// Positions from `at` on that have its key, found by one thread.
+__device__ __forceinline__ int64_t length_of_run(const Keys& keys, int64_t at, int64_t n,
+                                                 uint64_t key) {
+  int64_t low = at, step = 1;  // low is in the run
+  while (low + step < n && keys[low + step] == key) {
+    low += step;
+    step *= 2;
+  }
+  int64_t high = min(low + step, n);  // high is not
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (keys[middle] == key ? low : high) = middle;
+  }
+  return high - at;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    list_runs_kernel(int64_t most, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ uint32_t first_places[kWarps];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t n = scratch.sorted == nullptr ? most : *scratch.sorted;
+  if (static_cast<int64_t>(blockIdx.x) * kThreads >= n) return;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const uint64_t key = at < n ? scratch.keys[at] : no_slot;
+  const bool begins = key != no_slot && (at == 0 || scratch.keys[at - 1] != key);
+  const int64_t length = begins ? length_of_run(scratch.keys, at, n, key) : 0;
+  const bool is_short = begins && length <= kLongest;
+  const unsigned shorts = __ballot_sync(kAllLanes, is_short);
+  if (lane == 0) first_places[warp] = __popc(shorts);
+  const int singles = __syncthreads_count(length == 1);
+  if (threadIdx.x == 0) {
+    uint32_t sum = 0;
+    for (uint32_t& number : first_places) {
+      const uint32_t before = sum;
+      sum += number;
+      number = before;
+    }
+    const uint32_t begin = sum > 0 ? atomicAdd(scratch.runs.number, sum) : 0;
+    for (uint32_t& number : first_places) number += begin;
+    if (scratch.sorted == nullptr && singles > 0)
+      atomicAdd(scratch.alone, static_cast<uint32_t>(singles));
+  }
+  __syncthreads();
+  if (is_short) {
+    const uint32_t place = first_places[warp] + __popc(shorts & ((1u << lane) - 1));
+    scratch.runs.first[place] = static_cast<uint32_t>(at);
+    scratch.runs.length[place] = static_cast<uint32_t>(length);
+  }
+  for (unsigned longs = __ballot_sync(kAllLanes, begins && !is_short); longs; longs &= longs - 1) {
+    const int source = __ffs(static_cast<int>(longs)) - 1;
+    note_long_run<kWarp>(scratch.long_runs, __shfl_sync(kAllLanes, at, source),
+                         __shfl_sync(kAllLanes, length, source));
+  }
+}
+
+constexpr int kRunBlocks = 2;  // of a multiprocessor
+
+// A run, or a piece of a long one: positions of the sorted order.
+struct Part {
+  uint32_t first;
+  uint32_t length;
+};
+
+// kAhead: positions whose gradients are under way at once, beside the row.
+template <typename Updater, int kAhead>
+__global__ void __launch_bounds__(kThreads, kRunBlocks)
+    run_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+               const __grid_constant__ Scratch scratch) {
+  using Gradient = typename Updater::Gradient;
+  constexpr uint32_t kLanes = Updater::kLanes;
+  const Tile<kLanes> tile;
+  const uint32_t lane = tile.lane();
+  const LongRuns& long_runs = scratch.long_runs;
+  // Pieces come first, as they take longest.
+  const uint32_t pieces = *long_runs.pieces;
+  const uint32_t parts = pieces + *scratch.runs.number;
+  const uint32_t stride = gridDim.x * (kThreads / kLanes);
+  const auto part_at = [&](uint32_t i) {
+    if (i >= parts) return Part{0, 0};
+    if (i >= pieces) return Part{scratch.runs.first[i - pieces], scratch.runs.length[i - pieces]};
+    const LongRun& run = long_runs.runs[long_runs.run_of[i]];
+    const uint32_t begin = (i - run.first_piece) * static_cast<uint32_t>(kPieceSize);
+    return Part{run.first + begin, min(run.length - begin, static_cast<uint32_t>(kPieceSize))};
+  };
+  const auto value_at = [&](const Part& part, uint32_t begin) {
+    return begin + lane < part.length ? scratch.values[part.first + begin + lane] : 0;
+  };
+  const auto share_at = [&](const Part& part, uint32_t begin, uint32_t value) {
+    return begin + lane < part.length ? share_of(update, scratch.bags, value) : Share{};
+  };
+  auto i = static_cast<uint32_t>(tile.number());
+  if (i >= parts) return;
+  Part part = part_at(i);
+  Part next = part_at(i + stride);
+  uint64_t key = scratch.keys[part.first];
+  Share share = share_at(part, 0, value_at(part, 0));
+  const float rate = *update.learning_rate;
+  uint32_t table = tile.of_lane(share.table, 0);
+  Updater updater(tables[table], update.optimizer, rate);
+  int32_t dim = tables[table].dim();
+  int64_t first_slot = tables[table].first_slot;
+  for (;;) {
+    const Part after = part_at(i + 2 * stride);
+    const uint32_t next_value = value_at(next, 0);
+    const uint64_t next_key = scratch.keys[next.first];
+    const bool whole = i >= pieces;
+    const int64_t slot = static_cast<int64_t>(key) - first_slot;
+    typename Updater::Row row;
+    if (whole) row = updater.load(slot);
+    Gradient sum = Gradient::zero();
+    for (uint32_t begin = 0; begin < part.length; begin += kLanes) {
+      if (begin > 0) share = share_at(part, begin, value_at(part, begin));
+      const uint32_t count = min(kLanes, part.length - begin);
+      for (uint32_t group = 0; group < count; group += kAhead) {
+        Gradient gradient[kAhead];
+#pragma unroll
+        for (uint32_t k = 0; k < kAhead; ++k) {
+          if (group + k >= count) break;
+          gradient[k] =
+              Gradient::load(update.grad.data + tile.of_lane(share.gradient, group + k), dim);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < kAhead; ++k) {
+          if (group + k >= count) break;
+          sum.add(tile.of_lane(share.scale, group + k), gradient[k]);
+        }
+      }
+    }
+    if (whole) {
+      updater.finish(slot, row, sum);
+    } else {
+      sum.store(long_runs.sums + static_cast<int64_t>(i) * long_runs.widest, dim);
+    }
+    i += stride;
+    if (i >= parts) return;
+    part = next;
+    next = after;
+    key = next_key;
+    share = share_at(part, 0, next_value);
+    const uint32_t its_table = tile.of_lane(share.table, 0);
+    if (its_table != table) {
+      table = its_table;
+      updater = Updater(tables[table], update.optimizer, rate);
+      dim = tables[table].dim();
+      first_slot = tables[table].first_slot;
+    }
+  }
+}
+
+}  // namespace
+
+void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                 const GroupShape& shape, cudaStream_t stream) {
+  const int64_t n = update.batch.num_ids;
+  list_runs_kernel<<<grid_for(n), kThreads, 0, stream>>>(n, update.no_slot, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+    // As many gradients under way as registers allow.
+    const auto kernel = run_kernel < Updater, Updater::kColumnStates ? 4 : 8 > ;
+    kernel<<<resident_grid(kRunBlocks, n * Updater::kLanes), kThreads, 0, stream>>>(tables, update,
+                                                                                    scratch);
+  });
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda
