@@ -118,6 +118,11 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
+#ifdef TORCHREC_HKV_CUDA
+  if (group.device().is_cuda()) {
+    placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
+  }
+#endif
   owner->make_room(batch, ids, offsets);
   if (held) held->set_growths(group.growths());
   const at::Tensor scratch = insert_scratch(group, ids);

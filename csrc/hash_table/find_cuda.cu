@@ -66,12 +66,14 @@ __device__ __forceinline__ uint32_t position_of(int bit, int lane) {
   return (word / 4 * kFindLanes + lane) * kVectorDigests + word % 4 * 2 + (bit >> 4);
 }
 
-// kOneTable: the view comes with the launch and not from memory.
+// kOneTable: the view comes with the launch and not from memory. early: last steps are brought near
+// before it is known that their ids are the right ones. That gains where the ids of many tables are
+// spread; one table gains nothing, and of a hot id all lanes would ask for one address.
 template <bool kTouch, bool kOneTable>
 __global__ void __launch_bounds__(kThreads, resident_blocks_of(kTouch))
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
-                const Found found, const Missing missing) {
+                const Found found, const Missing missing, bool early) {
   const int lane = threadIdx.x % kFindLanes;
   const int warp_lane = threadIdx.x % kWarp;
   const int tile = warp_lane / kFindLanes;
@@ -130,8 +132,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of(kTouch))
           const int64_t slot =
               static_cast<int64_t>(probe.bucket) * table.bucket_slots + candidates[k];
           stored[k] = table.ids[slot];
-          // Most are hits, and will be touched. With one table it gains nothing.
-          if (kTouch && !kOneTable) prefetch_l2(&table.last_steps[slot]);
+          // Most are hits, and will be touched.
+          if (kTouch && early) prefetch_l2(&table.last_steps[slot]);
         }
       }
       bool reload[kIdsInFlight];
@@ -201,15 +203,15 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of(kTouch))
 template <bool kTouch>
 void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
                  const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                 cudaStream_t stream) {
+                 bool spread, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const unsigned grid = grid_for(batch.num_ids);
   if (only != nullptr) {
     find_kernel<kTouch, true>
-        <<<grid, kThreads, 0, stream>>>(*only, nullptr, batch, visit, slots, found, missing);
+        <<<grid, kThreads, 0, stream>>>(*only, nullptr, batch, visit, slots, found, missing, false);
   } else {
-    find_kernel<kTouch, false>
-        <<<grid, kThreads, 0, stream>>>(TableView{}, tables, batch, visit, slots, found, missing);
+    find_kernel<kTouch, false><<<grid, kThreads, 0, stream>>>(TableView{}, tables, batch, visit,
+                                                              slots, found, missing, spread);
   }
   HKV_CUDA_CHECK_LAUNCH();
 }
@@ -218,13 +220,13 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
 
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream) {
-  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, stream);
+  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, stream);
 }
 
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    cudaStream_t stream) {
-  launch_find<true>(tables, only, batch, visit, slots, found, missing, stream);
+                    bool spread, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -17,9 +17,9 @@ struct Found {
 };
 
 // As find, and touches what it finds; of what is missing, kMissingFromFull tells apart what can
-// only take the place of another. Prepares `missing`.
+// only take the place of another. Prepares `missing`. spread: most ids stand at one position.
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    cudaStream_t stream);
+                    bool spread, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -250,7 +250,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);
   if (placement.believed == nullptr) {
-    find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing, stream);
+    find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing,
+                   placement.spread, stream);
   } else {
     find(tables, only, batch, slots, stream);
     believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,

@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kThreads)
           const char* from = row_of_lane(position, group + k);
           row[k] = Columns<4>::zero();
           if (group + k >= count || !mine) continue;
-          row[k] = kFloat32 ? load_once(reinterpret_cast<const float*>(from) + column)
+          // Through L1, which serves hot rows.
+          row[k] = kFloat32 ? Columns<4>::load(reinterpret_cast<const float*>(from) + column)
                             : Columns<4>::load(table.rows.type, from, column);
         }
 #pragma unroll

@@ -164,6 +164,8 @@ struct Placement {
   const Admissions* admissions = nullptr;
   // Whether a table of the group has frames. CUDA only.
   bool frames = false;
+  // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
+  bool spread = false;
 };
 
 // How the ids of a bag are reduced.

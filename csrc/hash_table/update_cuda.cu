@@ -15,7 +15,7 @@ namespace {
 constexpr int kNeighbours = 8;  // of the sorted order, a warp's
 
 // Tiles of the small sort: so few that adding up their digits is soon done.
-constexpr int64_t kMostTiles = 1024;
+constexpr int64_t kMostTiles = 2048;
 
 // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
 // comes last.
@@ -77,7 +77,7 @@ size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, bool weight
   runs.number = reinterpret_cast<uint32_t*>(take(4 * sizeof(uint32_t)));
   runs.pieces = runs.number + 1;
   scratch->runs.number = runs.number + 2;
-  scratch->alone = runs.number + 3;
+  scratch->runs.singles = runs.number + 3;
   runs.runs = reinterpret_cast<LongRun*>(take(most * sizeof(LongRun)));
   runs.run_of = reinterpret_cast<uint32_t*>(take(most * sizeof(uint32_t)));
   runs.sums = reinterpret_cast<float*>(take(most * shape.widest * sizeof(float)));
@@ -276,7 +276,8 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_run_kernel(const TableView* __restrict__ tables, const Update update,
                     const Scratch scratch, UpdateHint* hint) {
   if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-    const int64_t alone = *scratch.alone, n = update.batch.num_ids;
+    const int64_t n = update.batch.num_ids;
+    const int64_t alone = scratch.sorted == nullptr ? *scratch.runs.singles : n - *scratch.sorted;
     hint->batch_order = 8 * alone >= 7 * n ? 1 : 0;
   }
   constexpr int kWarps = kThreads / kWarp;

@@ -71,10 +71,12 @@ struct Repeats {
 #endif
 };
 
-// Runs of the sorted order that one tile adds up, and where they begin.
+// Runs of the sorted order that one tile adds up, and where they begin. Those of one position are
+// listed from the end of `first` on.
 struct ShortRuns {
-  uint32_t* number;
-  uint32_t* first;
+  uint32_t* number;   // of longer ones
+  uint32_t* singles;  // number of those
+  uint32_t* first;    // [positions]
   uint32_t* length;
 };
 
@@ -83,7 +85,7 @@ struct ShortRuns {
 struct SmallSort {
   static constexpr int kDigitBits = 9;
   static constexpr int kDigits = 1 << kDigitBits;
-  static constexpr uint32_t kChunk = 2048;  // keys that a block ranks at once
+  static constexpr uint32_t kChunk = 1024;  // keys that a block ranks at once
 
   uint32_t* digits;            // [passes][tiles][kDigits], how many of a tile's keys have a digit
   unsigned long long* states;  // [split tiles], for their prefixes
@@ -99,8 +101,7 @@ struct Scratch {
   Keys other_keys;
   uint32_t* values;  // bags, or, where `bags` is not null, positions
   uint32_t* other_values;
-  uint32_t* bags;   // by position
-  uint32_t* alone;  // number of positions that no other has the slot of
+  uint32_t* bags;  // by position
   // How many positions are sorted; null: all.
   uint32_t* sorted;
   Repeats repeats;

@@ -8,6 +8,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
+constexpr int kRunBlocks = 2;  // of a multiprocessor
+
 // Positions from `at` on that have its key, found by one thread.
 __device__ __forceinline__ int64_t length_of_run(const Keys& keys, int64_t at, int64_t n,
                                                  uint64_t key) {
@@ -27,7 +29,7 @@ __device__ __forceinline__ int64_t length_of_run(const Keys& keys, int64_t at, i
 __global__ void __launch_bounds__(kThreads)
     list_runs_kernel(int64_t most, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
   constexpr int kWarps = kThreads / kWarp;
-  __shared__ uint32_t first_places[kWarps];
+  __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t n = scratch.sorted == nullptr ? most : *scratch.sorted;
   if (static_cast<int64_t>(blockIdx.x) * kThreads >= n) return;
@@ -36,24 +38,29 @@ __global__ void __launch_bounds__(kThreads)
   const bool begins = key != no_slot && (at == 0 || scratch.keys[at - 1] != key);
   const int64_t length = begins ? length_of_run(scratch.keys, at, n, key) : 0;
   const bool is_short = begins && length <= kLongest;
-  const unsigned shorts = __ballot_sync(kAllLanes, is_short);
-  if (lane == 0) first_places[warp] = __popc(shorts);
-  const int singles = __syncthreads_count(length == 1);
-  if (threadIdx.x == 0) {
+  const unsigned lists[2] = {__ballot_sync(kAllLanes, length == 1),
+                             __ballot_sync(kAllLanes, is_short && length > 1)};
+  if (lane < 2) places[lane][warp] = __popc(lists[lane]);
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    uint32_t* const mine = places[threadIdx.x];
     uint32_t sum = 0;
-    for (uint32_t& number : first_places) {
+    for (int w = 0; w < kWarps; ++w) {
       const uint32_t before = sum;
-      sum += number;
-      number = before;
+      sum += mine[w];
+      mine[w] = before;
     }
-    const uint32_t begin = sum > 0 ? atomicAdd(scratch.runs.number, sum) : 0;
-    for (uint32_t& number : first_places) number += begin;
-    if (scratch.sorted == nullptr && singles > 0)
-      atomicAdd(scratch.alone, static_cast<uint32_t>(singles));
+    uint32_t* const number = threadIdx.x == 0 ? scratch.runs.singles : scratch.runs.number;
+    const uint32_t begin = sum > 0 ? atomicAdd(number, sum) : 0;
+    for (int w = 0; w < kWarps; ++w) mine[w] += begin;
   }
   __syncthreads();
-  if (is_short) {
-    const uint32_t place = first_places[warp] + __popc(shorts & ((1u << lane) - 1));
+  const unsigned lower = (1u << lane) - 1;
+  if (length == 1) {
+    const uint32_t place = places[0][warp] + __popc(lists[0] & lower);
+    scratch.runs.first[most - 1 - place] = static_cast<uint32_t>(at);
+  } else if (is_short) {
+    const uint32_t place = places[1][warp] + __popc(lists[1] & lower);
     scratch.runs.first[place] = static_cast<uint32_t>(at);
     scratch.runs.length[place] = static_cast<uint32_t>(length);
   }
@@ -64,7 +71,65 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kRunBlocks = 2;  // of a multiprocessor
+// A tile has a row a lane on its way, and updates one after the other. kAhead: rows that it reads
+// at once.
+template <typename Updater, int kAhead>
+__global__ void __launch_bounds__(kThreads, kRunBlocks)
+    single_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+                  const __grid_constant__ Scratch scratch) {
+  using Gradient = typename Updater::Gradient;
+  constexpr int kLanes = Updater::kLanes;
+  const Tile<kLanes> tile;
+  const int lane = tile.lane();
+  const int64_t singles = *scratch.runs.singles;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  int64_t chunk = tile.number() * kLanes;
+  if (chunk >= singles) return;
+  const float rate = *update.learning_rate;
+  const uint32_t* const last = scratch.runs.first + update.batch.num_ids - 1;
+  uint32_t table = ~0u;
+  Updater updater(tables[0], update.optimizer, rate);
+  int32_t dim = 0;
+  for (; chunk < singles; chunk += stride) {
+    Neighbour mine{};
+    const int64_t at = chunk + lane;
+    if (at < singles) {
+      const uint32_t place = *(last - at);
+      mine = neighbour_at(tables, update, scratch, place, scratch.keys[place]);
+    }
+    const int count = static_cast<int>(min(static_cast<int64_t>(kLanes), singles - chunk));
+    for (int group = 0; group < count;) {
+      const uint32_t its_table = tile.of_lane(mine.table, group);
+      if (its_table != table) {
+        table = its_table;
+        updater = Updater(tables[table], update.optimizer, rate);
+        dim = tables[table].dim();
+      }
+      // Neighbours of one table.
+      const unsigned other = tile.ballot(lane >= count || mine.table != table) >> group;
+      const int take = other == 0 ? kAhead : min(kAhead, __ffs(static_cast<int>(other)) - 1);
+      Gradient gradient[kAhead];
+      typename Updater::Row row[kAhead];
+      int64_t slot[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (k >= take || group + k >= count) break;
+        slot[k] = tile.of_lane(mine.slot, group + k);
+        row[k] = updater.load(slot[k]);
+        gradient[k] =
+            Gradient::load(update.grad.data + tile.of_lane(mine.gradient, group + k), dim);
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (k >= take || group + k >= count) break;
+        Gradient sum = Gradient::zero();
+        sum.add(tile.of_lane(mine.scale, group + k), gradient[k]);
+        updater.finish(slot[k], row[k], sum);
+      }
+      group += take;
+    }
+  }
+}
 
 // A run, or a piece of a long one: positions of the sorted order.
 struct Part {
@@ -166,10 +231,15 @@ void update_runs(const TableView* tables, const Update& update, const Scratch& s
   list_runs_kernel<<<grid_for(n), kThreads, 0, stream>>>(n, update.no_slot, scratch);
   HKV_CUDA_CHECK_LAUNCH();
   choose_updater(update.optimizer, shape, [&]<typename Updater>() {
-    // As many gradients under way as registers allow.
+    // As many rows, or gradients, under way as registers allow.
+    if (scratch.sorted == nullptr || !scratch.repeats.exact) {
+      const auto kernel = single_kernel < Updater, Updater::kColumnStates ? 2 : 3 > ;
+      kernel<<<resident_grid(kRunBlocks, n), kThreads, 0, stream>>>(tables, update, scratch);
+      HKV_CUDA_CHECK_LAUNCH();
+    }
     const auto kernel = run_kernel < Updater, Updater::kColumnStates ? 4 : 8 > ;
-    kernel<<<resident_grid(kRunBlocks, n * Updater::kLanes), kThreads, 0, stream>>>(tables, update,
-                                                                                    scratch);
+    kernel<<<resident_grid(kRunBlocks, n / 2 * Updater::kLanes), kThreads, 0, stream>>>(
+        tables, update, scratch);
   });
   HKV_CUDA_CHECK_LAUNCH();
 }

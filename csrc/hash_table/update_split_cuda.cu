@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   if (tile == 0) {
     for (int32_t t = threadIdx.x; t < num_tables; t += kSplitThreads) ++*tables[t].optimizer_step;
     if (threadIdx.x == 0) {
-      *scratch.long_runs.number = *scratch.long_runs.pieces = *scratch.runs.number = 0;
+      *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
+      *scratch.runs.number = *scratch.runs.singles = 0;
     }
   }
   unsigned repeated[kSplitOfThread];
@@ -107,7 +108,6 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
       block_first = before;
       if (begin + kSplit >= batch.num_ids) {
         *scratch.sorted = before + own;
-        *scratch.alone = static_cast<uint32_t>(batch.num_ids) - (before + own);
       }
     }
   }
