@@ -8,6 +8,7 @@
 
 #include "common/dtypes.h"
 #include "common/initial_rows.h"
+#include "common/initial_rows_avx512.h"
 
 namespace torchrec_hkv {
 
@@ -56,6 +57,10 @@ inline void initial_row(const InitialRows& init, int64_t id, uint32_t column, in
   const uint32_t end = column + static_cast<uint32_t>(n);
   Draws draws[2];
   uint32_t c = column;
+#ifdef __x86_64__
+  if (uniform && c % 4 == 0 && has_avx512())
+    c += uniform_columns_avx512(init, of_id, c >> 2, n, out);
+#endif
   // No detour over memory, where these stores would queue behind those to rows.
   for (; uniform && c % 4 == 0 && end - c >= 16; c += 16) {
     draw_columns(of_id, c >> 2, draws[0], draws[1]);

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <vector>
 
 #include "common/optimizers.h"
@@ -11,28 +13,56 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// term(0) + ... + term(n - 1) in partial sums that the compiler can keep in one vector.
+// Eight columns, of GCC's and Clang's vector extension.
+typedef float Columns __attribute__((vector_size(32)));
+
+inline Columns load_columns(const float* from) {
+  Columns columns;
+  std::memcpy(&columns, from, sizeof(columns));
+  return columns;
+}
+
+inline float sum_of(const Columns& lanes) {
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
+         ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+// term(0) + ... + term(n - 1), in eight partial sums.
 template <typename Term>
 inline float vector_sum(int32_t n, const Term& term) {
-  constexpr int kLanes = 8;
-  float lanes[kLanes] = {};
+  Columns lanes = {};
   int32_t c = 0;
-  for (; c + kLanes <= n; c += kLanes) {
-    for (int k = 0; k < kLanes; ++k) lanes[k] += term(c + k);
+  for (; c + 8 <= n; c += 8) {
+    for (int k = 0; k < 8; ++k) lanes[k] += term(c + k);
   }
   for (; c < n; ++c) lanes[0] += term(c);
-  float sum = 0.0f;
-  for (const float lane : lanes) sum += lane;
-  return sum;
+  return sum_of(lanes);
+}
+
+// The same of squares.
+inline float sum_of_squares(const float* values, int32_t n) {
+  Columns lanes = {};
+  int32_t c = 0;
+  for (; c + 8 <= n; c += 8) {
+    const Columns columns = load_columns(values + c);
+    lanes += columns * columns;
+  }
+  for (; c < n; ++c) lanes[0] += values[c] * values[c];
+  return sum_of(lanes);
 }
 
 class RowUpdater {
  public:
   RowUpdater(const OptimizerConfig& config, float learning_rate, int32_t widest)
-      : config_(config), learning_rate_(learning_rate), widened_(widest) {}
+      : config_(config),
+        plain_(config.clip_value == kUnbounded && !clips_by_norm(config) &&
+               config.coupled_decay == 0.0f),
+        learning_rate_(learning_rate),
+        widened_(widest) {}
 
   // grad: the row's gradient, [dim].
   void update(const TableView& table, int64_t slot, const float* grad) {
+    if (plain_ && table.rows.type == RowType::kFloat32 && update_plain(table, slot, grad)) return;
     const int32_t dim = table.dim();
     const RowType type = table.rows.type;
     char* const stored = table.row(slot);
@@ -57,13 +87,63 @@ class RowUpdater {
   }
 
  private:
-  // The row parts that come before the column parts.
-  RowTerms begin(const TableView& table, int32_t dim, const float* row, const float* grad,
-                 float* state) const {
+  static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
+
+  // Where gradient_of changes nothing, the optimizers that are used most. Returns whether this is
+  // one.
+  bool update_plain(const TableView& table, int64_t slot, const float* grad) {
+    switch (config_.kind) {
+      case Optimizer::kSgd:
+        return plain<Optimizer::kSgd>(table, slot, grad);
+      case Optimizer::kAdagrad:
+        return plain<Optimizer::kAdagrad>(table, slot, grad);
+      case Optimizer::kRowWiseAdagrad:
+        return plain<Optimizer::kRowWiseAdagrad>(table, slot, grad);
+      case Optimizer::kAdam:
+        return plain<Optimizer::kAdam>(table, slot, grad);
+      default:
+        return false;
+    }
+  }
+
+  template <Optimizer kKind>
+  bool plain(const TableView& table, int64_t slot, const float* __restrict__ grad) {
+    const int32_t dim = table.dim();
+    float* const __restrict__ row = reinterpret_cast<float*>(table.row(slot));
+    float* const __restrict__ state = table.state(slot);
+    float* const second_state = state + dim;
+    const OptimizerConfig config = config_;
+    RowTerms terms = first_terms(table, dim, state);
+    if constexpr (kKind == Optimizer::kRowWiseAdagrad) {
+      state[0] = adapt_row(config, sum_of_squares(grad, dim), dim, state[0], &terms);
+    }
+    for (int32_t c = 0; c < dim; ++c) {
+      float first = 0.0f, second = 0.0f;
+      if constexpr (column_states(kKind) >= 1) first = state[c];
+      if constexpr (column_states(kKind) >= 2) second = second_state[c];
+      row[c] = move_column<kKind>(config, terms, row[c], grad[c], first, second);
+      if constexpr (column_states(kKind) >= 1) state[c] = first;
+      if constexpr (column_states(kKind) >= 2) second_state[c] = second;
+    }
+    return true;
+  }
+
+  // begin_row, once for all rows that have been updated as often.
+  RowTerms first_terms(const TableView& table, int32_t dim, float* state) {
     float step = static_cast<float>(*table.optimizer_step);
     if (config_.own_steps) step = state[own_step_column(config_.kind, dim)] += 1.0f;
+    if (step != terms_step_) {
+      terms_ = begin_row(config_, learning_rate_, step);
+      terms_step_ = step;
+    }
+    return terms_;
+  }
+
+  // The row parts that come before the column parts.
+  RowTerms begin(const TableView& table, int32_t dim, const float* row, const float* grad,
+                 float* state) {
     const OptimizerConfig config = config_;
-    RowTerms terms = begin_row(config, learning_rate_, step);
+    RowTerms terms = first_terms(table, dim, state);
     if (clips_by_norm(config)) {
       const float squares = vector_sum(dim, [&](int32_t c) {
         const float g = clipped(config, grad[c]);
@@ -141,7 +221,10 @@ class RowUpdater {
   }
 
   const OptimizerConfig config_;
+  const bool plain_;
   const float learning_rate_;
+  float terms_step_ = -1.0f;  // for which these are
+  RowTerms terms_{};
   std::vector<float> widened_;  // a 16-bit row
 };
 

@@ -5,7 +5,6 @@
 #include <thread>
 #include <vector>
 
-#include "common/initial_rows_cpu.h"
 #include "common/parallel.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
@@ -14,6 +13,7 @@
 #include "hash_table/highest_given_cpu.h"
 #include "hash_table/kernels.h"
 #include "hash_table/missing_cpu.h"
+#include "hash_table/new_rows_cpu.h"
 #include "hash_table/place_cpu.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -29,8 +29,8 @@ struct Place {
 // touched since then is pinned, so the slot is still the one to go if it has not been touched
 // itself.
 Place choose_place(const TableView& table, const BucketChoice& choice, const Visit& visit,
-                   bool refuse_lower, uint64_t own_score, const Victim& seen) {
-  const int64_t free = free_slot(table, choice);
+                   bool refuse_lower, uint64_t own_score, uint64_t free_first, const Victim& seen) {
+  const int64_t free = free_slot(table, choice, free_first);
   if (free != kNoSlot) return Place{free, false, false};
   const bool holds = seen.slot != kNoSlot && table.last_steps[seen.slot] == seen.rank.last_step;
   const Victim victim = holds ? seen : lowest_rank(table, choice, visit.pinned_from());
@@ -54,6 +54,9 @@ struct Leaver {
   uint64_t score;
   const char* row;  // null: nothing left
 };
+
+// What of an id's two buckets its placing reads.
+enum class Reach { kFirst, kSecond, kRanks };
 
 struct Counts {
   uint64_t inserted = 0, evicted = 0, refused = 0, crowded = 0;
@@ -85,11 +88,11 @@ class Placing {
   void work() {
     const int64_t groups = missing_.groups();
     std::vector<Counts> counts(1);
-    bool full = false;
+    Reach reach = Reach::kFirst;
     int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
     if (group < groups) {
       for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
-        prefetch_buckets(*it, full);
+        prefetch_buckets(*it, reach);
       }
     }
     while (group < groups) {
@@ -98,7 +101,7 @@ class Placing {
         wait_for(it->after_first);
         wait_for(it->after_second);
       }
-      full = insert_group(group, following, full, counts);
+      reach = insert_group(group, following, reach, counts);
       done_[group].store(true, std::memory_order_release);
       group = following;
     }
@@ -118,39 +121,43 @@ class Placing {
   }
 
   // Places a group and meanwhile has the next one's buckets brought near, an id at a time: a
-  // processor drops prefetches that come in bursts. Returns whether a bucket pair was full.
-  bool insert_group(int64_t group, int64_t following, bool full, std::vector<Counts>& counts) {
+  // processor drops prefetches that come in bursts. Returns how far it had to look.
+  Reach insert_group(int64_t group, int64_t following, Reach reach, std::vector<Counts>& counts) {
     constexpr int64_t kAhead = 6;
     Missing* const first = missing_.begin(group);
     const int64_t n = missing_.end(group) - first;
     const bool more = following < missing_.groups();
     const int64_t next = more ? missing_.end(following) - missing_.begin(following) : 0;
     Victim seen[MissingIds::kGroup];
-    bool any_full = false;
+    Reach farthest = Reach::kFirst;
     for (int64_t i = 0; i < n + kAhead; ++i) {
-      if (i < next) prefetch_buckets(missing_.begin(following)[i], full);
+      if (i < next) prefetch_buckets(missing_.begin(following)[i], reach);
       if (i < n) {
-        seen[i] = look_ahead(first[i]);
-        any_full |= seen[i].slot != kNoSlot;
+        seen[i] = look_ahead(first[i], farthest);
       }
       if (i >= kAhead) insert_missing(first[i - kAhead], seen[i - kAhead], counts);
     }
-    return any_full;
+    return farthest;
   }
 
-  void prefetch_buckets(const Missing& it, bool full) const {
+  void prefetch_buckets(const Missing& it, Reach reach) const {
     const TableView& table = tables_[it.table];
     prefetch_line(table, it.choice.first);
+    if (reach == Reach::kFirst) return;
     prefetch_line(table, it.choice.second);
-    if (!full) return;
+    if (reach == Reach::kSecond) return;
     prefetch_ranks(table, it.choice.first);
     prefetch_ranks(table, it.choice.second);
   }
 
   // Has the slot brought near that an id is likely to get. Where that is another id's, returns it.
-  Victim look_ahead(const Missing& it) const {
+  Victim look_ahead(const Missing& it, Reach& farthest) const {
     const TableView& table = tables_[it.table];
-    const int64_t free = free_slot(table, it.choice);
+    const uint64_t free_first = free_positions(table, it.choice.first);
+    const int64_t free = free_slot(table, it.choice, free_first);
+    if (!takes_first(table, free_first)) {
+      farthest = std::max(farthest, free != kNoSlot ? Reach::kSecond : Reach::kRanks);
+    }
     const Victim victim =
         free != kNoSlot ? Victim{kNoSlot, {}} : lowest_rank(table, it.choice, visit_.pinned_from());
     const int64_t slot = free != kNoSlot ? free : victim.slot;
@@ -168,16 +175,22 @@ class Placing {
     Counts& counted = counts[it.table];
     const int64_t id = batch_.ids[it.position];
     const uint64_t given = visit_.given(it.position);
-    int64_t slot = find_slot(table, id, it.choice);
-    if (slot != kNoSlot) {  // placed earlier in this batch
+    // Where an earlier position of this batch may have placed it.
+    const uint64_t free_first = free_positions(table, it.choice.first);
+    int64_t slot = takes_first(table, free_first)
+                       ? find_in_bucket(table, id, it.choice.first, it.choice.digest)
+                       : find_slot(table, id, it.choice);
+    if (slot != kNoSlot) {
       touch(table, slot, visit_, given);
     } else {
       const uint64_t score = first_score(table.eviction, visit_.now(), visit_.epoch(), given);
-      Place place = choose_place(table, it.choice, visit_, placement_.refuse_lower, score, seen);
+      Place place =
+          choose_place(table, it.choice, visit_, placement_.refuse_lower, score, free_first, seen);
       if (place.outranked && visit_.scores != nullptr) {
         const uint64_t best =
             first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(id));
-        place = choose_place(table, it.choice, visit_, placement_.refuse_lower, best, seen);
+        place =
+            choose_place(table, it.choice, visit_, placement_.refuse_lower, best, free_first, seen);
       }
       if (place.slot == kNoSlot) {
         ++counted.refused;
@@ -252,33 +265,6 @@ void write_leavers(const TableView& table, const std::vector<Leaver>& all, const
     }
   });
   *out.number = first + gone.size();
-}
-
-// Rows and states of the ids that were placed.
-void start_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
-                const int64_t* slots, bool initialize, int threads) {
-  constexpr int64_t kAhead = 8;
-  const auto row_of = [&](const Missing& it) {
-    const TableView& table = tables[it.table];
-    return table.row(slots[it.position] - table.first_slot);
-  };
-  parallel_for(missing.size(), 256, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (const int64_t then = i + kAhead; initialize && then < end) {
-        const Missing& it = missing.begin()[then];
-        if (it.placed) prefetch_bytes(row_of(it), row_bytes(tables[it.table]));
-      }
-      const Missing& it = missing.begin()[i];
-      if (!it.placed) continue;
-      const TableView& table = tables[it.table];
-      if (initialize) {
-        store_initial_row(table.initial_rows, batch.ids[it.position],
-                          static_cast<uint32_t>(table.column_offset), table.dim(), table.rows.type,
-                          row_of(it));
-      }
-      std::fill_n(table.state(slots[it.position] - table.first_slot), table.states.width, 0.0f);
-    }
-  });
 }
 
 }  // namespace

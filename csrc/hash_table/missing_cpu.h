@@ -61,10 +61,21 @@ class MissingIds {
     for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
       const int32_t table = batch.feature_tables[feature];
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
-      for (; begin < stop; ++begin) {
-        if (slots[begin] != kNoSlot) continue;
-        const BucketChoice choice = choose_buckets(batch.ids[begin], tables[table].num_buckets);
-        *to++ = Missing{static_cast<uint32_t>(begin), table, choice, kNoGroup, kNoGroup, false};
+      while (begin < stop) {
+        // Their positions first, without a branch: which ids are missing is not to be foreseen.
+        constexpr int64_t kPositions = 256;
+        uint32_t positions[kPositions];
+        const int64_t until = std::min(stop, begin + kPositions);
+        int64_t n = 0;
+        for (; begin < until; ++begin) {
+          positions[n] = static_cast<uint32_t>(begin);
+          n += slots[begin] == kNoSlot;
+        }
+        for (int64_t i = 0; i < n; ++i) {
+          const int64_t id = batch.ids[positions[i]];
+          const BucketChoice choice = choose_buckets(id, tables[table].num_buckets);
+          *to++ = Missing{positions[i], table, choice, kNoGroup, kNoGroup, false};
+        }
       }
     }
   }

@@ -13,11 +13,27 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
+// Division of 32-bit numbers by one that does not change, as a multiplication (Lemire, Kaser, Kurz
+// 2019).
+class Division {
+ public:
+  explicit Division(int64_t by)
+      : inverse_(by > 1 ? UINT64_MAX / static_cast<uint64_t>(by) + 1 : 0) {}
+
+  uint32_t operator()(uint32_t number) const {
+    if (inverse_ == 0) return number;
+    return static_cast<uint32_t>(static_cast<unsigned __int128>(inverse_) * number >> 64);
+  }
+
+ private:
+  uint64_t inverse_;  // 2^64 / the divisor, rounded up; 0 for a divisor of 1
+};
+
 // Where an occurrence's gradient is, and what multiplies it.
 class Gradients {
  public:
   Gradients(const TableView* tables, const Batch& batch, Pooling pooling, Output<const float> grad)
-      : tables_(tables), batch_(batch), pooling_(pooling), grad_(grad) {}
+      : tables_(tables), batch_(batch), pooling_(pooling), grad_(grad), divide_(batch.batch_size) {}
 
   const TableView& table(const Occurrence& it) const {
     return tables_[batch_.feature_tables[feature(it)]];
@@ -33,14 +49,13 @@ class Gradients {
   }
 
  private:
-  uint32_t feature(const Occurrence& it) const {
-    return it.bag / static_cast<uint32_t>(batch_.batch_size);
-  }
+  uint32_t feature(const Occurrence& it) const { return divide_(it.bag); }
 
   const TableView* tables_;
   const Batch& batch_;
   Pooling pooling_;
   Output<const float> grad_;
+  Division divide_;  // by the batch size
 };
 
 // A group's row, state and first gradient.
@@ -54,18 +69,31 @@ void prefetch_group(const Gradients& gradients, const SlotGroups& groups,
   prefetch_bytes(gradients.from(first), table.dim() * sizeof(float));
 }
 
-void sum_gradients(const Gradients& gradients, const SlotGroups& groups,
-                   const SlotGroups::Group& group, int32_t dim, float* sum) {
-  std::fill_n(sum, dim, 0.0f);
-  for (uint32_t i = group.first; i != SlotGroups::kEnd; i = groups.next(i)) {
-    const uint32_t next = groups.next(i);
-    if (next != SlotGroups::kEnd) {
-      prefetch_bytes(gradients.from(groups.occurrence(next)), dim * sizeof(float));
+// to = by * from, or to += by * from.
+void scale_columns(const float* __restrict__ from, float by, int32_t n, float* __restrict__ to) {
+  for (int32_t c = 0; c < n; ++c) to[c] = by * from[c];
+}
+void add_columns(const float* __restrict__ from, float by, int32_t n, float* __restrict__ to) {
+  for (int32_t c = 0; c < n; ++c) to[c] += by * from[c];
+}
+
+// The group's gradient: added up in `sum`, or, where it is one that nothing multiplies, itself.
+const float* group_gradient(const Gradients& gradients, const SlotGroups& groups,
+                            const SlotGroups::Group& group, int32_t dim, float* sum) {
+  const Occurrence& first = groups.occurrence(group.first);
+  const float* const from = gradients.from(first);
+  const float scale = gradients.scale(first);
+  uint32_t next = groups.next(group.first);
+  if (next == SlotGroups::kEnd && scale == 1.0f) return from;
+  scale_columns(from, scale, dim, sum);
+  for (; next != SlotGroups::kEnd; next = groups.next(next)) {
+    if (const uint32_t then = groups.next(next); then != SlotGroups::kEnd) {
+      prefetch_bytes(gradients.from(groups.occurrence(then)), dim * sizeof(float));
     }
-    const float* from = gradients.from(groups.occurrence(i));
-    const float scale = gradients.scale(groups.occurrence(i));
-    for (int32_t c = 0; c < dim; ++c) sum[c] += scale * from[c];
+    const Occurrence& it = groups.occurrence(next);
+    add_columns(gradients.from(it), gradients.scale(it), dim, sum);
   }
+  return sum;
 }
 
 }  // namespace
@@ -91,8 +119,9 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
       for (size_t g = 0; g < all.size(); ++g) {
         if (g + kAhead < all.size()) prefetch_group(gradients, groups, all[g + kAhead]);
         const TableView& table = gradients.table(groups.occurrence(all[g].first));
-        sum_gradients(gradients, groups, all[g], table.dim(), sum.data());
-        updater.update(table, all[g].slot - table.first_slot, sum.data());
+        const float* const grad =
+            group_gradient(gradients, groups, all[g], table.dim(), sum.data());
+        updater.update(table, all[g].slot - table.first_slot, grad);
       }
     }
   });
