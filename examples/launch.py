@@ -148,15 +148,15 @@ def silence_advice() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run(example: Callable[[], None]) -> int:
+def run(example: Callable[[], int | None]) -> int:
     """Runs an example; what is wrong with its input is said in one sentence, once.
 
     Returns:
-        The exit code.
+        The exit code: the example's, 0 where it gives none; 2 for bad input.
     """
     silence_advice()
     try:
-        example()
+        code = example()
     except DataError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -165,4 +165,4 @@ def run(example: Callable[[], None]) -> int:
             # must have spoken by then.
             time.sleep(5)
         return 2
-    return 0
+    return code or 0
