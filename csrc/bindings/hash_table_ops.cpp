@@ -118,6 +118,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
+  placement.remembers = group.remembers_evicted();
   owner->make_room(batch, ids, offsets);
   if (held) held->set_growths(group.growths());
   const at::Tensor scratch = insert_scratch(group, ids);

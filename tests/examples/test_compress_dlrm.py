@@ -45,7 +45,7 @@ def test_tables_are_compressed_by_rank_and_trained_on(processes, ratings, tmp_pa
 
 
 def test_tables_are_compressed_to_an_error(ratings, tmp_path, device_type):
-    output, stages = compressed(
+    _, stages = compressed(
         ratings, tmp_path, "--error", 0.05, "--tune-steps", 1, device=device_type
     )
     dense, cut, _ = stages

@@ -42,6 +42,7 @@ class Plan:
         initializer: of initial rows.
         optimizer: what trains them.
         device: of all.
+        remember_evicted: evicted ids that each remembers.
     """
 
     names: tuple[str, ...]
@@ -55,6 +56,7 @@ class Plan:
     initializer: Initializer
     optimizer: Optimizer
     device: torch.device
+    remember_evicted: int | None = None
 
 
 class Tables:
@@ -351,6 +353,7 @@ def _make(plan: Plan) -> tuple[TableGroup, int]:
         plan.limits,
         plan.device,
         plan.initial_capacity,
+        plan.remember_evicted,
     )
     capacity = shape.most_rows(plan.max_capacity, *free_memory(plan.device))
     what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
@@ -376,6 +379,7 @@ def _make(plan: Plan) -> tuple[TableGroup, int]:
             seed=plan.seed,
             initializer=plan.initializer,
             initial_capacity=plan.initial_capacity,
+            remember_evicted=plan.remember_evicted,
         )
         for name in plan.names
     ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.tt_tables import (
     OptimType,
     TTTables,
@@ -220,6 +221,11 @@ class TTEmbeddingBag(nn.Module):
         self, hot: HotRows, ids: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
         if self.training:
+            if torch.is_grad_enabled():
+                refuse_replicas(
+                    "Caches, which each process fills with ids of its own,",
+                    "make the module with use_cache=False",
+                )
             if self.cache_populate_every and self._forwards == self.cache_populate_every:
                 self.cache_populate()
             self._forwards += 1
