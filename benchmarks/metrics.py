@@ -2,12 +2,12 @@
 
     python -m benchmarks.metrics --out benchmarks/results/metrics.csv
 
-A step looks up ids of several tables, goes backward and updates the rows by Adagrad. ``watch`` reads
-the metrics of all tables every ``--every`` steps and hands them to a line of progress; its tables
-hold all ids. ``remember_evicted`` counts ids that come back, in full tables into which ``--new`` of
-the ids of a step are new, beside equal tables that don't remember. ``without_ms`` and ``with_ms``
-are medians over the rounds, of steps back to back; ``overhead`` is the median of what a round with
-metrics took more than the round before it, as a share.
+A step looks up ids of several tables, goes backward and updates the rows by Adagrad. ``watch``
+reads the metrics of all tables every ``--every`` steps and hands them to a line of progress; its
+tables hold all ids. ``remember_evicted`` counts ids that come back, in full tables into which
+``--new`` of the ids of a step are new, beside equal tables that don't remember. ``without_ms`` and
+``with_ms`` are medians over the rounds, of steps back to back; ``overhead`` is the median of what a
+round with metrics took more than the round before it, as a share.
 """
 
 from __future__ import annotations

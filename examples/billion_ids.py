@@ -19,7 +19,7 @@ import time
 
 import torch
 from click_data import DataError
-from launch import positive, run
+from launch import Parser, positive, run
 
 from torchrec_hkv import HierarchicalHashEmbedding, HKVAdagrad, HKVOptimizer
 from torchrec_hkv.hash_table import gpu_table_bytes, initial_rows, table_memory
@@ -38,9 +38,7 @@ MULTIPLIER = -7046029254386353131
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ids", type=positive, default=10**9, help="(default: %(default)s)")
     parser.add_argument("--dim", type=positive, default=16, help="(default: %(default)s)")
     parser.add_argument(
