@@ -97,7 +97,11 @@ def test_copies_continue_alike(kind, how, kind_of_optimizer, device_type):
         for step in range(3):
             module(*bags(kind, device_type, seed + step)).square().sum().backward()
 
-    module = make(kind, device_type, True, optimizer=kind_of_optimizer, learning_rate=0.05)
+    def fused():
+        arguments = {"optimizer": kind_of_optimizer, "learning_rate": 0.05, "eps": 0.01}
+        return make(kind, device_type, True, **arguments)
+
+    module = fused()
     train(module, 0)
     if how == "deepcopy":
         other = copy.deepcopy(module)
@@ -107,7 +111,7 @@ def test_copies_continue_alike(kind, how, kind_of_optimizer, device_type):
         file.seek(0)
         other = torch.load(file, weights_only=False)
     else:
-        other = make(kind, device_type, True, optimizer=kind_of_optimizer, learning_rate=0.05)
+        other = fused()
         other.load_state_dict(module.state_dict())
     saved = cores_of(module)
     train(module, 10)
