@@ -3,6 +3,7 @@
     python examples/billion_ids.py                       # an H200: 10^9 ids, rows of 16
     python examples/billion_ids.py --optimizer adagrad --max-hbm-gb 110
     python examples/billion_ids.py --ids 1000000 --device cpu
+    torchrun --nproc_per_node 2 examples/billion_ids.py  # each process has its part of the ids
 
 Every id is looked up once and trained: the ids are a permutation of the integers, in no order. Then
 it is checked that the table holds all of them, that rows are what one step of the optimizer made of
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 from click_data import DataError
@@ -33,6 +36,8 @@ STATES = {"sgd": 0, "adagrad": 1}
 LEARNING_RATE = 0.5
 # GiB that gradients may take, and what else a step needs beside the table.
 GRADIENTS_GB = 8
+# Of this process, where torchrun started several.
+RANK = int(os.environ.get("RANK", "0"))
 # An odd number, by which multiplication permutes the int64.
 MULTIPLIER = -7046029254386353131
 
@@ -112,52 +117,51 @@ def make(
         raise DataError(str(error)) from None
 
 
-def batch(first: int, size: int, device: torch.device) -> torch.Tensor:
+def batches(part: range, batch_size: int, device: torch.device) -> Iterator[torch.Tensor]:
     """Distinct ids, spread over all int64."""
-    return torch.arange(first, first + size, device=device) * MULTIPLIER
+    for first in range(part.start, part.stop, batch_size):
+        stop = min(first + batch_size, part.stop)
+        yield torch.arange(first, stop, device=device) * MULTIPLIER
 
 
 def train(
     embedding: HierarchicalHashEmbedding,
     optimizer: torch.optim.Optimizer,
-    ids: int,
+    part: range,
     batch_size: int,
 ) -> float:
     """Each id once; returns seconds."""
-    steps = -(-ids // batch_size)
+    steps = -(-len(part) // batch_size)
     began = time.perf_counter()
     with (
-        ConsoleLine("a billion ids", steps) as line,
+        ConsoleLine("a billion ids", steps, shown=RANK == 0) as line,
         Watch(embedding, max(1, steps // 20), [line]) as watch,
     ):
-        for step in range(steps):
-            first = step * batch_size
-            rows = embedding(batch(first, min(batch_size, ids - first), embedding.device))
-            rows.sum().backward()
+        for step, ids in enumerate(batches(part, batch_size, embedding.device), start=1):
+            embedding(ids).sum().backward()
             optimizer.step()
             watch.step()
-            line.update(step + 1, samples=first)
+            line.update(step, samples=min(step * batch_size, len(part)))
     if embedding.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
 @torch.no_grad()
-def largest_error(embedding: HierarchicalHashEmbedding, ids: int, batch_size: int) -> float:
+def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size: int) -> float:
     """Of all rows, against what one step makes of an initial row."""
     embedding.eval()
     error = torch.zeros((), device=embedding.device)
-    for first in range(0, ids, batch_size):
-        part = batch(first, min(batch_size, ids - first), embedding.device)
+    for ids in batches(part, batch_size, embedding.device):
         start = initial_rows(
-            part,
+            ids,
             embedding.embedding_dim,
             table="embedding",
             seed=0,
             initializer=embedding.initializer,
         )
         # Of a gradient of ones: the step of Adagrad is that of SGD the first time.
-        error = error.maximum((embedding(part) - (start - LEARNING_RATE)).abs().max())
+        error = error.maximum((embedding(ids) - (start - LEARNING_RATE)).abs().max())
     return error.item()
 
 
@@ -200,9 +204,18 @@ def main() -> int:
         DataError: something is wrong with the input, in one sentence.
     """
     arguments = parse_arguments()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise DataError("There is no GPU here: name --device cpu, and fewer --ids.")
-    ids, dim = arguments.ids, arguments.dim
+    if arguments.device == "cuda":
+        gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if here > gpus:
+            raise DataError(
+                f"There are {gpus} GPUs for {here} processes: name --device cpu, and fewer --ids."
+            )
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.ids < processes:
+        raise DataError(f"--ids is {arguments.ids}, but there are {processes} processes.")
+    part = range(arguments.ids * RANK // processes, arguments.ids * (RANK + 1) // processes)
+    ids, dim = len(part), arguments.dim
     capacity = int(ids / LOAD)
     stated = stated_bytes(arguments, capacity)
     print(
@@ -212,8 +225,8 @@ def main() -> int:
     if arguments.device == "cuda":
         print(f"with gradients at most {format_bytes(stated.hbm + (GRADIENTS_GB << 30))} of HBM")
     embedding, optimizer = make(arguments, capacity)
-    seconds = train(embedding, optimizer, ids, arguments.batch_size)
-    error = largest_error(embedding, ids, arguments.batch_size)
+    seconds = train(embedding, optimizer, part, arguments.batch_size)
+    error = largest_error(embedding, part, arguments.batch_size)
     found = failures(embedding, ids, error, stated)
     print(f"largest error of a row {error:.1e}; {ids / seconds:,.0f} ids/s trained")
     for sentence in found:

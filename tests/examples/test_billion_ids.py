@@ -28,6 +28,13 @@ def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type):
     assert taken == pytest.approx(stated, rel=0.05)
 
 
+def test_processes_share_the_ids():
+    done = run_example("billion_ids.py", "--ids", 50_001, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "held 25,000 of 25,000 ids" in done.stdout
+    assert "held 25,001 of 25,001 ids" in done.stdout
+
+
 def test_too_many_ids_get_one_sentence():
     message = refusal("billion_ids.py", "--ids", 10**13)
     assert "init_capacity is 11,111,111,111,111, but the memory" in message
