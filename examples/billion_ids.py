@@ -14,19 +14,28 @@ one of these is not so, 2 for bad input.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from click_data import DataError
-from launch import Parser, positive, run
+from launch import (
+    Parser,
+    add_device_and_outputs,
+    check_device_and_outputs,
+    positive,
+    run,
+)
 
 from torchrec_hkv import HierarchicalHashEmbedding, HKVAdagrad, HKVOptimizer
 from torchrec_hkv.hash_table import gpu_table_bytes, initial_rows, table_memory
-from torchrec_hkv.metrics import ConsoleLine, Watch
+from torchrec_hkv.metrics import ConsoleLine, TensorBoard, Watch
 from torchrec_hkv.planner.report import format_bytes
 
 # Nothing is evicted before a table is 95 % full.
@@ -58,12 +67,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="GIB",
         help="of the GPU's memory; what is beyond lies in host memory (default: all in the GPU's)",
     )
-    parser.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="(default here: %(default)s)",
-    )
+    add_device_and_outputs(parser)
     return parser.parse_args()
 
 
@@ -129,14 +133,17 @@ def train(
     optimizer: torch.optim.Optimizer,
     part: range,
     batch_size: int,
+    folder: Path | None,
 ) -> float:
     """Each id once; returns seconds."""
     steps = -(-len(part) // batch_size)
     began = time.perf_counter()
-    with (
-        ConsoleLine("a billion ids", steps, shown=RANK == 0) as line,
-        Watch(embedding, max(1, steps // 20), [line]) as watch,
-    ):
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(ConsoleLine("a billion ids", steps, shown=RANK == 0))
+        sinks = [line]
+        if folder is not None:
+            sinks.append(stack.enter_context(TensorBoard(folder / f"rank_{RANK}")))
+        watch = stack.enter_context(Watch(embedding, max(1, steps // 20), sinks))
         for step, ids in enumerate(batches(part, batch_size, embedding.device), start=1):
             embedding(ids).sum().backward()
             optimizer.step()
@@ -204,12 +211,8 @@ def main() -> int:
         DataError: something is wrong with the input, in one sentence.
     """
     arguments = parse_arguments()
+    check_device_and_outputs(arguments)
     if arguments.device == "cuda":
-        gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if here > gpus:
-            raise DataError(
-                f"There are {gpus} GPUs for {here} processes: name --device cpu, and fewer --ids."
-            )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.ids < processes:
@@ -225,10 +228,14 @@ def main() -> int:
     if arguments.device == "cuda":
         print(f"with gradients at most {format_bytes(stated.hbm + (GRADIENTS_GB << 30))} of HBM")
     embedding, optimizer = make(arguments, capacity)
-    seconds = train(embedding, optimizer, part, arguments.batch_size)
+    seconds = train(embedding, optimizer, part, arguments.batch_size, arguments.tensorboard)
     error = largest_error(embedding, part, arguments.batch_size)
     found = failures(embedding, ids, error, stated)
     print(f"largest error of a row {error:.1e}; {ids / seconds:,.0f} ids/s trained")
+    if arguments.json and RANK == 0:
+        figures = {"ids": ids, "dim": dim, "optimizer": arguments.optimizer, "seconds": seconds}
+        figures |= {"stated_bytes": stated.total, "error": error, "failures": found}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     for sentence in found:
         print(f"error: {sentence}", file=sys.stderr)
     return 1 if found else 0

@@ -88,6 +88,12 @@ def make_parser(description: str, data: Path | None = None) -> Parser:
     )
     parser.add_argument("--limit", type=positive, help="use the earliest rows only, so many")
     parser.add_argument("--seed", type=whole_number, default=0, help="(default: %(default)s)")
+    add_device_and_outputs(parser)
+    return parser
+
+
+def add_device_and_outputs(parser: argparse.ArgumentParser) -> None:
+    """Where an example runs, and where its figures go."""
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
@@ -98,15 +104,10 @@ def make_parser(description: str, data: Path | None = None) -> Parser:
     parser.add_argument(
         "--tensorboard", type=Path, metavar="FOLDER", help="write the metrics for TensorBoard"
     )
-    return parser
 
 
-def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
-    """Reads the data, and checks what argparse does not.
-
-    Raises:
-        DataError: something is wrong, in one sentence.
-    """
+def check_device_and_outputs(arguments: argparse.Namespace) -> None:
+    """Raises DataError where there are too few GPUs, or figures can't be written."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     if arguments.device == "cuda" and here > gpus:
@@ -115,6 +116,15 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
         check_json(arguments.json)
     if arguments.tensorboard:
         check_tensorboard(arguments.tensorboard)
+
+
+def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
+    """Reads the data, and checks what argparse does not.
+
+    Raises:
+        DataError: something is wrong, in one sentence.
+    """
+    check_device_and_outputs(arguments)
     log = read(arguments.data, arguments.limit)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.batch_size % processes:

@@ -104,6 +104,7 @@ OWN = {
         *("compress_dlrm", ["--tune-steps", "0"]),
     ),
     "Argument --optimizer: invalid choice: 'adam'": ("billion_ids", ["--optimizer", "adam"]),
+    "There is no folder {}/none.": ("billion_ids", ["--json", "{}/none/figures.json"]),
     "Argument --ids: '0' is not a positive number.": ("billion_ids", ["--ids", "0"]),
     "embedding_dim is 4096, but must be an integer from 1 to 2048.": (
         "billion_ids",
@@ -121,7 +122,7 @@ def test_arguments_of_one_example(sentence, files, monkeypatch, capsys):
     elif name == "billion_ids":
         data = ["--device", "cpu"]
     given = [*data, *(text.format(files) for text in arguments)]
-    assert sentence in refusal(name, given, monkeypatch, capsys)
+    assert sentence.format(files) in refusal(name, given, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("name", [*ON_LOGS, "billion_ids"])

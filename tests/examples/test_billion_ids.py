@@ -1,5 +1,6 @@
 """The billion-id example, with fewer ids."""
 
+import json
 import re
 
 import pytest
@@ -13,10 +14,11 @@ def bytes_after(word, text):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type):
+def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type, tmp_path):
+    figures = tmp_path / "figures.json"
     done = run_example(
         "billion_ids.py",
-        *("--ids", 50_000, "--batch-size", 20_000, "--optimizer", optimizer),
+        *("--ids", 50_000, "--batch-size", 20_000, "--optimizer", optimizer, "--json", figures),
         device=device_type,
     )
     assert done.returncode == 0, done.stderr
@@ -26,6 +28,8 @@ def test_it_holds_all_ids_in_the_bytes_it_stated(optimizer, device_type):
     per_row = 14 + 4 * 16 * (2 if optimizer == "adagrad" else 1)
     assert stated == pytest.approx(50_000 / 0.9 * per_row, rel=0.01)
     assert taken == pytest.approx(stated, rel=0.05)
+    content = json.loads(figures.read_text())
+    assert (content["ids"], content["stated_bytes"], content["failures"]) == (50_000, stated, [])
 
 
 def test_processes_share_the_ids():
