@@ -125,6 +125,8 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
         DataError: something is wrong, in one sentence.
     """
     check_device_and_outputs(arguments)
+    if arguments.data == MOVIELENS and not MOVIELENS.is_file():
+        raise DataError(f"There is no {MOVIELENS}: 'make demo' downloads it, or name --data FILE.")
     log = read(arguments.data, arguments.limit)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.batch_size % processes:
