@@ -20,7 +20,7 @@ import sys
 import torch
 import torch.distributed as dist
 from click_batches import ClickBatches
-from click_data import ClickLog
+from click_data import ClickLog, DataError
 from click_model import Variant, build
 from click_training import (
     ROW_LEARNING_RATE,
@@ -82,7 +82,10 @@ def work(
 
     options = {name: part.options for name, part in parts.items()}
     variant = Variant("tt", "Tensor-Train tables", "tt", 1.0, tt_options=options)
-    model = build(log, variant, settings.device, settings.seed, arguments.tune_rate)
+    try:
+        model = build(log, variant, settings.device, settings.seed, arguments.tune_rate)
+    except ValueError as error:  # such as ranks that a GPU's kernels don't take
+        raise DataError(str(error)) from None
     move_over(dense, model, parts)
     ratio = before / after
     stages.append(Stage("Tensor-Train", after, ratio, error, auc(model)))
