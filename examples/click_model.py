@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torchrec_hkv import (
     EmbeddingShardingPlanner,
     HKVOptions,
     ParameterConstraints,
+    TTOptions,
     get_default_sharders,
 )
 from torchrec_hkv.hash_table import Uniform, initial_rows
@@ -39,11 +41,12 @@ class Variant:
     Attributes:
         key: names the variant on the command line and in the JSON file.
         title: names it in the printed table, which fits into 80 columns.
-        kernel: ``fused``, TorchRec's own, or ``hkv``.
+        kernel: ``fused``, TorchRec's own, ``hkv`` or ``tt``.
         rows: rows of a table for each id of its column.
         hashed: ids share the rows of a stock table by hashing.
         eviction: of hash tables.
         expire_after: of hash tables.
+        tt_options: of Tensor-Train tables, by column.
     """
 
     key: str
@@ -53,6 +56,7 @@ class Variant:
     hashed: bool = False
     eviction: str = "lfu"
     expire_after: int | None = None
+    tt_options: Mapping[str, TTOptions] = dataclasses.field(default_factory=dict)
 
     def num_embeddings(self, column: Column) -> int:
         ids = len(np.unique(column.ids[column.present]))
@@ -134,6 +138,12 @@ def constraint(column: Column, variant: Variant, seed: int) -> ParameterConstrai
         return ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
     if variant.kernel == "fused":
         return ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
+    if variant.kernel == "tt":
+        return ParameterConstraints(
+            sharding_types=["table_wise"],
+            compute_kernels=["tt"],
+            options=variant.tt_options[column.name],
+        )
     return ParameterConstraints(
         sharding_types=["row_wise"],
         compute_kernels=["hkv"],

@@ -16,6 +16,8 @@ import numpy as np
 SUFFIXES = (".txt", ".tsv", ".gz", "")
 COUNTS, IDS = 13, 26
 MISSING = -1
+# Of an id: published ones have eight; more than fifteen are no int64.
+MOST_DIGITS = 15
 
 
 def read(
@@ -40,6 +42,8 @@ def read(
                 fields = line.rstrip("\n").split("\t")
                 try:
                     if len(fields) != 1 + COUNTS + IDS:
+                        raise ValueError
+                    if max(map(len, fields[1 + COUNTS :])) > MOST_DIGITS:
                         raise ValueError
                     labels.append({"0": 0.0, "1": 1.0}[fields[0]])
                     counts.append([float(f) if f else np.nan for f in fields[1 : 1 + COUNTS]])

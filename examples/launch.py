@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,16 +43,33 @@ def share(text: str) -> float:
     return number
 
 
-def make_parser(description: str, data: Path | None = None) -> argparse.ArgumentParser:
+def whole_number(text: str) -> int:
+    """An argument that is a whole number from 0 to 2^62, such as a seed."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number <= 1 << 62:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 to 2^62")
+    return number
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, by a DataError, which :func:`run` prints once."""
+
+    def error(self, message: str) -> NoReturn:
+        sentence = message if message.endswith(".") else f"{message}."
+        raise DataError(f"{sentence[:1].upper()}{sentence[1:]}")
+
+
+def make_parser(description: str, data: Path | None = None) -> Parser:
     """A parser with the arguments that all examples have.
 
     Args:
         description: the example's docstring.
         data: the default file; None: one must be named.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--data",
         type=Path,
@@ -69,7 +87,13 @@ def make_parser(description: str, data: Path | None = None) -> argparse.Argument
         help="rows a step, over all processes (default: %(default)s)",
     )
     parser.add_argument("--limit", type=positive, help="use the earliest rows only, so many")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=whole_number, default=0, help="(default: %(default)s)")
+    add_device_and_outputs(parser)
+    return parser
+
+
+def add_device_and_outputs(parser: argparse.ArgumentParser) -> None:
+    """Where an example runs, and where its figures go."""
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
@@ -80,7 +104,18 @@ def make_parser(description: str, data: Path | None = None) -> argparse.Argument
     parser.add_argument(
         "--tensorboard", type=Path, metavar="FOLDER", help="write the metrics for TensorBoard"
     )
-    return parser
+
+
+def check_device_and_outputs(arguments: argparse.Namespace) -> None:
+    """Raises DataError where there are too few GPUs, or figures can't be written."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    if arguments.device == "cuda" and here > gpus:
+        raise DataError(f"As many GPUs as processes ({here}) are needed, and there are {gpus}.")
+    if arguments.json:
+        check_json(arguments.json)
+    if arguments.tensorboard:
+        check_tensorboard(arguments.tensorboard)
 
 
 def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
@@ -89,14 +124,9 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
     Raises:
         DataError: something is wrong, in one sentence.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count()
-    if arguments.device == "cuda" and here > gpus:
-        raise DataError(f"As many GPUs as processes ({here}) are needed, and there are {gpus}.")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        raise DataError(f"There is no folder {arguments.json.absolute().parent}.")
-    if arguments.tensorboard:
-        check_tensorboard()
+    check_device_and_outputs(arguments)
+    if arguments.data == MOVIELENS and not MOVIELENS.is_file():
+        raise DataError(f"There is no {MOVIELENS}: 'make demo' downloads it, or name --data FILE.")
     log = read(arguments.data, arguments.limit)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if arguments.batch_size % processes:
@@ -109,8 +139,21 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
     return log
 
 
-def check_tensorboard() -> None:
-    """Raises DataError where TensorBoard is asked for and is not installed."""
+def check_json(path: Path) -> None:
+    """Raises DataError where a file can't be written."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise DataError(f"There is no folder {folder}.")
+    if path.is_dir():
+        raise DataError(f"--json is {path}, but that is a folder.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise DataError(f"{path} can't be written.")
+
+
+def check_tensorboard(folder: Path) -> None:
+    """Raises DataError where TensorBoard is not installed, or its folder is no folder."""
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"--tensorboard is {folder}, but that is no folder.")
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError:
@@ -148,15 +191,15 @@ def silence_advice() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run(example: Callable[[], None]) -> int:
+def run(example: Callable[[], int | None]) -> int:
     """Runs an example; what is wrong with its input is said in one sentence, once.
 
     Returns:
-        The exit code.
+        The exit code: the example's, 0 where it gives none; 2 for bad input.
     """
     silence_advice()
     try:
-        example()
+        code = example()
     except DataError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -165,4 +208,4 @@ def run(example: Callable[[], None]) -> int:
             # must have spoken by then.
             time.sleep(5)
         return 2
-    return 0
+    return code or 0

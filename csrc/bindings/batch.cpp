@@ -64,7 +64,7 @@ at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids) {
 #ifdef TORCHREC_HKV_CUDA
   if (group.device().is_cuda()) {
     bytes = static_cast<int64_t>(hash_table::cuda::find_or_insert_scratch(
-        ids.numel(), group.admission().get(), group.has_frames()));
+        ids.numel(), group.admission().get(), group.has_frames() || group.remembers_evicted()));
   }
 #endif
   return at::empty({bytes}, ids.options().dtype(at::kByte).device(group.device()));

@@ -123,6 +123,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
     placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
   }
 #endif
+  placement.remembers = group.remembers_evicted();
   owner->make_room(batch, ids, offsets);
   if (held) held->set_growths(group.growths());
   const at::Tensor scratch = insert_scratch(group, ids);

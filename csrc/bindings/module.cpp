@@ -22,7 +22,8 @@ hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> i
 TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capacity, int64_t dim,
                         int64_t column_offset, Eviction eviction, RowType row_type, int64_t seed,
                         std::string distribution, double low, double high, double mean, double std,
-                        int64_t hbm_slots, const AdmissionConfig& admission, int64_t expire_after) {
+                        int64_t hbm_slots, const AdmissionConfig& admission, int64_t expire_after,
+                        int64_t remember_evicted) {
   return TableConfig{std::move(name),
                      capacity,
                      initial_capacity,
@@ -34,7 +35,8 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                      InitialConfig{std::move(distribution), low, high, mean, std},
                      hbm_slots,
                      admission,
-                     expire_after};
+                     expire_after,
+                     remember_evicted};
 }
 
 // A method of a group as Python calls it: in order with its other calls.
@@ -186,7 +188,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("initial_capacity"), py::arg("dim"), py::arg("column_offset"),
            py::arg("eviction"), py::arg("row_type"), py::arg("seed"), py::arg("distribution"),
            py::arg("low"), py::arg("high"), py::arg("mean"), py::arg("std"), py::arg("hbm_slots"),
-           py::arg("admission"), py::arg("expire_after"));
+           py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"))
+      .def_readonly("hbm_slots", &TableConfig::hbm_slots);
 
   py::class_<TableState>(m, "TableState")
       .def(py::init<>())

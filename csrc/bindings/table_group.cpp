@@ -66,6 +66,13 @@ void check_config(const TableConfig& config, bool cuda) {
   TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
                     name, "': expire_after is ", config.expire_after,
                     ", but must be from 1 to 2^32 - 1, or 0 for never.");
+  TORCH_CHECK_VALUE(config.remember_evicted >= 0 && config.remember_evicted <= int64_t{1} << 32,
+                    "table '", name, "': remember_evicted is ", config.remember_evicted,
+                    ", but must be from 1 to 2^32, or 0 for none.");
+}
+
+int64_t evicted_bytes(const TableConfig& config) {
+  return config.remember_evicted * static_cast<int64_t>(sizeof(uint16_t));
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what, const std::string& table,
@@ -148,6 +155,8 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     has_frames_ = has_frames_ || memory_.back().num_sets() > 0;
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
+    remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
+    evicted_.push_back(at::zeros({config.remember_evicted}, at::dtype(at::kShort).device(device)));
   }
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
@@ -251,7 +260,7 @@ void TableGroup::check_memory(const AvailableMemory& available) const {
     const TableLayout its = layout(config);
     initial += memory_of(its, its.geometry.initial_buckets(), device_);
     full += memory_of(its, its.geometry.num_buckets, device_);
-    const int64_t counts = admission_bytes(config.admission);
+    const int64_t counts = admission_bytes(config.admission) + evicted_bytes(config);
     const MemoryBytes fixed = device_.is_cpu() ? MemoryBytes{0, counts} : MemoryBytes{counts, 0};
     initial += fixed;
     full += fixed;
@@ -282,6 +291,10 @@ TableView TableGroup::make_view(int64_t table) const {
                  static_cast<int32_t>(state_width_of(config)), RowType::kFloat32};
   view.homes_on_host = memory.rows_on_host();
   if (memory.rows_on_host() && memory.num_sets() > 0) view.frames = make_frames(memory);
+  if (config.remember_evicted > 0) {
+    view.evicted = {reinterpret_cast<uint16_t*>(evicted_[table].data_ptr<int16_t>()),
+                    static_cast<uint64_t>(config.remember_evicted)};
+  }
   view.counters = reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
   view.optimizer_step = optimizer_steps_.data_ptr<int64_t>() + table;
   view.first_slot = first_slots_[table];
@@ -431,6 +444,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.state_homes().tensor.copy_(present(state.states));
   optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
   admission_->clear(table);
+  evicted_[table].zero_();
   growth_[table].most_entries += occupied.sum().item<int64_t>();
   grow(table, before);  // what was reserved stays so
   fill_frames(table);
@@ -446,6 +460,7 @@ void TableGroup::clear_table(int64_t table) {
   memory_[table].clear();
   optimizer_steps_.slice(0, table, table + 1).zero_();
   admission_->clear(table);
+  evicted_[table].zero_();
   growth_[table] = Growth{};
 }
 
@@ -462,12 +477,14 @@ at::Tensor TableGroup::sizes() const {
 
 int64_t TableGroup::hbm_bytes(int64_t table) const {
   check_index(table);
-  return memory_[table].hbm_bytes() + (device_.is_cuda() ? admission_->bytes(table) : 0);
+  const int64_t fixed = admission_->bytes(table) + evicted_bytes(configs_[table]);
+  return memory_[table].hbm_bytes() + (device_.is_cuda() ? fixed : 0);
 }
 
 int64_t TableGroup::host_bytes(int64_t table) const {
   check_index(table);
-  return memory_[table].host_bytes() + (device_.is_cpu() ? admission_->bytes(table) : 0);
+  const int64_t fixed = admission_->bytes(table) + evicted_bytes(configs_[table]);
+  return memory_[table].host_bytes() + (device_.is_cpu() ? fixed : 0);
 }
 
 }  // namespace torchrec_hkv::bindings

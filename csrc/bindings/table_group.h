@@ -33,7 +33,8 @@ struct TableConfig {
   InitialConfig initial;
   int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
   AdmissionConfig admission;
-  int64_t expire_after;  // calls; 0: entries don't expire
+  int64_t expire_after;      // calls; 0: entries don't expire
+  int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
 };
 
 // What tables may take, in bytes, and what there is at all.
@@ -87,6 +88,8 @@ class TableGroup {
   hash_table::UpdateHint* update_hint() const { return update_hint_.get(); }
   // Whether one of the tables has rows in host memory and frames for them, or will have.
   bool has_frames() const { return has_frames_; }
+  // Whether one of the tables remembers what it evicts.
+  bool remembers_evicted() const { return remembers_evicted_; }
   // Whether one of the tables needs a score with every id.
   bool needs_scores() const { return needs_scores_; }
   const at::Tensor& counters() const { return counters_; }
@@ -200,11 +203,13 @@ class TableGroup {
   hash_table::GroupShape shape_{0, true, true};
   bool needs_scores_ = false;
   bool has_frames_ = false;
+  bool remembers_evicted_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
   std::unique_ptr<GroupAdmission> admission_;
   GroupUpdateHint update_hint_;
-  at::Tensor expire_after_;  // int32 [tables], on the device
+  std::vector<at::Tensor> evicted_;  // int16 marks of each table's EvictedMemory, or empty
+  at::Tensor expire_after_;          // int32 [tables], on the device
   hash_table::Aging aging_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor optimizer_steps_;  // int64 [tables]

@@ -123,6 +123,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   if (believed) placement.believed = believed->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
+  placement.remembers = group.remembers_evicted();
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),

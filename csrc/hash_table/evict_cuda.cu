@@ -155,6 +155,10 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       slots[position] = table.first_slot + place.slot;
       if (writer != nullptr) writer[position] = true;
       if (missing.placed != nullptr) missing.placed[position] = true;
+      if (table.evicted.marks != nullptr) {
+        const EvictedMemory::Place to = table.evicted.place_of(table.ids[place.slot]);
+        table.evicted.marks[to.entry] = to.mark;
+      }
       table.ids[place.slot] = id;
       if (table.scores != nullptr) table.scores[place.slot] = score;
     } else if (busy) {

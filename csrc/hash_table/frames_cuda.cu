@@ -69,6 +69,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     count_warp(mine, kFetched, !kNew && claim.taken);
+    const bool at_home = slot != kNoSlot && (claim.taken || claim.frame == kNoFrame);
+    count_warp(mine, kHostHits, !kNew && at_home);
     count_warp(mine, kWrittenHome, claim.leaver != kNoSlot);
     const bool busy = kNew ? slot != kNoSlot : claim.taken;
     const int64_t id = kNew && busy ? batch.ids[position] : 0;

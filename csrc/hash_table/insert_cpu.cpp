@@ -267,6 +267,25 @@ void write_leavers(const TableView& table, const std::vector<Leaver>& all, const
   *out.number = first + gone.size();
 }
 
+// Remembers what this call has evicted, then counts the ids it has placed that are remembered: in
+// the order of the batch, whatever the number of threads.
+void remember_evicted(const TableView* tables, const Batch& batch, const MissingIds& missing,
+                      const std::vector<Leaver>& leavers) {
+  for (int64_t i = 0; i < missing.size(); ++i) {
+    const Missing& it = missing.begin()[i];
+    const EvictedMemory& evicted = tables[it.table].evicted;
+    if (!it.placed || leavers[i].row == nullptr || evicted.marks == nullptr) continue;
+    const EvictedMemory::Place place = evicted.place_of(leavers[i].id);
+    evicted.marks[place.entry] = place.mark;
+  }
+  for (const Missing* it = missing.begin(); it != missing.begin() + missing.size(); ++it) {
+    const EvictedMemory& evicted = tables[it->table].evicted;
+    if (!it->placed || evicted.marks == nullptr) continue;
+    const EvictedMemory::Place place = evicted.place_of(batch.ids[it->position]);
+    count(tables[it->table], kReturned, evicted.marks[place.entry] == place.mark);
+  }
+}
+
 }  // namespace
 
 void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
@@ -283,9 +302,11 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   }
   const MissingIds missing(tables, batch, slots, threads);
   const bool wanted = placement.leavers.number != nullptr;
-  std::vector<Leaver> leavers(wanted ? missing.size() : 0, Leaver{0, 0, nullptr});
-  Placing(tables, batch, visit, placement, missing, slots, wanted ? leavers.data() : nullptr)
+  const bool noted = wanted || placement.remembers;
+  std::vector<Leaver> leavers(noted ? missing.size() : 0, Leaver{0, 0, nullptr});
+  Placing(tables, batch, visit, placement, missing, slots, noted ? leavers.data() : nullptr)
       .run(threads);
+  if (placement.remembers) remember_evicted(tables, batch, missing, leavers);
   // Before rows are written: what leaves still has its own.
   if (wanted && missing.size() > 0) {
     write_leavers(tables[missing.begin()->table], leavers, placement.leavers, threads);

@@ -6,7 +6,8 @@
 //      rows.
 //   3. ids whose buckets are full take the places of others (evict_cuda.cu).
 //   4. the other positions take the slots of those they remember; marked ones have none.
-//   5. in tables with frames, rows come into these (frames_cuda.cu).
+//   5. in tables with frames, rows come into these (frames_cuda.cu); in tables that remember what
+//      they evict, ids that have come back are counted.
 #include "common/cuda_check.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
@@ -198,6 +199,28 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Counts the ids that were placed and are remembered as evicted. What the call evicts is remembered
+// by now, and may have taken the entry of an id that comes back; none of it is an id of the call.
+__global__ void __launch_bounds__(kThreads)
+    returned_kernel(const TableView* __restrict__ tables, const Batch batch,
+                    const bool* __restrict__ placed, const uint32_t* __restrict__ any_missing) {
+  if (*any_missing == 0) return;
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
+       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t position = begin + threadIdx.x;
+    const TableView* table = tables;
+    bool returned = false;
+    if (position < batch.num_ids && placed[position]) {
+      table = &table_at(tables, batch, position);
+      if (table->evicted.marks != nullptr) {
+        const EvictedMemory::Place place = table->evicted.place_of(batch.ids[position]);
+        returned = table->evicted.marks[place.entry] == place.mark;
+      }
+    }
+    count_warp(table, kReturned, returned);
+  }
+}
+
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
                               bool*, const Missing, bool);
 
@@ -225,8 +248,8 @@ size_t placed_offset(int64_t num_ids, const Admissions* admissions) {
 
 }  // namespace
 
-size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool frames) {
-  return placed_offset(num_ids, admissions) + (frames ? num_ids * sizeof(bool) : 0);
+size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool placed) {
+  return placed_offset(num_ids, admissions) + (placed ? num_ids * sizeof(bool) : 0);
 }
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
@@ -240,7 +263,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     return;
   }
   Missing missing = missing_layout(batch.num_ids, static_cast<char*>(scratch));
-  if (placement.frames) {
+  if (placement.frames || placement.remembers) {
     missing.placed = reinterpret_cast<bool*>(static_cast<char*>(scratch) +
                                              placed_offset(batch.num_ids, placement.admissions));
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
@@ -281,6 +304,11 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   HKV_CUDA_CHECK_LAUNCH();
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, placement, slots, stream);
+  }
+  if (placement.remembers) {
+    returned_kernel<<<std::min(grid, resident_blocks(returned_kernel)), kThreads, 0, stream>>>(
+        tables, batch, missing.placed, missing.any);
+    HKV_CUDA_CHECK_LAUNCH();
   }
   if (placement.frames) {
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.any, stream);

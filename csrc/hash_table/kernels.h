@@ -110,9 +110,9 @@ namespace cuda {
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream);
 
-// Bytes of scratch that find_or_insert needs for a batch, aligned to 128. admissions, frames: as in
-// its placement.
-size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool frames);
+// Bytes of scratch that find_or_insert needs for a batch, aligned to 128. admissions: as in its
+// placement. placed: whether a table has frames or remembers what it evicts.
+size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool placed);
 
 // Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
 // before; whether this position is the one of all its positions whose row write_rows is to write.

@@ -18,6 +18,7 @@
 #include "common/macros.h"
 #include "common/scores.h"
 #include "hash_table/clock.h"
+#include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
 
 namespace torchrec_hkv::hash_table {
@@ -38,7 +39,10 @@ enum Counter : int32_t {
   kWrittenHome = 8,  // rows that were written to host memory because others took their frames
   // Of kRefused, those whose buckets are full of pinned entries. Copies within a call count or not.
   kCrowded = 9,
-  kNumCounters = 10,
+  // Ids of training lookups whose row was read in host memory, where the table has frames.
+  kHostHits = 10,
+  kReturned = 11,  // of kInserted, ids that the table remembers as evicted (evicted_memory.h)
+  kNumCounters = 12,
 };
 
 // Vectors of one kind, by slot, and, where the table has frames, by frame.
@@ -63,6 +67,7 @@ struct TableView {
   RowStore rows;
   RowStore states;  // optimizer state, float32
   Frames frames;
+  EvictedMemory evicted;
   uint64_t* counters;       // [kNumCounters]
   int64_t* optimizer_step;  // updates of the table so far
   int64_t first_slot;       // of this table among the slots of its group
@@ -166,6 +171,8 @@ struct Placement {
   bool frames = false;
   // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
   bool spread = false;
+  // Whether a table of the group remembers what it evicts.
+  bool remembers = false;
 };
 
 // How the ids of a bag are reduced.

@@ -52,6 +52,8 @@ def shard(**changes) -> TableShard:
         ({"expire_after": 0}, r"HKVOptions: expire_after is 0, but must be a number of calls from"),
         ({"expire_after": 0.5}, r"expire_after is 0.5"),
         ({"strict": 1}, r"HKVOptions: strict is 1, but must be True or False"),
+        ({"remember_evicted": 0}, r"HKVOptions: remember_evicted is 0, but must be a number of id"),
+        ({"remember_evicted": 9, "dense": True}, r"takes remember_evicted=None only"),
     ],
 )
 def test_impossible_options(options, match):

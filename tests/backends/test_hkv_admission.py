@@ -1,4 +1,7 @@
-"""Admission, expiry and strictness of the backend ``hkv``: options that reach the tables."""
+"""Admission, expiry, strictness and memory of evictions of the backend ``hkv``: options that reach
+the tables."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -85,3 +88,20 @@ def test_strict(device_type):
         step(lookup, list(range(70)), features=2)
     step(lookup, list(range(64)), features=2)
     assert lookup.counters("t1")["refused"] == 6
+
+
+def test_remember_evicted(device_type):
+    """The table that remembers counts, and takes two bytes an entry more, as storage says."""
+    options = (HKVOptions(remember_evicted=1 << 20), HKVOptions())
+    lookup = make(device_type, *options)
+    for first in (0, 40, 80, 120, 0):
+        step(lookup, list(range(first, first + 40)), features=2)
+    assert [lookup.counters(name)["returned"] for name in ("t0", "t1")] == [40, 0]
+    taken = [sum(dataclasses.astuple(lookup.memory(name))) for name in ("t0", "t1")]
+    assert taken[0] - taken[1] == 2 << 20
+    backend = backends.get("hkv")
+    counted = [
+        sum(dataclasses.astuple(backend.storage(lookup._shards[name], SGD, device_type)))
+        for name in ("t0", "t1")
+    ]
+    assert counted[0] - counted[1] == 2 << 20

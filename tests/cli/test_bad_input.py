@@ -45,6 +45,19 @@ SENTENCES = {
     ],
     "hbm_bytes is 1048576, but": [*TABLE, "--hbm-per-table", "1MiB"],
     "Unrecognized arguments: --fast.": ["env", "--fast"],
+    "The number of rows of table 'u' is '1e400', but must be": ["plan", "--table", "u:1e400:64"],
+    "The dim of table 'u' is '1e30', but must be less than 2^60.": [
+        *("plan", "--table", "u:1M:1e30")
+    ],
+    "Table 'u' has 1,000,000,000,000,000,000 values, but must have fewer than 2^58.": [
+        *("plan", "--table", "u:1e15:1e3")
+    ],
+    "The name of table 'u.x' has a dot": ["plan", "--table", "u.x:1M:64"],
+    "--host is '1e30TiB', but must be less than 2^60.": [*TABLE, "--host", "1e30TiB"],
+    "--batch-size is 3000000000, but must be less than 2^31.": [*TABLE, "--batch-size", "3B"],
+    "No kernel 'dense' of TorchRec's serves these tables.": [*TABLE, "--backend", "dense"],
+    "Argument VERB: invalid choice: 'bogus'": ["bogus"],
+    "Table 'user' can't be sharded 'row_wise' on backend 'tt'": [*TABLE, "--backend", "tt"],
 }
 
 
@@ -83,7 +96,7 @@ def test_sizes(text, number):
     assert parse_bytes("size", text) == number
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e", "1Q", "nan", "1.5"])
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e", "1Q", "nan", "1.5", "1e400"])
 def test_what_is_no_count(text):
     with pytest.raises(ValueError, match=r"n is .*, but must be a whole number"):
         parse_count("n", text)

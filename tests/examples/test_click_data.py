@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click_data import MOVIELENS_MEMBER, DataError, mix64, read
 
+EMPTY = np.zeros(0)
 MOVIELENS = """user_id:token\titem_id:token\trating:float\ttimestamp:float
 196\t242\t3\t881250949
 186\t302\t4\t881250900
@@ -87,11 +88,18 @@ def test_first_keeps_the_earliest_rows(movielens):
         ("clicks.dat", "", "holds no rows"),
         ("clicks.whl", "no zip", "is not a wheel"),
         ("clicks.npz", "no zip", "must hold the arrays label, dense, cat"),
+        ("clicks.npz", "", "must hold the arrays label, dense, cat"),
+        ("clicks.dat", b"\xff\xfe\x00", "is no text file, as its name says"),
+        ("clicks.inter", b"\xff\xfe\x00", "is no text file, as its name says"),
+        ("clicks.dat", f"{10**30}::2::3::4\n", "must have four numbers a row"),
+        ("clicks.whl", b"", "is not a wheel"),
+        ("train.txt", "\t".join(["1", *["3"] * 13, *["f" * 16] * 26]), "26 hexadecimal ids"),
+        ("train.gz", "no gzip", "is no text file, or no gzip file"),
     ],
 )
 def test_bad_file_is_refused_in_one_sentence(tmp_path, name, content, message):
     path = tmp_path / name
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message) as error:
         read(path)
     assert "\n" not in str(error.value)
@@ -101,6 +109,31 @@ def test_criteo_of_another_shape_is_refused(tmp_path):
     path = tmp_path / "clicks.npz"
     np.savez(path, label=np.zeros(2), dense=np.zeros((2, 13)), cat=np.zeros((2, 25)))
     with pytest.raises(DataError, match=r"'cat' must be of shape \(2, 26\), not \(2, 25\)"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label": np.array(1.0)}, r"'label' must be of shape \(0,\), not \(\)"),
+        ({"label": np.array(["a", "b"])}, "'label' must hold numbers, not <U1"),
+        ({"cat": np.zeros((2, 26))}, "'cat' must hold numbers, not float64"),
+        ({"label": EMPTY, "dense": np.zeros((0, 13)), "cat": np.zeros((0, 26), int)}, "no rows"),
+    ],
+)
+def test_criteo_of_other_contents_is_refused(tmp_path, changes, message):
+    arrays = {"label": np.zeros(2), "dense": np.zeros((2, 13)), "cat": np.zeros((2, 26), int)}
+    path = tmp_path / "clicks.npz"
+    np.savez(path, **(arrays | changes))
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+def test_an_array_that_is_no_archive_is_refused(tmp_path):
+    path = tmp_path / "clicks.npz"
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(DataError, match="must hold the arrays label, dense, cat"):
         read(path)
 
 

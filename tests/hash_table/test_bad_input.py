@@ -46,6 +46,7 @@ def test_batches(group, ids, offsets, batch_size, error, match):
     assert group.counters()[0] == {
         **dict.fromkeys(["lookups", "hits", "inserted", "evicted", "refused"], 0),
         **dict.fromkeys(["unadmitted", "expired", "fetched", "written_home", "size"], 0),
+        **dict.fromkeys(["host_hits", "returned"], 0),
         "capacity": 100,
     }
 

@@ -53,11 +53,33 @@ def test_a_table_without_lookups_has_no_rate():
 
 
 def test_metrics_add_up_and_tell_what_was_since():
-    one = TableMetrics(*range(1, 14))
-    two = TableMetrics(*range(10, 140, 10))
-    assert dataclasses.astuple(one + two) == tuple(11 * k for k in range(1, 14))
-    counts = tuple(9 * k for k in range(1, 10))
-    assert dataclasses.astuple(two.since(one)) == (*counts, 100, 110, 120, 130)
+    one = TableMetrics(*range(1, 16))
+    two = TableMetrics(*range(10, 160, 10))
+    assert dataclasses.astuple(one + two) == tuple(11 * k for k in range(1, 16))
+    counts = tuple(9 * k for k in range(1, 12))
+    assert dataclasses.astuple(two.since(one)) == (*counts, 120, 130, 140, 150)
+
+
+def test_hit_rates_by_memory():
+    metrics = TableMetrics(lookups=200, hits=150, host_hits=30)
+    assert metrics.hit_rate == pytest.approx(0.75)
+    assert metrics.hbm_hit_rate == pytest.approx(0.6)
+    assert metrics.host_hit_rate == pytest.approx(0.15)
+    assert math.isnan(TableMetrics().hbm_hit_rate)
+    assert math.isnan(TableMetrics().host_hit_rate)
+
+
+def test_ids_that_come_back(device_type):
+    options = {"max_capacity": 64, "init_capacity": 64, "remember_evicted": 1 << 20}
+    embedding = make_embedding(8, device_type, **options)
+    tables = make_tables(2, device=device_type)
+    for first in (0, 50, 100, 0):
+        embedding(torch.arange(first, first + 50, device=device_type))
+        tables([torch.arange(first, first + 50, device=device_type)] * 2)
+    metrics = collect(embedding)["embedding"]
+    # The first fifty have left when they come again.
+    assert (metrics.inserted, metrics.evicted, metrics.returned) == (200, 136, 50)
+    assert collect(tables)["table_0"].returned == 0
 
 
 def _sharded(rank, world_size, device, over_all):

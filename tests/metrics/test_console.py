@@ -26,6 +26,18 @@ def test_metrics_in_a_few_words():
     assert describe({}) == ""
 
 
+def test_hits_and_bytes_by_memory_where_there_are_two():
+    now = {
+        "a": TableMetrics(
+            lookups=200, hits=150, host_hits=30, returned=5, hbm_bytes=1 << 30, host_bytes=3 << 29
+        )
+    }
+    assert describe(now) == (
+        "hit rate 75.0% (HBM 60.0%, host 15.0%), evictions 0, returned 5, 1.00 GiB of HBM, "
+        "1.50 GiB of host memory"
+    )
+
+
 def test_without_a_terminal_the_last_state_is_printed_once(capsys):
     with ConsoleLine("run", 10, file=io.StringIO()) as line:
         line(1, BEFORE)

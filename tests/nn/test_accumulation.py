@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.embeddings import make_embedding, make_tables, rows_of
-from torchrec_hkv import HKVAdamOptimizer, HKVOptimizer, HKVSparseAdam
+from torchrec_hkv import HKVAdagrad, HKVAdamOptimizer, HKVOptimizer, HKVSparseAdam
 
 IDS = list(range(-20, 20))
 BYTES_AN_ID = 4 * 4 + 3 * 8
@@ -22,7 +22,7 @@ def buffer_for(ids):
     return (ids * BYTES_AN_ID + 16) / 2**30
 
 
-@pytest.mark.parametrize("optimizer", [HKVOptimizer, HKVAdamOptimizer, HKVSparseAdam])
+@pytest.mark.parametrize("optimizer", [HKVOptimizer, HKVAdamOptimizer, HKVAdagrad, HKVSparseAdam])
 @pytest.mark.parametrize("room", [1000, 45], ids=["as they come", "added up"])
 def test_several_backwards_are_one_of_the_sum(optimizer, room, device_type):
     whole = make_embedding(device=device_type)

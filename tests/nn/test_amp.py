@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.embeddings import make_embedding, rows_of
+from tests.support.embeddings import make_embedding, make_tables, rows_of
 from torchrec_hkv import HKVAdagrad, HKVAdamOptimizer, HKVOptimizer
 
 IDS = list(range(5))
@@ -56,6 +56,25 @@ def test_scaled_gradients_train_as_unscaled_ones(unscales, autocast, model, ids,
         optimizers[1].step()
     scaled, expected = rows_of(model.embedding, IDS), rows_of(plain.embedding, IDS)
     torch.testing.assert_close(scaled, expected, rtol=0, atol=1e-6)
+
+
+def test_several_tables_under_a_scaler(device_type):
+    tables, plain = (make_tables(2, device=device_type) for _ in range(2))
+    scaler = torch.amp.GradScaler(device_type, init_scale=2.0**12)
+    optimizers = [HKVAdamOptimizer(each, lr=0.1) for each in (tables, plain)]
+    ids = [torch.arange(4, device=device_type), torch.arange(3, 9, device=device_type)]
+    for _ in range(3):
+        with torch.autocast(device_type, dtype=torch.bfloat16):
+            rows = tables(ids)
+        assert all(part.dtype == torch.float32 for part in rows)
+        scaler.scale(sum(part.square().sum() for part in rows)).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        sum(part.square().sum() for part in plain(ids)).backward()
+        optimizers[1].step()
+    with torch.no_grad():
+        for scaled, expected in zip(tables(ids), plain(ids), strict=True):
+            torch.testing.assert_close(scaled, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("unscales", [False, True], ids=["scaler.step", "unscale_, scaler.step"])

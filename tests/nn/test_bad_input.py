@@ -9,6 +9,7 @@ from torchrec_hkv import (
     HKVAdagrad,
     HKVAdamOptimizer,
     HKVOptimizer,
+    HKVSparseAdam,
     MultiTableHKVEmbedding,
 )
 
@@ -29,6 +30,7 @@ ARGUMENTS = {
     "eviction is 'fifo', but must be 'lru' or 'lfu'": {"eviction": "fifo"},
     "initializer is 'normal', but must be a Uniform": {"initializer": "normal"},
     "seed is 0.5": {"seed": 0.5},
+    "remember_evicted is 0, but must be a number of ids": {"remember_evicted": 0},
 }
 
 
@@ -83,9 +85,10 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_optimizers_over_foreign_modules(what):
+@pytest.mark.parametrize("optimizer", [HKVOptimizer, HKVAdamOptimizer, HKVAdagrad, HKVSparseAdam])
+def test_optimizers_over_foreign_modules(what, optimizer):
     with pytest.raises(TypeError, match="must be HierarchicalHashEmbedding or MultiTableHKV"):
-        HKVOptimizer(FOREIGN[what]())
+        optimizer(FOREIGN[what]())
 
 
 def test_optimizers_over_nothing_or_the_same_twice(device_type):

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.embeddings import make_embedding, rows_of
+from tests.support.embeddings import make_embedding, make_tables, rows_of
 from torchrec_hkv import HKVOptimizer
 
 
@@ -18,6 +18,16 @@ def _refused(rank, world_size, device):
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def _tables_refused(rank, world_size, device):
+    model = DistributedDataParallel(make_tables(2, device=device.type))
+    ids = torch.arange(3, device=device)
+    try:
+        model([ids, ids])
+    except RuntimeError as error:
+        return str(error), model.module.counters()["table_0"]["lookups"]
+    return "", -1
 
 
 def _trained(rank, world_size, device):
@@ -43,6 +53,12 @@ def _evaluated(rank, world_size, device):
 def test_training_on_several_processes_is_refused(run_ranks):
     sentences = run_ranks(2, _refused)
     assert all("shard tables with DistributedModelParallel" in sentence for sentence in sentences)
+
+
+def test_training_several_tables_is_refused_too(run_ranks):
+    for sentence, lookups in run_ranks(2, _tables_refused):
+        assert "shard tables with DistributedModelParallel" in sentence
+        assert lookups == 0
 
 
 def test_evaluation_on_several_processes_works(run_ranks):

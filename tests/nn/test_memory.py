@@ -1,5 +1,7 @@
 """Bounds on memory hold, and capacities that don't fit are capped or refused."""
 
+import os
+
 import pytest
 import torch
 
@@ -17,6 +19,12 @@ def test_a_capacity_beyond_the_memory_is_capped_and_said(device_type):
     with pytest.warns(UserWarning, match="from there on it evicts"):
         HKVAdamOptimizer(embedding)
     assert without / 4 < embedding.capacity < without / 2
+
+
+def test_the_warning_names_the_users_line(device_type):
+    with pytest.warns(UserWarning, match="max_capacity is") as seen:
+        make_embedding(64, device_type, max_capacity=10**13, init_capacity=64)
+    assert [os.path.basename(warning.filename) for warning in seen] == ["embeddings.py"]
 
 
 def test_a_first_allocation_beyond_the_memory_is_refused(device_type):

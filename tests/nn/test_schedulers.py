@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.embeddings import make_embedding, rows_of
+from tests.support.embeddings import make_embedding, make_tables, rows_of
 from torchrec_hkv import HKVAdamOptimizer, HKVOptimizer
 
 IDS = [1, 2, 3]
@@ -33,6 +33,22 @@ def test_steps_are_as_long_as_the_schedule_says(scheduler, device_type):
         reference.step()
         schedule.step()
         theirs.step()
+
+
+def test_several_tables_follow_a_schedule(device_type):
+    tables = make_tables(2, device=device_type)
+    optimizer = HKVOptimizer(tables, lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    ids = [torch.tensor(IDS, device=device_type)] * 2
+    with torch.no_grad():
+        before = [rows.clone() for rows in tables(ids)]
+    for _ in range(3):
+        sum(rows.sum() for rows in tables(ids)).backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        for rows, old in zip(tables(ids), before, strict=True):
+            torch.testing.assert_close(rows, old - 1.75)
 
 
 def test_a_learning_rate_may_be_a_tensor_on_the_device(device_type):

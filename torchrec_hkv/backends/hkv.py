@@ -33,7 +33,11 @@ from torchrec_hkv.hash_table import (
     gpu_table_bytes,
     table_memory,
 )
-from torchrec_hkv.hash_table.spec_checks import check_expire_after, check_strict
+from torchrec_hkv.hash_table.spec_checks import (
+    check_expire_after,
+    check_remember_evicted,
+    check_strict,
+)
 
 _EVICTIONS = ("lru", "lfu")
 
@@ -77,6 +81,8 @@ class HKVOptions(BackendOptions):
             into the table, and back. It takes a quarter more slots than rows, and one more copy of
             rows and states, which the planner counts. What is written into the tensors of a
             ``state_dict`` is in the table from its next lookup on.
+        remember_evicted: how many evicted ids each rank remembers at a time, in 2 bytes each, so
+            that the counters tell how many came back (``returned``); 1 to 2^32. None: not counted.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
@@ -88,6 +94,7 @@ class HKVOptions(BackendOptions):
     strict: bool = False
     initial_capacity: int | None = None
     dense: bool = False
+    remember_evicted: int | None = None
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -115,6 +122,7 @@ class HKVOptions(BackendOptions):
             )
         check_expire_after("HKVOptions", self.expire_after)
         check_strict("HKVOptions", self.strict)
+        check_remember_evicted("HKVOptions", self.remember_evicted)
         initial = self.initial_capacity
         if initial is not None and not (_is_int(initial) and initial > 0):
             raise ValueError(
@@ -123,7 +131,7 @@ class HKVOptions(BackendOptions):
             )
         if not isinstance(self.dense, bool):
             raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")
-        for name in ("admission", "expire_after", "initial_capacity"):
+        for name in ("admission", "expire_after", "initial_capacity", "remember_evicted"):
             if self.dense and getattr(self, name) is not None:
                 raise ValueError(
                     f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a table "
@@ -166,6 +174,7 @@ def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
         options.eviction,
         admission=options.admission,
         initial_capacity=_initial_capacity(shard),
+        remember_evicted=options.remember_evicted,
     )
 
 
@@ -350,6 +359,7 @@ def _table_spec(shard: TableShard) -> TableSpec:
         expire_after=options.expire_after,
         strict=options.strict,
         initial_capacity=_initial_capacity(shard),
+        remember_evicted=options.remember_evicted,
     )
 
 

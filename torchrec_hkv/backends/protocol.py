@@ -242,15 +242,16 @@ class GroupLookup(nn.Module, abc.ABC):
     def counters(self, key: str) -> dict[str, int]:
         """Counts of a shard since creation, by name (a host synchronisation on a GPU). Hash
         tables give ``lookups``, ``hits``, ``inserted``, ``evicted``, ``refused``, ``unadmitted``,
-        ``expired``, ``fetched``, ``written_home``, ``size``, ``capacity``."""
+        ``expired``, ``fetched``, ``written_home``, ``host_hits``, ``returned``, ``size``,
+        ``capacity``."""
 
     def device_counters(self) -> tuple[Sequence[str], torch.Tensor] | None:
         """The counts of all tables without a wait, None where they can't be had so; the default.
 
         Returns:
-            Keys, and int64 ``[tables, 10]`` on the tables' device: ``lookups``, ``hits``,
+            Keys, and int64 ``[tables, 12]`` on the tables' device: ``lookups``, ``hits``,
             ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``fetched``,
-            ``written_home``, ``size``.
+            ``written_home``, ``host_hits``, ``returned``, ``size``.
         """
         return None
 

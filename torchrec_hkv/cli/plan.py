@@ -43,6 +43,8 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
 # More memory than there is, to learn what tables take that do not fit.
 _ENDLESS = 1 << 60
 _MOST_GPUS = 4096
+# Whose bytes in float32 are less than _ENDLESS.
+_MOST_VALUES = 1 << 58
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +170,22 @@ def _table(text: str) -> Table:
     parts = text.split(":")
     if len(parts) != 3 or not parts[0]:
         raise ValueError(f"--table is {text!r}, but must be NAME:ROWS:DIM, such as user:1B:64.")
+    if "." in parts[0]:
+        raise ValueError(f"The name of table {parts[0]!r} has a dot, which no table's may have.")
     rows = parse_count(f"The number of rows of table {parts[0]!r}", parts[1])
-    return Table(parts[0], rows, parse_count(f"The dim of table {parts[0]!r}", parts[2]))
+    dim = parse_count(f"The dim of table {parts[0]!r}", parts[2])
+    if rows * dim >= _MOST_VALUES:
+        raise ValueError(
+            f"Table {parts[0]!r} has {rows * dim:,} values, but must have fewer than 2^58."
+        )
+    return Table(parts[0], rows, dim)
 
 
 def _batch_size(arguments: argparse.Namespace) -> int:
-    return parse_count("--batch-size", arguments.batch_size)
+    batch_size = parse_count("--batch-size", arguments.batch_size)
+    if batch_size >= 1 << 31:
+        raise ValueError(f"--batch-size is {batch_size}, but must be less than 2^31.")
+    return batch_size
 
 
 def _constraint(arguments: argparse.Namespace) -> ParameterConstraints:
@@ -241,6 +253,10 @@ class _Planning:
             try:
                 return planner.plan(self._model, get_default_sharders()).plan[""]
             except PlannerError:
+                return None
+            except RuntimeError as error:  # of TorchRec's enumerator
+                if "No available sharding type" not in str(error):
+                    raise
                 return None
 
     def enough_gpus(self, machines: Machines) -> int | None:

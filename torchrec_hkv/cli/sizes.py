@@ -6,6 +6,8 @@ import re
 
 _ROWS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _BYTES = {"": 30, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
+# Below what 64 bits hold, with room for sums.
+_LIMIT = 1 << 60
 _PATTERN = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -16,9 +18,9 @@ def parse_count(what: str, text: str) -> int:
         ValueError: it is none.
     """
     number = _scaled(text, {unit: float(factor) for unit, factor in _ROWS.items()})
-    if number is None or number < 1 or number != int(number):
+    if number is None or number < 1 or not number.is_integer():
         raise ValueError(f"{what} is {text!r}, but must be a whole number such as 1000000 or 1B.")
-    return int(number)
+    return _below_limit(what, text, number)
 
 
 def parse_bytes(what: str, text: str) -> int:
@@ -30,6 +32,12 @@ def parse_bytes(what: str, text: str) -> int:
     number = _scaled(text, {unit: float(1 << bits) for unit, bits in _BYTES.items()})
     if number is None or number < 1:
         raise ValueError(f"{what} is {text!r}, but must be a size such as 80GiB, 512MiB or 2TiB.")
+    return _below_limit(what, text, number)
+
+
+def _below_limit(what: str, text: str, number: float) -> int:
+    if number >= _LIMIT:
+        raise ValueError(f"{what} is {text!r}, but must be less than 2^60.")
     return int(number)
 
 

@@ -53,6 +53,7 @@ _FREE_FIELDS = (
     "admission",
     "expire_after",
     "strict",
+    "remember_evicted",
 )
 
 _ops = torch.ops.torchrec_hkv

@@ -74,6 +74,8 @@ class HashTable:
             of the call have been placed then, with their rows. Ids that are not admitted, or whose
             score is too low, don't raise, and :meth:`insert_and_evict`, which gives refused ids
             back, never does. A strict table waits for the device in each such call.
+        remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
+            :meth:`counters` tells how many came back (``returned``); 1 to 2^32. None: not counted.
 
     Raises:
         ValueError: an argument is impossible.
@@ -97,6 +99,7 @@ class HashTable:
         expire_after: int | None = None,
         strict: bool = False,
         initial_capacity: int | None = None,
+        remember_evicted: int | None = None,
     ) -> None:
         spec = TableSpec(
             name=name,
@@ -111,6 +114,7 @@ class HashTable:
             expire_after=expire_after,
             strict=strict,
             initial_capacity=initial_capacity,
+            remember_evicted=remember_evicted,
         )
         self._make(spec, state_dim, device)
 
@@ -403,6 +407,7 @@ class HashTable:
         admission: Admission | None = None,
         expire_after: int | None = None,
         strict: bool = False,
+        remember_evicted: int | None = None,
         allow_loss: bool = False,
     ) -> HashTable:
         """A table as it was saved.
@@ -414,9 +419,10 @@ class HashTable:
                 ``capacity`` is, too. The table grows at once as far as the files need it.
             device: as for a new table.
             hbm_bytes: as for a new table.
-            admission: as for a new table, since a file does not say; so the next two.
+            admission: as for a new table, since a file does not say; so the next three.
             expire_after: as for a new table.
             strict: as for a new table.
+            remember_evicted: as for a new table.
             allow_loss: as for :meth:`load`.
 
         Raises:
@@ -428,6 +434,7 @@ class HashTable:
             "admission": admission,
             "expire_after": expire_after,
             "strict": strict,
+            "remember_evicted": remember_evicted,
         }
         if capacity is not None:
             changes |= {"capacity": capacity, "initial_capacity": initial_capacity}

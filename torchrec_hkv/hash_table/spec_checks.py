@@ -19,6 +19,22 @@ def check_expire_after(where: str, expire_after: object) -> None:
         )
 
 
+def check_remember_evicted(where: str, remember_evicted: object) -> None:
+    """Refuses what is no number of ids.
+
+    Raises:
+        ValueError: its sentence starts with ``where``.
+    """
+    if remember_evicted is None:
+        return
+    is_int = isinstance(remember_evicted, int) and not isinstance(remember_evicted, bool)
+    if not is_int or not 1 <= remember_evicted <= 1 << 32:
+        raise ValueError(
+            f"{where}: remember_evicted is {remember_evicted!r}, but must be a number of ids from "
+            "1 to 2^32, or None."
+        )
+
+
 def check_strict(where: str, strict: object) -> None:
     """Refuses what is no truth value.
 

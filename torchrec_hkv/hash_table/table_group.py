@@ -18,6 +18,7 @@ from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
+    check_remember_evicted,
     check_strict,
     crowded_message,
 )
@@ -34,7 +35,7 @@ _EVICTIONS = {
 }
 #: What :meth:`TableGroup.device_counters` gives of a table.
 DEVICE_COUNTS = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted")
-DEVICE_COUNTS += ("expired", "fetched", "written_home", "size")
+DEVICE_COUNTS += ("expired", "fetched", "written_home", "host_hits", "returned", "size")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -54,9 +55,12 @@ _COUNTERS = (
     "expired",
     "fetched",
     "written_home",
+    "crowded",
+    "host_hits",
+    "returned",
 )
-#: The column of the counters that strict tables watch.
-_CROWDED = 9
+#: What strict tables watch.
+_CROWDED = _COUNTERS.index("crowded")
 
 
 class TableGroup:
@@ -107,6 +111,10 @@ class TableGroup:
         self._group = _C.TableGroup(
             configs, list(feature_tables), kernels_optimizer, state_dim, self.device, available
         )
+        self._all_on_host = torch.tensor(
+            [self.device.type == "cpu" or config.hbm_slots == 0 for config in configs],
+            device=self.device,
+        )
         self._accumulator = Accumulator(self._group, optimizer)
         self._strict = [table for table, spec in enumerate(self.tables) if spec.strict]
         self._crowded = [0] * len(self.tables)
@@ -124,6 +132,7 @@ class TableGroup:
             )
         check_expire_after(f"table '{spec.name}'", spec.expire_after)
         check_strict(f"table '{spec.name}'", spec.strict)
+        check_remember_evicted(f"table '{spec.name}'", spec.remember_evicted)
         try:
             admission = admission_config(spec.admission)
         except ValueError as error:
@@ -136,6 +145,7 @@ class TableGroup:
             spec.dtype.itemsize,
             spec.admission,
             spec.initial_capacity,
+            spec.remember_evicted,
         )
         if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
             raise ValueError(
@@ -157,6 +167,7 @@ class TableGroup:
             hbm_slots=hbm_slots_for(memory, hbm_bytes),
             admission=admission,
             expire_after=spec.expire_after or 0,
+            remember_evicted=spec.remember_evicted or 0,
             **op_arguments(spec.initializer),
         )
 
@@ -212,7 +223,7 @@ class TableGroup:
 
     @property
     def counter_tensor(self) -> Tensor:
-        """int64 ``[tables, 8]`` on the device; ops that change a table write it."""
+        """int64 ``[tables, 12]`` on the device; ops that change a table write it."""
         return self._group.counters
 
     @property
@@ -490,23 +501,32 @@ class TableGroup:
         ``refused`` those that found no place, ``unadmitted`` those that were not admitted;
         ``expired`` are entries that left for their age. Of tables with rows in host memory,
         ``fetched`` are rows that came into HBM, ``written_home`` those that had changed there and
-        were written to host memory when others took their place. Waits for the device.
+        were written to host memory when others took their place. ``host_hits`` are the hits whose
+        row was in host memory (on a CPU all of them), ``returned`` the ids placed that the table
+        remembers as evicted (0 without ``remember_evicted``). Waits for the device.
         """
-        sizes = self._group.sizes().tolist()  # first: waits for calls on other streams too
-        counts = self._group.counters.tolist()
-        result = []
-        for table, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-            counted = dict(zip(_COUNTERS, count[: len(_COUNTERS)], strict=True))
-            counted["hits"] = counted["lookups"] - counted.pop("misses")
-            result.append({**counted, "size": size, "capacity": self._group.full_slots(table)})
-        return result
+        # First: waits for calls on other streams too.
+        sizes = self._group.sizes().tolist()
+        counts = self._counts().tolist()
+        capacities = map(self._group.full_slots, range(len(self.tables)))
+        return [
+            {**dict(zip(DEVICE_COUNTS[:-1], count, strict=True)), "size": size, "capacity": slots}
+            for count, size, slots in zip(counts, sizes, capacities, strict=True)
+        ]
 
     def device_counters(self) -> Tensor:
-        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 10]`` on the device; no wait."""
+        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 12]`` on the device; no wait."""
         sizes = self._group.sizes().to(self.device)  # first: in order with other streams
-        counted = dict(zip(_COUNTERS, self._group.counters.unbind(1), strict=False))
-        counted |= {"hits": counted["lookups"] - counted["misses"], "size": sizes}
-        return torch.stack([counted[name] for name in DEVICE_COUNTS], dim=1)
+        return torch.cat([self._counts(), sizes.unsqueeze(1)], dim=1)
+
+    def _counts(self) -> Tensor:
+        """:data:`DEVICE_COUNTS` but for the last."""
+        counted = dict(zip(_COUNTERS, self._group.counters.unbind(1), strict=True))
+        counted["hits"] = counted["lookups"] - counted["misses"]
+        # Kernels count hits in host memory where there are frames in HBM; elsewhere a table has all
+        # its rows in one memory.
+        counted["host_hits"] = torch.where(self._all_on_host, counted["hits"], counted["host_hits"])
+        return torch.stack([counted[name] for name in DEVICE_COUNTS[:-1]], dim=1)
 
     def hbm_bytes(self, table: int) -> int:
         """Bytes a table takes of a GPU's memory."""

@@ -16,8 +16,8 @@ class TableMemory:
         num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
         initial_slots: slots it begins with.
         bucket_slots: slots of one bucket, at most 64.
-        index_bytes: digests, ids, steps, scores and the counts of ids that are not admitted; always
-            in HBM on a GPU.
+        index_bytes: digests, ids, steps, scores, the counts of ids that are not admitted and the
+            marks of evicted ones; always in HBM on a GPU.
         row_bytes: one row with its optimizer state.
     """
 
@@ -49,6 +49,7 @@ def table_memory(
     element_bytes: int = 4,
     admission: Admission | None = None,
     initial_capacity: int | None = None,
+    remember_evicted: int | None = None,
 ) -> TableMemory:
     """Memory of a table.
 
@@ -60,6 +61,7 @@ def table_memory(
         element_bytes: of a value of a row.
         admission: which new ids get a slot; what it counts takes memory.
         initial_capacity: rows it must hold before it grows; None: all from the start.
+        remember_evicted: evicted ids that it remembers, 2 bytes each.
     """
     buckets, bucket_slots = _C.geometry(capacity, initial_capacity)
     return TableMemory(
@@ -67,7 +69,8 @@ def table_memory(
         initial_slots=_C.initial_slots(capacity, initial_capacity),
         bucket_slots=bucket_slots,
         index_bytes=_C.index_bytes(capacity, eviction != "lru", initial_capacity)
-        + admission_bytes(admission),
+        + admission_bytes(admission)
+        + 2 * (remember_evicted or 0),
         row_bytes=element_bytes * dim + 4 * state_width,
     )
 

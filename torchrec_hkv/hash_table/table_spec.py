@@ -41,6 +41,8 @@ class TableSpec:
             too full, until it has all its capacity. Rounded up, to 16 buckets of 64 rows if need
             be, since the final number of buckets is a power of two times that at first. None: all
             from the start.
+        remember_evicted: how many evicted ids it remembers at a time, in 2 bytes each, to count
+            those that come back as ``returned``; 1 to 2^32. None: it does not count them.
     """
 
     name: str
@@ -56,6 +58,7 @@ class TableSpec:
     expire_after: int | None = None
     strict: bool = False
     initial_capacity: int | None = None
+    remember_evicted: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

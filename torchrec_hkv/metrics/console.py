@@ -20,7 +20,8 @@ def describe(
         before: of an earlier time; the hit rate is that since then.
 
     Returns:
-        Hit rate, load factor, evictions, and what else there was; "" without tables.
+        Hit rate, load factor, evictions, and what else there was; where rows lie in HBM and in host
+        memory, the hit rate of each, and the bytes; "" without tables.
     """
     if not metrics:
         return ""
@@ -28,13 +29,23 @@ def describe(
     recent = total.since(sum((before or {}).values(), TableMetrics()))
     parts = []
     if recent.lookups:
-        parts.append(f"hit rate {recent.hit_rate:.1%}")
+        part = f"hit rate {recent.hit_rate:.1%}"
+        if total.hbm_bytes and total.host_bytes:
+            part += f" (HBM {recent.hbm_hit_rate:.1%}, host {recent.host_hit_rate:.1%})"
+        parts.append(part)
     if total.capacity:
         parts.append(f"load factor {total.load_factor:.2f}")
     parts.append(f"evictions {total.evicted:,}")
-    rare = {"refused": total.refused, "unadmitted": total.unadmitted, "expired": total.expired}
-    parts += [f"{name} {count:,}" for name, count in rare.items() if count]
+    for name in ("returned", "refused", "unadmitted", "expired"):
+        if count := getattr(total, name):
+            parts.append(f"{name} {count:,}")
+    if total.hbm_bytes and total.host_bytes:
+        parts.append(f"{_gib(total.hbm_bytes)} of HBM, {_gib(total.host_bytes)} of host memory")
     return ", ".join(parts)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 class ConsoleLine:

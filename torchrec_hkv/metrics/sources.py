@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.hash_table import HashTable, TableGroup
+from torchrec_hkv.hash_table.table_group import DEVICE_COUNTS
 from torchrec_hkv.metrics.table_metrics import TableMetrics
 from torchrec_hkv.nn.table_module import TableModule
 from torchrec_hkv.sharding.collection import BackendCollection
 
 #: Fields of a TableMetrics that the device counts, in its order, and those that the host knows.
-DEVICE_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[:10]
-HOST_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[10:]
+DEVICE_FIELDS = DEVICE_COUNTS
+HOST_FIELDS = tuple(field.name for field in dataclasses.fields(TableMetrics))[len(DEVICE_FIELDS) :]
 
 Source = nn.Module | HashTable
 
@@ -27,7 +28,7 @@ class Probe:
 
     Attributes:
         names: of the tables.
-        counts: gives int64 ``[tables, 10]``, in the order of :data:`DEVICE_FIELDS`; on a GPU
+        counts: gives int64 ``[tables, 12]``, in the order of :data:`DEVICE_FIELDS`; on a GPU
             without a wait, where the backend can.
         sizes: gives for each table what :data:`HOST_FIELDS` are.
     """

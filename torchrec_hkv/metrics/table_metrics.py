@@ -19,6 +19,9 @@ class TableMetrics:
         expired: ids that left for their age.
         fetched: rows that came from host memory into a GPU's.
         written_home: rows that went back because others took their place.
+        host_hits: hits whose row was in host memory; on a CPU all of them.
+        returned: ids that got a slot after they had been evicted, of a table with
+            ``remember_evicted``.
         size: ids in the table.
         capacity: ids it may hold.
         hbm_bytes: what it takes of GPUs' memory, index included.
@@ -34,6 +37,8 @@ class TableMetrics:
     expired: int = 0
     fetched: int = 0
     written_home: int = 0
+    host_hits: int = 0
+    returned: int = 0
     size: int = 0
     capacity: int = 0
     hbm_bytes: int = 0
@@ -43,6 +48,16 @@ class TableMetrics:
     def hit_rate(self) -> float:
         """Share of the lookups whose id was there; NaN without any."""
         return self.hits / self.lookups if self.lookups else float("nan")
+
+    @property
+    def hbm_hit_rate(self) -> float:
+        """Share of the lookups whose row was in a GPU's memory; NaN without any."""
+        return (self.hits - self.host_hits) / self.lookups if self.lookups else float("nan")
+
+    @property
+    def host_hit_rate(self) -> float:
+        """Share of the lookups whose row was in host memory; NaN without any."""
+        return self.host_hits / self.lookups if self.lookups else float("nan")
 
     @property
     def load_factor(self) -> float:
@@ -62,4 +77,4 @@ class TableMetrics:
 
 #: Fields that only grow.
 COUNTED = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted", "expired")
-COUNTED += ("fetched", "written_home")
+COUNTED += ("fetched", "written_home", "host_hits", "returned")

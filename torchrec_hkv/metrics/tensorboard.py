@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torchrec_hkv.metrics.table_metrics import COUNTED, TableMetrics
 
+_RATES = ("hit_rate", "hbm_hit_rate", "host_hit_rate")
 _STATES = ("size", "load_factor", "hbm_bytes", "host_bytes")
 
 
@@ -24,7 +25,7 @@ class Writer(Protocol):
 class TensorBoard:
     """A sink of :class:`torchrec_hkv.metrics.Watch` that writes for TensorBoard.
 
-    For each table ``{table}/{metric}``: counts and the hit rate since the last time; size, load
+    For each table ``{table}/{metric}``: counts and the hit rates since the last time; size, load
     factor and bytes as they are.
 
     Args:
@@ -57,7 +58,7 @@ class TensorBoard:
             recent = now.since(self._before[table]) if table in self._before else now
             values: dict[str, float] = {name: getattr(recent, name) for name in COUNTED}
             if recent.lookups:
-                values["hit_rate"] = recent.hit_rate
+                values |= {name: getattr(recent, name) for name in _RATES}
             values |= {name: getattr(now, name) for name in _STATES if now.capacity}
             for name, value in values.items():
                 self.writer.add_scalar(f"{table}/{name}", value, step)

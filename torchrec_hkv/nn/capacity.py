@@ -70,6 +70,7 @@ class Shape:
         limits: of each.
         device: of all.
         initial_capacity: rows that each has memory for at first, which tells how it is rounded.
+        remember_evicted: evicted ids that each remembers.
     """
 
     tables: int
@@ -79,12 +80,18 @@ class Shape:
     limits: HbmLimits
     device: torch.device
     initial_capacity: int
+    remember_evicted: int | None = None
 
     def memory(self, capacity: int) -> TableMemory:
         """Of one table."""
         first = min(capacity, self.initial_capacity)
         return table_memory(
-            capacity, self.dim, self.state_width, self.eviction, initial_capacity=first
+            capacity,
+            self.dim,
+            self.state_width,
+            self.eviction,
+            initial_capacity=first,
+            remember_evicted=self.remember_evicted,
         )
 
     def hbm_bytes(self, capacity: int) -> int | None:

@@ -52,6 +52,8 @@ class HierarchicalHashEmbedding(TableModule):
             :mod:`torchrec_hkv.hash_table`. None: uniform up to ``embedding_dim ** -0.5``.
         seed: of new rows, any int64. None: drawn by torch's generator.
         device: of the table. None: the current GPU where there is one, else the CPU.
+        remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
+            :meth:`counters` tells how many came back (``returned``). None: not counted.
 
     Raises:
         ValueError: an argument is impossible, or ``init_capacity`` rows find no room.
@@ -72,6 +74,7 @@ class HierarchicalHashEmbedding(TableModule):
         initializer: Initializer | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        remember_evicted: int | None = None,
     ) -> None:
         super().__init__(
             names=["embedding"],
@@ -88,6 +91,7 @@ class HierarchicalHashEmbedding(TableModule):
             initializer=initializer,
             seed=seed,
             device=device,
+            remember_evicted=remember_evicted,
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -126,6 +130,7 @@ class MultiTableHKVEmbedding(TableModule):
         initializer: as there.
         seed: as there; rows of equal ids in two tables differ.
         device: as there.
+        remember_evicted: as there, of each table.
     """
 
     def __init__(
@@ -144,6 +149,7 @@ class MultiTableHKVEmbedding(TableModule):
         initializer: Initializer | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        remember_evicted: int | None = None,
     ) -> None:
         if not isinstance(num_tables, int) or isinstance(num_tables, bool) or num_tables < 1:
             raise ValueError(f"num_tables is {num_tables!r}, but must be an integer, at least 1.")
@@ -162,6 +168,7 @@ class MultiTableHKVEmbedding(TableModule):
             initializer=initializer,
             seed=seed,
             device=device,
+            remember_evicted=remember_evicted,
         )
         self.num_tables = num_tables
 

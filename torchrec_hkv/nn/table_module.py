@@ -8,19 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table import SGD, Initializer, Optimizer, TableGroup, Uniform
+from torchrec_hkv.hash_table.spec_checks import check_remember_evicted
 from torchrec_hkv.nn.capacity import HbmLimits, gib_to_bytes
 from torchrec_hkv.nn.contents import Contents, positions
 from torchrec_hkv.nn.marker import Marker
+from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.tables import Plan, Tables
 
 # Rows that a table has memory for at first, where nothing else is said.
 _INITIAL_CAPACITY = 1 << 16
 _EVICTIONS = ("lru", "lfu")
 _MAX_DIM = 2048
+_INSTEAD_OF_REPLICAS = (
+    "shard tables with DistributedModelParallel and the backend 'hkv', or keep this embedding "
+    "outside of the module that is wrapped"
+)
 
 
 class TableModule(nn.Module):
@@ -41,6 +46,7 @@ class TableModule(nn.Module):
         initializer: of new rows.
         seed: of new rows.
         device: of the tables.
+        remember_evicted: evicted ids that each remembers.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class TableModule(nn.Module):
         initializer: Initializer | None,
         seed: int | None,
         device: torch.device | str | None,
+        remember_evicted: int | None,
     ) -> None:
         super().__init__()
         _check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
@@ -82,6 +89,7 @@ class TableModule(nn.Module):
                 "or Constant of torchrec_hkv.hash_table, or None."
             )
         check_rate("learning_rate", learning_rate)
+        check_remember_evicted(type(self).__name__, remember_evicted)
         if grad_buffer_hbm_gb is None:
             raise ValueError("grad_buffer_hbm_gb is None, but must be a positive number of GiB.")
         limit = gib_to_bytes("grad_buffer_hbm_gb", grad_buffer_hbm_gb)
@@ -102,6 +110,7 @@ class TableModule(nn.Module):
             initializer=initializer,
             optimizer=SGD(weight_decay=weight_decay),
             device=_device(device),
+            remember_evicted=remember_evicted,
         )
         self.anchor = nn.Parameter(torch.zeros(1, device=plan.device))
         #: The optimizer that was attached last.
@@ -115,7 +124,7 @@ class TableModule(nn.Module):
         flat = [self._flat(part) for part in ids]
         training = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if training:
-            _refuse_ddp()
+            refuse_replicas("Hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
         rows = self._tables.lookup(flat, self.padding_idx, training)
         if len(ids) == 1:  # without unbind, whose backward copies
             return [rows.view(*ids[0].shape, self.embedding_dim)]
@@ -422,14 +431,3 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _refuse_ddp() -> None:
-    # Set by DistributedDataParallel while its forward runs.
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if active is not None and torch.distributed.get_world_size(active.process_group) > 1:
-        raise RuntimeError(
-            "Hash tables of torchrec_hkv.nn are not kept equal by DistributedDataParallel, which "
-            "knows nothing of their gradients: shard tables with DistributedModelParallel and the "
-            "backend 'hkv', or keep this embedding outside of the module that is wrapped."
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
 from torchrec_hkv.nn.lookup import Found, Interval, Lookup
 from torchrec_hkv.nn.marker import Marker
+from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
 # Shapes of batches whose offsets are kept.
@@ -42,6 +42,7 @@ class Plan:
         initializer: of initial rows.
         optimizer: what trains them.
         device: of all.
+        remember_evicted: evicted ids that each remembers.
     """
 
     names: tuple[str, ...]
@@ -55,6 +56,7 @@ class Plan:
     initializer: Initializer
     optimizer: Optimizer
     device: torch.device
+    remember_evicted: int | None = None
 
 
 class Tables:
@@ -245,11 +247,10 @@ class Tables:
         """Forgets what is held."""
         if self._gradients and not self.is_trained:
             self.is_trained = True  # said once
-            warnings.warn(
+            warn(
                 "The gradients of hash tables were dropped, and no optimizer has ever applied any: "
                 "give this embedding to an HKV optimizer, such as HKVAdamOptimizer, since others "
-                "don't train its rows.",
-                stacklevel=2,
+                "don't train its rows."
             )
         self._gradients.drop()
         self.marker.clear()
@@ -351,6 +352,7 @@ def _make(plan: Plan) -> tuple[TableGroup, int]:
         plan.limits,
         plan.device,
         plan.initial_capacity,
+        plan.remember_evicted,
     )
     capacity = shape.most_rows(plan.max_capacity, *free_memory(plan.device))
     what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
@@ -360,11 +362,10 @@ def _make(plan: Plan) -> tuple[TableGroup, int]:
             f" holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}."
         )
     if capacity < plan.max_capacity:
-        warnings.warn(
+        warn(
             f"max_capacity is {plan.max_capacity:,}, but the memory that is there, or allowed, "
             f"holds {capacity:,} rows of {plan.dim} with their optimizer states in {what}: from "
-            "there on it evicts.",
-            stacklevel=2,
+            "there on it evicts."
         )
     specs = [
         TableSpec(
@@ -376,6 +377,7 @@ def _make(plan: Plan) -> tuple[TableGroup, int]:
             seed=plan.seed,
             initializer=plan.initializer,
             initial_capacity=plan.initial_capacity,
+            remember_evicted=plan.remember_evicted,
         )
         for name in plan.names
     ]

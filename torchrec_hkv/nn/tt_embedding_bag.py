@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.tt_tables import (
     OptimType,
     TTTables,
@@ -33,7 +34,8 @@ class TTEmbeddingBag(nn.Module):
         tt_p_shapes: row factors, of a product not below ``num_embeddings``; None: balanced ones.
         tt_q_shapes: column factors, of the product ``embedding_dim``; None: balanced ones.
         sparse: True: the update is fused into the backward, and no gradients of the cores are
-            returned. False: cores and cached rows get gradients for any torch optimizer.
+            returned; the loss must not be scaled then, as by a ``GradScaler``. False: cores and
+            cached rows get gradients for any torch optimizer.
         optimizer: of the fused update.
         learning_rate: of the fused update.
         eps: added to the denominator of the fused Adagrads and Adam.
@@ -220,6 +222,11 @@ class TTEmbeddingBag(nn.Module):
         self, hot: HotRows, ids: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
         if self.training:
+            if torch.is_grad_enabled():
+                refuse_replicas(
+                    "Caches, which each process fills with ids of its own,",
+                    "make the module with use_cache=False",
+                )
             if self.cache_populate_every and self._forwards == self.cache_populate_every:
                 self.cache_populate()
             self._forwards += 1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.tensor_train import (
     Precision,
     TTDistribution,
@@ -140,6 +141,10 @@ class TTTables(nn.Module):
         kind = {"weights": weights, "mean": mean, "pooled": pooled}
         if not (self.is_fused and self.training):
             return self.group.lookup(cores, ids, offsets, batch_size, **kind)
+        if torch.is_grad_enabled():
+            refuse_replicas(
+                "Cores that a fused optimizer trains", "make the module with sparse=False"
+            )
         anchor = torch.empty(0, device=ids.device, requires_grad=True)
         return self.group.lookup_fused(
             anchor,

@@ -21,6 +21,8 @@ def test_find_or_insert(device_type):
         "expired": 0,
         "fetched": 0,
         "written_home": 0,
+        "host_hits": 30 if device_type == "cpu" else 0,
+        "returned": 0,
         "size": 64,
         "capacity": 64,
     }

@@ -110,6 +110,33 @@ def test_half_floats_of_odd_dims(share):
 
 def test_a_table_without_frames():
     group = tiered_group(0.0)
-    insert(group, Bags.flat(random_ids(1000).to("cuda")))
+    ids = random_ids(1000).to("cuda")
+    insert(group, Bags.flat(ids))
+    insert(group, Bags.flat(ids))
     counters = group.counters()[0]
     assert (counters["fetched"], counters["written_home"]) == (0, 0)
+    assert counters["host_hits"] == counters["hits"] >= 900
+
+
+def test_hits_by_memory():
+    """A row that had to come is a hit in host memory, once; then it is one in HBM."""
+    group = tiered_group(0.1, CAPACITY)
+    ids = distinct_ids(CAPACITY // 2, "cuda")
+    for part in ids.split(4000):
+        insert(group, Bags.flat(part))
+    hot = ids[torch.randperm(len(ids), device="cuda")[:3200]]
+
+    def counted() -> tuple[int, int, int]:
+        before = group.counters()[0]
+        insert(group, Bags.flat(hot))
+        after = group.counters()[0]
+        return tuple(after[name] - before[name] for name in ("hits", "host_hits", "fetched"))
+
+    hits, on_host, fetched = counted()
+    assert hits == 3200
+    assert fetched <= on_host <= hits
+    assert on_host > 2000
+    for _ in range(3):
+        hits, on_host, fetched = counted()
+        assert hits == 3200
+        assert fetched <= on_host < 64

@@ -1,0 +1,33 @@
+// Which ids a table has evicted, remembered so that it can count those that come back.
+//
+// An id that leaves for another writes a mark of 16 bits into the one entry of an array that its
+// hash tells; an id that gets a slot looks whether its mark is there. So an eviction costs one
+// store, and a new id one load. What a call evicts is remembered before its new ids are looked for.
+// It is forgotten when another id writes the same entry: after as many further evictions as there
+// are entries, a share 1/e is left. An id that was never evicted finds its mark in an entry of
+// another's with a probability of 1/65535.
+#pragma once
+
+#include <cstdint>
+
+#include "common/hashing.h"
+#include "common/macros.h"
+
+namespace torchrec_hkv::hash_table {
+
+struct EvictedMemory {
+  uint16_t* marks;   // [entries], 0: nobody's; null: the table remembers none
+  uint64_t entries;  // 1 to 2^32
+
+  struct Place {
+    uint64_t entry;
+    uint16_t mark;  // never 0
+  };
+  HKV_HOST_DEVICE Place place_of(int64_t id) const {
+    const uint64_t hash = mix64(static_cast<uint64_t>(id) ^ 0x1f83d9abfb41bd6bull);
+    return Place{(hash >> 32) * entries >> 32,
+                 static_cast<uint16_t>(((hash & 0xffffffffull) * 65535 >> 32) + 1)};
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table

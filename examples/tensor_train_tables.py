@@ -1,0 +1,114 @@
+"""Dense tables of a trained model as Tensor-Train tables of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from click_data import DataError
+from torch import nn
+from torchrec.distributed.types import ShardedTensor
+
+from torchrec_hkv import TTOptions
+from torchrec_hkv.tensor_train import Decomposition, tt_svd
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+    """A table as cores.
+
+    Attributes:
+        decomposition: its cores are in host memory.
+        dense_bytes: of the table that it was.
+    """
+
+    decomposition: Decomposition
+    dense_bytes: int
+
+    @property
+    def tt_bytes(self) -> int:
+        """Bytes of the cores."""
+        return sum(core.nbytes for core in self.decomposition.cores)
+
+    @property
+    def options(self) -> TTOptions:
+        """Of a table of this shape."""
+        shape = self.decomposition.shape
+        return TTOptions(ranks=shape.ranks, p=shape.p, q=shape.q)
+
+
+def key_of(names: Iterable[str], table: str, tensor: str = "weight") -> str:
+    """Of a tensor of a table, among the names of a state dict."""
+    (key,) = (name for name in names if name.endswith(f"embedding_bags.{table}.{tensor}"))
+    return key
+
+
+def whole(tensor: ShardedTensor) -> torch.Tensor:
+    """The rows of all ranks, on all ranks."""
+    shards = tensor.local_shards()
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    rows = torch.zeros(tensor.size(), device=device)
+    for shard in shards:
+        start = shard.metadata.shard_offsets[0]
+        rows[start : start + len(shard.tensor)] = shard.tensor
+    dist.all_reduce(rows)
+    return rows
+
+
+@torch.no_grad()
+def compress(
+    model: nn.Module, tables: list[str], rank: int | None, error: float | None
+) -> dict[str, Compressed]:
+    """Cores for dense tables, by table; the same on all ranks.
+
+    Args:
+        model: sharded, with stock tables.
+        tables: their names.
+        rank: between cores, lowered where a table has no use for it; None with an error.
+        error: relative, of each table; None with a rank.
+
+    Raises:
+        DataError: there are no such tables.
+    """
+    if not tables:
+        raise DataError("The log has no column of many ids, whose table could be compressed.")
+    state = model.state_dict()
+    result: list[dict[str, Compressed]] = [{}]
+    for table in tables:
+        rows = whole(state[key_of(state, table)])
+        if dist.get_rank() == 0:
+            made = tt_svd(rows, ranks=rank, max_error=error)
+            made = dataclasses.replace(made, cores=[core.cpu() for core in made.cores])
+            result[0][table] = Compressed(made, rows.nbytes)
+    # From one rank to all, which must agree on the shapes.
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
+@torch.no_grad()
+def move_over(source: nn.Module, target: nn.Module, parts: Mapping[str, Compressed]) -> None:
+    """Gives a model all that another one has learned, and cores in the place of some of its tables.
+
+    Args:
+        source: with stock tables.
+        target: with Tensor-Train tables where ``parts`` has cores.
+        parts: by table.
+    """
+    known, state = source.state_dict(), target.state_dict()
+    for key, tensor in state.items():
+        if not isinstance(tensor, ShardedTensor):
+            tensor.copy_(known[key])
+        elif key in known:
+            rows = whole(known[key])
+            for shard in tensor.local_shards():
+                start = shard.metadata.shard_offsets[0]
+                shard.tensor.copy_(rows[start : start + len(shard.tensor)])
+    for table, part in parts.items():
+        for number, core in enumerate(part.decomposition.cores):
+            for shard in state[key_of(state, table, f"tt_core_{number}")].local_shards():
+                shard.tensor.copy_(core)
+    target.load_state_dict(state)
