@@ -38,14 +38,16 @@ class Model(torch.nn.Module):
     def __init__(self, collection):
         super().__init__()
         self.embeddings = collection
-        is_bags = isinstance(collection, EmbeddingBagCollection)
-        configs = collection.embedding_bag_configs() if is_bags else collection.embedding_configs()
+        self.is_bags = isinstance(collection, EmbeddingBagCollection)
+        configs = (
+            collection.embedding_bag_configs() if self.is_bags else collection.embedding_configs()
+        )
         self.keys = sorted(key for config in configs for key in config.feature_names)
         self.over = torch.nn.Linear(DIM, 1)
 
     def forward(self, features):
         out = self.embeddings(features)
-        if isinstance(out, dict):  # sequences
+        if not self.is_bags:
             out = {key: jagged.values() for key, jagged in out.items()}
         return torch.cat([self.over(out[key]) for key in self.keys])
 
@@ -75,7 +77,7 @@ def make(kind, optimizer, sharding_type, world_size, device, tables, **options):
             tables=configs, device=torch.device("meta"), is_weighted=kind == "weighted"
         )
     kind_of, arguments = OPTIMIZERS[optimizer]
-    apply_optimizer_in_backward(kind_of, collection.parameters(), arguments)
+    apply_optimizer_in_backward(kind_of, collection.parameters(), dict(arguments))
     ours = {"compute_kernels": ["tt"], "sharding_types": [sharding_type]}
     constraints = {
         "t": ParameterConstraints(**ours, options=TTOptions(ranks=(5, 4), seed=3, **options)),
@@ -83,6 +85,11 @@ def make(kind, optimizer, sharding_type, world_size, device, tables, **options):
         "h": ParameterConstraints(compute_kernels=["hkv"], options=HKVOptions()),
         "s": ParameterConstraints(compute_kernels=["dense"], sharding_types=["data_parallel"]),
     }
+    if kind == "sequences" and device.type == "cpu":
+        # TorchRec's dense kernel pools sequences there.
+        constraints["s"] = ParameterConstraints(
+            compute_kernels=["fused"], sharding_types=["table_wise"]
+        )
     constraints = {name: constraints[name] for name in tables}
     model = Model(collection)
     sharders = get_default_sharders()
