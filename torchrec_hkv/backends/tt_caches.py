@@ -17,7 +17,7 @@ from torchrec_hkv.tensor_train.replicas import Replicas
 
 #: Of a cache in a table's state, before the names of its parts.
 PREFIX = "tt_cache_"
-_INT64 = ("ids", "step", "total", "counted", "counts")
+_INT64 = ("ids", "step", "total", "populates", "counted", "counts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,7 @@ class CacheSize:
         dim = shape.embedding_dim
         sizes: dict[str, tuple[int, ...]] = {
             "ids": (self.rows,), "rows": (self.rows, dim), "step": (1,), "total": (1,),
+            "populates": (1,),
             "counted": (self.counted_ids,), "counts": (self.counted_ids,),
         }  # fmt: skip
         if width := 0 if optimizer is None else optimizer.state_width(dim):

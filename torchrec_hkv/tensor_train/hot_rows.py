@@ -18,7 +18,7 @@ from torchrec_hkv.tensor_train.write_back import write_back
 
 _NO_ID = torch.iinfo(torch.int64).max
 #: What a state of fixed sizes holds besides the counts.
-_SIZED = ("ids", "rows", "states", "step", "total")
+_SIZED = ("ids", "rows", "states", "step", "total", "populates")
 
 
 class HotRows(nn.Module):
@@ -78,6 +78,8 @@ class HotRows(nn.Module):
         self.register_buffer("sorted_places", torch.arange(size, device=device))
         #: Occurrences that were counted, also of ids that are not counted any more.
         self.register_buffer("total", torch.zeros(1, dtype=torch.int64, device=device))
+        #: Calls of :meth:`populate`, which seed what is drawn there.
+        self.register_buffer("populates", torch.zeros(1, dtype=torch.int64, device=device))
         #: Ids found in training, for counters.
         self.register_buffer(
             "training_hits", torch.zeros(1, dtype=torch.int64, device=device), persistent=False
@@ -143,12 +145,13 @@ class HotRows(nn.Module):
         counted, counts, total = self._of_all_ranks(own, own_counts)
         # On a GPU ids outside of the table come this far.
         exists = (counted >= 0) & (counted < self.shape.num_embeddings)
-        counted, counts = counted[exists], counts[exists]
+        # In order, so that a table that was loaded does the same to the last bit.
+        counted, order = counted[exists].sort()
+        counts = counts[exists][order]
         if counted.numel() == 0:
             return
         # Among equals the smaller id, so that all runs choose alike.
-        order = torch.argsort(counted)
-        order = order[torch.argsort(counts[order], descending=True, stable=True)]
+        order = torch.argsort(counts, descending=True, stable=True)
         chosen = counted[order[: self.size]]
         stays = torch.isin(self.ids, chosen)
         leaves = ~stays & (self.ids != _NO_ID)
@@ -176,6 +179,7 @@ class HotRows(nn.Module):
                 self.replicas.copy_first(tensor.data)
         self.sorted_ids, self.sorted_places = torch.sort(self.ids)
         self.generation += 1
+        self.populates += 1
         self._halve_counts(own, own_counts)
 
     def frequencies(self) -> tuple[Tensor, Tensor]:
@@ -213,7 +217,7 @@ class HotRows(nn.Module):
         """Ids whose rows the cores make, and how often each occurs: those that are counted, and for
         the others as many that are drawn at random, which share the occurrences that are left."""
         others = ~torch.isin(counted, chosen) & ~torch.isin(counted, leaving)
-        generator = torch.Generator().manual_seed(self.generation)
+        generator = torch.Generator().manual_seed(int(self.populates))
         drawn = torch.randint(
             0, self.shape.num_embeddings, (4 * counted.numel(),), generator=generator
         ).to(counted.device)
@@ -235,12 +239,11 @@ class HotRows(nn.Module):
         self.total //= 2
 
     def _counts_of(self, ids: Tensor, counted: Tensor, counts: Tensor) -> Tensor:
-        """Counts of ids, 1 for those that are not counted any more."""
+        """Counts of ids, 1 for those that are not counted any more; ``counted`` is in order."""
         if counted.numel() == 0 or ids.numel() == 0:
             return torch.ones_like(ids)
-        order = torch.argsort(counted)
-        at = torch.searchsorted(counted[order], ids).clamp(max=counted.numel() - 1)
-        return torch.where(counted[order][at] == ids, counts[order][at], 1)
+        at = torch.searchsorted(counted, ids).clamp(max=counted.numel() - 1)
+        return torch.where(counted[at] == ids, counts[at], 1)
 
     def _counter(self, device: torch.device) -> HashTable:
         if self._counts is None or self._counts.device != device:
@@ -257,9 +260,9 @@ class HotRows(nn.Module):
 
         Returns:
             ``ids`` int64 ``[size]`` (2^63 - 1 where a place is not used), ``rows`` float32
-            ``[size, dim]``, ``states`` float32 ``[size, width]``, ``step`` int64 ``[1]``,
-            ``counted`` and ``counts`` int64 ``[counted_ids]``, the most frequent ones, and
-            ``total`` int64 ``[1]``.
+            ``[size, dim]``, ``states`` float32 ``[size, width]``, ``counted`` and ``counts`` int64
+            ``[counted_ids]``, the most frequent ones, and ``step``, ``total`` and ``populates``
+            int64 ``[1]``.
         """
         counted, counts = self.frequencies()
         order = torch.argsort(counts, descending=True, stable=True)[: self.counted_ids]
