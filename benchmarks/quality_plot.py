@@ -1,7 +1,13 @@
-"""A plot of the quality benchmark: AUC against the ratio of bytes."""
+"""A plot of the quality benchmark: AUC against the ratio of bytes.
+
+    python -m benchmarks.quality_plot benchmarks/results/tensor_train_quality.csv \\
+        docs/tensor_train_quality.svg
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,3 +51,16 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="CSV file of benchmarks.tensor_train_quality")
+    parser.add_argument("picture", type=Path, help="SVG or PNG to write")
+    args = parser.parse_args(arguments)
+    with args.rows.open() as file:
+        plot(list(csv.DictReader(file)), args.picture)
+
+
+if __name__ == "__main__":
+    main()

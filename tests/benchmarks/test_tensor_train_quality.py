@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from benchmarks import tensor_train_quality
+from benchmarks import quality_plot, tensor_train_quality
 from benchmarks.quality_data import auc, bootstrap, read_ratings
 from benchmarks.quality_model import Choice, Variant, bytes_of, options_of, ordered_ids
 
@@ -109,3 +109,19 @@ def test_runs(data, tmp_path):
     assert [row["variant"] for row in rows] == ["dense", *names]
     assert all(float(row["low_95"]) <= float(row["auc"]) <= float(row["high_95"]) for row in rows)
     assert all(float(row["ratio"]) >= 3 for row in rows[1:])
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    row = {"auc": "0.7", "low_95": "0.69", "high_95": "0.71"}
+    rows = [{**row, "variant": "dense", "ratio": "1"}, {**row, "variant": "plain", "ratio": "9"}]
+    table, picture = tmp_path / "rows.csv", tmp_path / "rows.svg"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    quality_plot.main([str(table), str(picture)])
+    first = picture.read_text()
+    quality_plot.main([str(table), str(picture)])
+    assert picture.read_text() == first
+    assert "svg" in first
