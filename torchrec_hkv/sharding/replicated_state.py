@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard
-from torchrec_hkv.sharding.state import SHARDS_KEY, TableState, shard_spec
+from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard, TensorSpec
+from torchrec_hkv.sharding.state import SHARDS_KEY, TableState
 
 
 class ReplicatedState(TableState):
@@ -23,9 +23,23 @@ class ReplicatedState(TableState):
         Raises:
             ValueError: the backend names a tensor as TableState does.
         """
-        spec = shard_spec(backend, shard, optimizer)
+        spec = dict(backend.state_spec(shard, optimizer))
+        if SHARDS_KEY in spec:
+            raise ValueError(
+                f"Backend {backend.name!r} calls a tensor of its state {SHARDS_KEY!r}: "
+                "that name is taken."
+            )
         is_dense = backend.is_dense(shard.options)
-        return cls(shard.name, (shard,), (dist.get_rank(),), (), (spec,), is_dense)
+        if not is_dense:
+            spec[SHARDS_KEY] = TensorSpec(shape=(1,), dtype=torch.int64)
+        return cls(
+            name=shard.name,
+            shards=(shard,),
+            ranks=(dist.get_rank(),),
+            placements=(),
+            specs=(spec,),
+            is_dense=is_dense,
+        )
 
     def sharded_tensors(
         self, rank: int, exported: Mapping[str, Mapping[str, torch.Tensor]]

@@ -67,7 +67,15 @@ class TableState:
             ValueError: the backend names a tensor as this module does.
         """
         is_dense = backend.is_dense(shards[0].options)
-        specs = [shard_spec(backend, shard, optimizer) for shard in shards]
+        specs = []
+        for shard in shards:
+            spec = dict(backend.state_spec(shard, optimizer))
+            if SHARDS_KEY in spec:
+                raise ValueError(
+                    f"Backend {backend.name!r} calls a tensor of its state {SHARDS_KEY!r}: "
+                    "that name is taken."
+                )
+            specs.append(spec if is_dense else {**spec, SHARDS_KEY: _SHARDS_SPEC})
         placements = tuple(_placement(shard) for shard in sharding.sharding_spec.shards)
         return cls(
             name=shards[0].name,
@@ -247,23 +255,6 @@ class TableState:
             f"has {len(self.specs)}: load it with the number of ranks and the sharding type it was "
             "saved with."
         )
-
-
-def shard_spec(
-    backend: Backend, shard: TableShard, optimizer: OptimizerSpec | None
-) -> dict[str, TensorSpec]:
-    """The tensors of a shard's state.
-
-    Raises:
-        ValueError: the backend names a tensor as this module does.
-    """
-    spec = dict(backend.state_spec(shard, optimizer))
-    if SHARDS_KEY in spec:
-        raise ValueError(
-            f"Backend {backend.name!r} calls a tensor of its state {SHARDS_KEY!r}: "
-            "that name is taken."
-        )
-    return spec if backend.is_dense(shard.options) else {**spec, SHARDS_KEY: _SHARDS_SPEC}
 
 
 def _starts(sizes: list[int]) -> list[int]:
