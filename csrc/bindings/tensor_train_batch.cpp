@@ -121,6 +121,24 @@ TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Te
   return call;
 }
 
+TensorTrainBatch checked_cores(at::TensorList cores, int64_t group, at::Device device) {
+  TensorTrainBatch call;
+  call.group = TensorTrainGroup::from_handle(group);
+  for (int32_t t = 0; t < call.group->num_tables(); ++t) {
+    call.tables.push_back(call.group->table(t));
+  }
+  set_cores(cores, device, &call);
+  return call;
+}
+
+void check_flat_gradients(const TensorTrainBatch& call, const at::Tensor& gradients,
+                          at::Device device) {
+  check_dtype(gradients, "gradients", at::kFloat);
+  check_device(gradients, "gradients", device);
+  check_length(gradients, "gradients", call.group->num_elements() + call.group->num_slices());
+  TORCH_CHECK_VALUE(gradients.is_contiguous(), "gradients must be contiguous.");
+}
+
 std::vector<int64_t> output_shape(const TensorTrainBatch& call, const at::Tensor& ids) {
   if (!call.batch.pooled) return {ids.numel(), call.group->common_dim()};
   return {call.batch.batch_size, call.group->total_dim()};

@@ -29,6 +29,14 @@ TensorTrainBatch checked_batch(at::TensorList cores, int64_t group, const at::Te
                                const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                                const at::Tensor& index, int64_t batch_size, bool mean, bool pooled);
 
+// Without a batch.
+TensorTrainBatch checked_cores(at::TensorList cores, int64_t group, at::Device device);
+
+// Refuses what tt_flat_gradients does not give: the gradients of all cores, and behind them a flag
+// for each of their slices.
+void check_flat_gradients(const TensorTrainBatch& call, const at::Tensor& gradients,
+                          at::Device device);
+
 // Shape of the lookup's output.
 std::vector<int64_t> output_shape(const TensorTrainBatch& batch, const at::Tensor& ids);
 

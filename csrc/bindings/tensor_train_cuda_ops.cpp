@@ -89,15 +89,19 @@ struct DeviceCall {
   kernels::Precision precision;
 };
 
-DeviceCall call_of(TensorTrainBatch checked, const at::Tensor& ids) {
+std::shared_ptr<TensorTrainPlan> plan_of(const TensorTrainBatch& checked, at::Device device) {
   std::vector<const void*> cores;
   for (const tensor_train::TableCpu& table : checked.tables) {
     cores.insert(cores.end(), table.core, table.core + table.cores);
   }
   const at::ScalarType dtype =
       checked.tables[0].type == RowType::kFloat32 ? at::kFloat : at::kBFloat16;
+  return checked.group->plans().find(*checked.group, device, dtype, cores);
+}
+
+DeviceCall call_of(TensorTrainBatch checked, const at::Tensor& ids) {
   DeviceCall call;
-  call.plan = checked.group->plans().find(*checked.group, ids.device(), dtype, cores);
+  call.plan = plan_of(checked, ids.device());
   call.batch = batch_of(checked, *call.plan, ids);
   call.precision = checked.group->tf32() ? kernels::Precision::kTf32 : kernels::Precision::kFp32;
   call.checked = std::move(checked);
@@ -211,6 +215,75 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
   });
 }
 
+// The flags of each core's slices, uint8 [p_k], within the plan's zeros.
+std::vector<at::Tensor> touched_of(const TensorTrainPlan& plan, const TensorTrainBatch& checked) {
+  std::vector<at::Tensor> touched;
+  const auto* const begin = static_cast<const uint8_t*>(plan.zeros.const_data_ptr());
+  for (const tensor_train::TableCpu& table : checked.tables) {
+    for (int32_t k = 0; k < table.cores; ++k) {
+      const int64_t at = plan.touched[touched.size()] - begin;
+      touched.push_back(plan.zeros.slice(0, at, at + table.p[k]));
+    }
+  }
+  return touched;
+}
+
+at::Tensor tt_flat_gradients(at::TensorList cores, int64_t group, const at::Tensor& grad,
+                             const at::Tensor& ids, const at::Tensor& offsets,
+                             const std::optional<at::Tensor>& weights, const at::Tensor& index,
+                             int64_t batch_size, bool mean, bool pooled) {
+  const c10::OptionalDeviceGuard guard(ids.device());
+  at::globalContext().alertNotDeterministic("torchrec_hkv::tt_flat_gradients on a GPU");
+  const DeviceCall call = call_of(
+      checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled), ids);
+  check_index(call, index);
+  const at::Tensor of_output = checked_gradient(call.checked, ids, grad);
+  at::Tensor flat;
+  TensorTrainPlan& plan = *call.plan;
+  plan.order.run(kWriteAll, [&] {
+    flat = at::empty({call.checked.group->num_elements() + call.checked.group->num_slices()},
+                     of_output.options());
+    add_gradients(call, of_output, ids, index);
+    int64_t next = 0;
+    const auto append = [&](const at::Tensor& part) {
+      flat.slice(0, next, next + part.numel()).copy_(part);
+      next += part.numel();
+    };
+    for (const at::Tensor& gradient : plan.gradients) append(gradient);
+    for (const at::Tensor& flags : touched_of(plan, call.checked)) append(flags);
+    plan.zeros.zero_();
+  });
+  return flat;
+}
+
+void tt_apply_gradients(at::TensorList cores, at::TensorList states, at::Tensor step, int64_t group,
+                        const at::Tensor& gradients, const at::Tensor& learning_rate) {
+  const c10::OptionalDeviceGuard guard(gradients.device());
+  const TensorTrainBatch checked = checked_cores(cores, group, gradients.device());
+  check_states(checked, states, step, learning_rate, gradients.device());
+  check_flat_gradients(checked, gradients, gradients.device());
+  const std::shared_ptr<TensorTrainPlan> held = plan_of(checked, gradients.device());
+  TensorTrainPlan& plan = *held;
+  std::vector<void*> addresses;
+  for (const at::Tensor& state : states) addresses.push_back(state.mutable_data_ptr());
+  plan.order.run(kWriteAll, [&] {
+    const kernels::CoreView* const views = plan.core_views(*checked.group, addresses);
+    int64_t next = 0;
+    const auto take = [&](int64_t count) {
+      next += count;
+      return gradients.slice(0, next - count, next);
+    };
+    for (at::Tensor& gradient : plan.gradients) gradient.copy_(take(gradient.numel()));
+    for (at::Tensor& flags : touched_of(plan, checked)) flags.copy_(take(flags.numel()).gt(0));
+    step.add_(1);
+    kernels::update_cores(views, static_cast<int32_t>(plan.cores.size()), plan.num_slices,
+                          checked.group->optimizer(), learning_rate.const_data_ptr<float>(),
+                          step.const_data_ptr<int64_t>(), current_stream(plan));
+    // Slices without a flag were left alone, with what was given for them.
+    plan.zeros.zero_();
+  });
+}
+
 // Rows of ids, and the gradients of the outputs that they go to, both [n, columns]. Where dims
 // differ, each position is a bag of its own in every feature, empty in all but its own.
 at::Tensor tt_weights_gradient(at::TensorList cores, int64_t group, const at::Tensor& grad,
@@ -260,6 +333,8 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
   m.impl("tt_lookup_fused", &tt_lookup_fused);
   m.impl("tt_gradients", &tt_gradients);
   m.impl("tt_update", &tt_update);
+  m.impl("tt_flat_gradients", &tt_flat_gradients);
+  m.impl("tt_apply_gradients", &tt_apply_gradients);
   m.impl("tt_weights_gradient", &tt_weights_gradient);
 }
 

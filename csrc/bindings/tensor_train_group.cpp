@@ -74,6 +74,10 @@ std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrain
     group->tables_.push_back(table_of(shape));
     group->names_.push_back(shape.name);
     group->num_cores_ += group->tables_.back().cores;
+    for (int32_t k = 0; k < group->tables_.back().cores; ++k) {
+      group->num_elements_ += group->tables_.back().p[k] * group->tables_.back().slice(k);
+      group->num_slices_ += group->tables_.back().p[k];
+    }
     group->num_prefixes_ += group->tables_.back().heads() * group->tables_.back().middles();
   }
   group->common_dim_ = group->tables_[0].dim();
@@ -156,6 +160,13 @@ void define_tensor_train(py::module_& m) {
       },
       py::arg("handle"),
       "Columns of the pooled output, and of the unpooled one or -1, and prefixes of all tables.");
+  m.def(
+      "tensor_train_flat_size",
+      [](int64_t handle) {
+        const auto group = TensorTrainGroup::from_handle(handle);
+        return std::make_tuple(group->num_elements(), group->num_slices());
+      },
+      py::arg("handle"), "Elements and slices of all cores of all tables.");
 }
 
 }  // namespace torchrec_hkv::bindings

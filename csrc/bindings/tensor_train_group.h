@@ -45,8 +45,10 @@ class TensorTrainGroup {
 #endif
   // Ids outside of their tables that were sorted on a GPU, which it waits for. A CPU refuses them.
   int64_t outside(c10::Device device);
-  int64_t num_cores() const { return num_cores_; }  // of all tables
-  int64_t total_dim() const { return total_dim_; }  // columns of the pooled output
+  int64_t num_cores() const { return num_cores_; }        // of all tables
+  int64_t num_elements() const { return num_elements_; }  // of all cores
+  int64_t num_slices() const { return num_slices_; }      // likewise
+  int64_t total_dim() const { return total_dim_; }        // columns of the pooled output
   // Columns of the unpooled output; -1 where the tables differ.
   int64_t common_dim() const { return common_dim_; }
 
@@ -59,7 +61,8 @@ class TensorTrainGroup {
   std::vector<int32_t> feature_tables_;
   OptimizerConfig optimizer_;
   bool tf32_ = false;
-  int64_t num_cores_ = 0, num_prefixes_ = 0, total_dim_ = 0, common_dim_ = -1;
+  int64_t num_cores_ = 0, num_elements_ = 0, num_slices_ = 0;
+  int64_t num_prefixes_ = 0, total_dim_ = 0, common_dim_ = -1;
 #ifdef TORCHREC_HKV_CUDA
   TensorTrainPlans plans_;
 #endif

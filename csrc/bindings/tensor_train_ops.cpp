@@ -6,6 +6,8 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "bindings/checks.h"
 #include "bindings/tensor_train_batch.h"
 #include "common/hashing.h"
@@ -75,6 +77,24 @@ std::vector<at::Tensor> tt_gradients(at::TensorList cores, int64_t group, const 
   return gradients;
 }
 
+// Counts the step and applies the optimizer to the touched slices of all cores.
+void update_cores(const TensorTrainBatch& call, at::TensorList cores, at::TensorList states,
+                  const at::Tensor& step, const std::vector<const float*>& gradients,
+                  const std::vector<std::vector<uint8_t>>& touched,
+                  const at::Tensor& learning_rate) {
+  const int64_t updates = ++*step.mutable_data_ptr<int64_t>();
+  const float rate = *learning_rate.const_data_ptr<float>();
+  size_t next = 0;
+  for (const TableCpu& table : call.tables) {
+    for (int32_t k = 0; k < table.cores; ++k, ++next) {
+      kernels::update_core(static_cast<char*>(cores[next].mutable_data_ptr()), table.type,
+                           table.p[k], table.slice(k), states[next].mutable_data_ptr<float>(),
+                           gradients[next], touched[next].data(), call.group->optimizer(), rate,
+                           updates, mix64(next + 1), at::get_num_threads());
+    }
+  }
+}
+
 void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int64_t group,
                const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& offsets,
                const std::optional<at::Tensor>& weights, const at::Tensor& index,
@@ -83,7 +103,6 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
   check_states(call, states, step, learning_rate, ids.device());
   const at::Tensor of_output = checked_gradient(call, ids, grad);
-  const int threads = at::get_num_threads();
   std::vector<kernels::Zeros> gradients;
   std::vector<std::vector<uint8_t>> touched;
   std::vector<float*> gradient_pointers(call.tables.size() * kMaxCores, nullptr);
@@ -99,18 +118,62 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
   }
   kernels::gradients(call.tables.data(), call.batch, index.const_data_ptr<int64_t>(),
                      of_output.const_data_ptr<float>(),
-                     {gradient_pointers.data(), touched_pointers.data()}, threads);
-  const int64_t updates = ++*step.mutable_data_ptr<int64_t>();
-  const float rate = *learning_rate.const_data_ptr<float>();
-  size_t next = 0;
-  for (const TableCpu& table : call.tables) {
-    for (int32_t k = 0; k < table.cores; ++k, ++next) {
-      kernels::update_core(static_cast<char*>(cores[next].mutable_data_ptr()), table.type,
-                           table.p[k], table.slice(k), states[next].mutable_data_ptr<float>(),
-                           gradients[next].data(), touched[next].data(), call.group->optimizer(),
-                           rate, updates, mix64(next + 1), threads);
+                     {gradient_pointers.data(), touched_pointers.data()}, at::get_num_threads());
+  std::vector<const float*> of_cores;
+  for (kernels::Zeros& gradient : gradients) of_cores.push_back(gradient.data());
+  update_cores(call, cores, states, step, of_cores, touched, learning_rate);
+}
+
+// The gradients of all cores, one after the other, and then for each of their slices whether it
+// took part, as 1 or 0: one tensor that ranks can sum.
+at::Tensor tt_flat_gradients(at::TensorList cores, int64_t group, const at::Tensor& grad,
+                             const at::Tensor& ids, const at::Tensor& offsets,
+                             const std::optional<at::Tensor>& weights, const at::Tensor& index,
+                             int64_t batch_size, bool mean, bool pooled) {
+  const TensorTrainBatch call =
+      checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
+  const at::Tensor of_output = checked_gradient(call, ids, grad);
+  at::Tensor flat =
+      at::zeros({call.group->num_elements() + call.group->num_slices()}, of_output.options());
+  std::vector<uint8_t> touched(call.group->num_slices(), 0);
+  std::vector<float*> gradient_pointers(call.tables.size() * kMaxCores, nullptr);
+  std::vector<uint8_t*> touched_pointers(call.tables.size() * kMaxCores, nullptr);
+  float* gradient = flat.mutable_data_ptr<float>();
+  uint8_t* slices = touched.data();
+  for (size_t t = 0; t < call.tables.size(); ++t) {
+    const TableCpu& table = call.tables[t];
+    for (int32_t k = 0; k < table.cores; ++k) {
+      gradient_pointers[t * kMaxCores + k] = gradient;
+      touched_pointers[t * kMaxCores + k] = slices;
+      gradient += table.p[k] * table.slice(k);
+      slices += table.p[k];
     }
   }
+  kernels::gradients(call.tables.data(), call.batch, index.const_data_ptr<int64_t>(),
+                     of_output.const_data_ptr<float>(),
+                     {gradient_pointers.data(), touched_pointers.data()}, at::get_num_threads());
+  std::copy(touched.begin(), touched.end(), gradient);
+  return flat;
+}
+
+void tt_apply_gradients(at::TensorList cores, at::TensorList states, at::Tensor step, int64_t group,
+                        const at::Tensor& gradients, const at::Tensor& learning_rate) {
+  const TensorTrainBatch call = checked_cores(cores, group, gradients.device());
+  check_states(call, states, step, learning_rate, gradients.device());
+  check_flat_gradients(call, gradients, gradients.device());
+  std::vector<const float*> of_cores;
+  std::vector<std::vector<uint8_t>> touched;
+  const float* gradient = gradients.const_data_ptr<float>();
+  const float* flag = gradient + call.group->num_elements();
+  for (const TableCpu& table : call.tables) {
+    for (int32_t k = 0; k < table.cores; ++k) {
+      of_cores.push_back(gradient);
+      gradient += table.p[k] * table.slice(k);
+      touched.emplace_back(table.p[k], 0);
+      for (uint8_t& slice : touched.back()) slice = *flag++ > 0.0f;
+    }
+  }
+  update_cores(call, cores, states, step, of_cores, touched, learning_rate);
 }
 
 at::Tensor tt_weights_gradient(at::TensorList cores, int64_t group, const at::Tensor& grad,
@@ -147,6 +210,12 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "Tensor ids, Tensor offsets, Tensor? weights, Tensor index, int batch_size, bool mean, "
       "bool pooled, Tensor learning_rate) -> ()");
   m.def(
+      "tt_flat_gradients(Tensor[] cores, int group, Tensor grad, Tensor ids, Tensor offsets, "
+      "Tensor? weights, Tensor index, int batch_size, bool mean, bool pooled) -> Tensor");
+  m.def(
+      "tt_apply_gradients(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor(c!) step, int group, "
+      "Tensor gradients, Tensor learning_rate) -> ()");
+  m.def(
       "tt_weights_gradient(Tensor[] cores, int group, Tensor grad, Tensor ids, Tensor offsets, "
       "Tensor index, int batch_size, bool mean) -> Tensor");
 }
@@ -157,6 +226,8 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("tt_lookup_fused", &tt_lookup_fused);
   m.impl("tt_gradients", &tt_gradients);
   m.impl("tt_update", &tt_update);
+  m.impl("tt_flat_gradients", &tt_flat_gradients);
+  m.impl("tt_apply_gradients", &tt_apply_gradients);
   m.impl("tt_weights_gradient", &tt_weights_gradient);
 }
 

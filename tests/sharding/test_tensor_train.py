@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
+from tests.sharding.test_data_parallel import FEATURES, batch_of, lookups_of
+from tests.sharding.test_data_parallel import make as make_parallel
 from tests.support import tensor_train as tt
 from tests.support.models import local_tables, make_model, shard_model
 from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions, checkpoint
@@ -129,3 +132,32 @@ def test_checkpoint(run_ranks, tmp_path):
     for differed, equal, _ in run_ranks(2, _save_and_load, str(tmp_path / "saved")):
         assert differed
         assert equal
+
+
+def _sequences(rank, world_size, device, sharding_type):
+    tables = ("t", "u")
+    model = make_parallel("sequences", "sgd", sharding_type, world_size, device, tables)
+    features = batch_of(0, rank, device, tables, False, [6] * world_size)
+    own = {
+        name: (lookup._group.shapes[lookup._index[name]], [c.cpu() for c in lookup.cores(name)])
+        for name, lookup in lookups_of(model).items()
+    }
+    everywhere = [None] * world_size
+    dist.all_gather_object(everywhere, own)
+    dense = {n: tt.dense_table(*of) for held in everywhere for n, of in held.items()}
+    rows = {key: jagged.values() for key, jagged in model.module.embeddings(features).items()}
+    table_of = {key: name for name in tables for key in FEATURES[name]}
+    worst = []
+    for key, table in table_of.items():
+        expected = dense[table][features[key].values().cpu()]
+        worst.append(float((rows[key].cpu().double() - expected).abs().max()))
+    return worst, sorted(own)
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel"])
+def test_sequences_are_rows_of_the_table(run_ranks, sharding_type):
+    results = run_ranks(2, _sequences, sharding_type)
+    for worst, held in results:
+        assert len(worst) == 3
+        assert max(worst) < 1e-5
+        assert held == ["t", "u"] or sharding_type == "table_wise"

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchrec_hkv.backends.ragged import ragged_lookup
@@ -208,6 +209,26 @@ class GroupLookup(nn.Module, abc.ABC):
             ValueError: the backend can't; the default.
         """
         raise ValueError(f"{type(self).__name__} can't accumulate gradients over backwards.")
+
+    def replicate(self, process_group: dist.ProcessGroup | None) -> None:
+        """Called once, before any forward, where tables are sharded data-parallel: all ranks of the
+        group hold them, and keep them alike from now on.
+
+        The gradient of an update is the mean of the ranks' gradients. Every rank makes as many
+        forwards and backwards as the others, in the same order, of batches of any size.
+
+        Raises:
+            ValueError: the backend can't; the default.
+        """
+        raise ValueError(f"{type(self).__name__} can't keep the tables of several ranks alike.")
+
+    def populate_caches(self) -> int:
+        """Chooses anew what is kept in caches of the tables, where they have any.
+
+        Returns:
+            How many caches there are; none by default.
+        """
+        return 0
 
     def dense_states(self, key: str) -> dict[str, torch.Tensor]:
         """The optimizer states of a shard whose rows lie open by number, by FBGEMM's names: float32

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
@@ -20,100 +20,23 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
+from torchrec_hkv.backends.tt_caches import PREFIX, TTCaches
+from torchrec_hkv.backends.tt_options import TTOptions
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.tensor_train import (
-    Precision,
-    TTDistribution,
     TTGroup,
     TTShape,
-    check_precision,
     initial_cores,
-    make_shape,
 )
+from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
+from torchrec_hkv.tensor_train.hot_rows import HotRows
+from torchrec_hkv.tensor_train.replicas import Replicas, replicated_lookup
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_DEFAULT_RANK = 32
 _MOST_RANK_ON_CUDA = 256
 #: Of the state of a table: what the tensors are.
 _FORMAT = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class TTOptions(BackendOptions):
-    """Options of a ``tt`` table. Ids are row numbers, 0 to ``num_embeddings - 1``.
-
-    Attributes:
-        ranks: between neighbouring cores; one number for all is lowered where a table has no use
-            for it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32.
-        compression_ratio: the cores are at least so many times smaller than the table in elements.
-        max_bytes: the cores take at most so many bytes.
-        p: row factors, of a product not below ``num_embeddings``; None: balanced ones.
-        q: column factors, of the product ``embedding_dim``; None: balanced ones.
-        num_cores: 2, 3 or 4; None: as factors or ranks say, else 3.
-        weight_dist: distribution of the initial cores, see
-            :func:`torchrec_hkv.tensor_train.initial_cores`. Entries of the table have the mean and
-            variance of the uniform distribution between the config's ``weight_init_min`` and
-            ``weight_init_max``.
-        seed: of the initial cores, mixed with the table's name; any int64.
-        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
-            :class:`torchrec_hkv.tensor_train.TTGroup`. Tables that are looked up together are all
-            in ``"fp32"`` where one of them asks for it.
-    """
-
-    ranks: int | tuple[int, ...] | None = None
-    compression_ratio: float | None = None
-    max_bytes: int | None = None
-    p: tuple[int, ...] | None = None
-    q: tuple[int, ...] | None = None
-    num_cores: int | None = None
-    weight_dist: TTDistribution = "approx-normal"
-    seed: int = 0
-    precision: Precision = "fp32"
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "p", "q"):
-            value = getattr(self, name)
-            if isinstance(value, list):  # TorchRec hashes options
-                object.__setattr__(self, name, tuple(value))
-        if self.weight_dist not in get_args(TTDistribution):
-            raise ValueError(
-                f"TTOptions: weight_dist is {self.weight_dist!r}, but must be one of "
-                f"{', '.join(map(repr, get_args(TTDistribution)))}."
-            )
-        check_precision(self.precision)
-        given = [name for name in _SIZES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(
-                f"TTOptions: {' and '.join(given)} were given, but at most one of them can be."
-            )
-        if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(
-                f"TTOptions: seed is {self.seed!r}, but must be an integer from -2^63 to 2^63 - 1."
-            )
-
-    def shape(self, num_embeddings: int, embedding_dim: int, element_size: int = 4) -> TTShape:
-        """The shape of a table with these options.
-
-        Raises:
-            TypeError: a number is not an integer.
-            ValueError: the options do not fit the table.
-        """
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        if all(value is None for value in sizes.values()):
-            sizes["ranks"] = _DEFAULT_RANK
-        return make_shape(
-            num_embeddings,
-            embedding_dim,
-            num_cores=self.num_cores,
-            p=self.p,
-            q=self.q,
-            element_size=element_size,
-            **sizes,
-        )
-
-
-_SIZES = ("ranks", "compression_ratio", "max_bytes")
 
 
 def _options(shard: TableShard) -> TTOptions:
@@ -213,6 +136,15 @@ class TTLookup(GroupLookup):
         self._lookups = torch.zeros(len(shards), dtype=torch.int64, device=device)
         self._feature_tables = torch.tensor(list(feature_tables), device=device)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._replicas: Replicas | None = None
+        caches = {table: _options(shard).cache for table, shard in enumerate(shards)}
+        sizes = {table: cache for table, cache in caches.items() if cache is not None}
+        self._caches = TTCaches(self._group, sizes, device) if sizes else None
+
+    def replicate(self, process_group: dist.ProcessGroup | None) -> None:
+        self._replicas = Replicas(process_group)
+        if self._caches is not None:
+            self._caches.replicate(self._replicas)
 
     def forward(
         self,
@@ -222,41 +154,70 @@ class TTLookup(GroupLookup):
         batch_size: int,
         learning_rate: Tensor,
     ) -> Tensor:
-        kind = {"weights": weights, "mean": self._mean}
-        if not self.training:
-            return self._group.lookup(self._cores, ids, offsets, batch_size, **kind)
-        index = self._group.sort(ids, offsets, batch_size, **kind)
-        if batch_size > 0:
+        if self.training and batch_size > 0:
             self._lookups.index_add_(0, self._feature_tables, offsets[::batch_size].diff())
-        if self._group.optimizer is None:
-            out = self._group.lookup(self._cores, ids, offsets, batch_size, index=index, **kind)
-            return out + self._anchor.sum()
-        return self._group.lookup_fused(
-            self._anchor,
-            self._cores,
-            self._states,
-            self._step,
+        if self._caches is None:
+            return self._by_cores(ids, offsets, weights, batch_size, self._mean, learning_rate)
+        if ids.device.type == "cpu":
+            # Refuses bad ids before the caches see them.
+            self._group.sort(ids, offsets, batch_size)
+        if self.training:
+            self._caches.before_training(self._cores, ids, offsets, batch_size)
+        return self._caches.lookup(
             ids,
             offsets,
             batch_size,
+            weights,
+            self._mean,
             learning_rate,
-            index=index,
-            **kind,
+            lambda ids, offsets, weights: self._by_cores(
+                ids, offsets, weights, batch_size, False, learning_rate
+            ),
         )
 
+    def _by_cores(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_size: int,
+        mean: bool,
+        learning_rate: Tensor,
+    ) -> Tensor:
+        """The lookup of ids that have no row of their own."""
+        kind = {"weights": weights, "mean": mean}
+        if not self.training:
+            return self._group.lookup(self._cores, ids, offsets, batch_size, **kind)
+        kind["index"] = self._group.sort(ids, offsets, batch_size, **kind)
+        if self._group.optimizer is None:
+            out = self._group.lookup(self._cores, ids, offsets, batch_size, **kind)
+            return out + self._anchor.sum()
+        tables = (self._anchor, self._cores, self._states, self._step)
+        batch = (ids, offsets, batch_size, learning_rate)
+        if self._replicas is None:
+            return self._group.lookup_fused(*tables, *batch, **kind)
+        return replicated_lookup(self._group, *tables, *batch, self._replicas, **kind)
+
+    def populate_caches(self) -> int:
+        if self._caches is None:
+            return 0
+        self._caches.populate(self._cores)
+        return len(self._caches.by_table)
+
     def export_table(self, name: str) -> dict[str, Tensor]:
-        return {key: tensor.detach().clone() for key, tensor in self._tensors(name).items()}
+        tensors = self._tensors(name)
+        return {key: tensors[key].detach().clone() for key in self._spec(name)}
 
     def load_table(self, name: str, state: Mapping[str, Tensor]) -> None:
         own = self._tensors(name)
-        for key, tensor in own.items():
+        for key, spec in self._spec(name).items():
             if key not in state:
                 raise ValueError(f"table '{name}': the state to load lacks {key!r}.")
-            if state[key].shape != tensor.shape or state[key].dtype != tensor.dtype:
+            if tuple(state[key].shape) != spec.shape or state[key].dtype != spec.dtype:
                 raise ValueError(
                     f"table '{name}': in the state to load {key!r} has shape "
                     f"{tuple(state[key].shape)} and dtype {state[key].dtype}, but the table has "
-                    f"{tuple(tensor.shape)} and {tensor.dtype}."
+                    f"{spec.shape} and {spec.dtype}."
                 )
         if state["tt_shape"].tolist() != own["tt_shape"].tolist():
             raise ValueError(
@@ -264,25 +225,44 @@ class TTLookup(GroupLookup):
                 "(format, rows, cores, factors of rows and columns, ranks), but the table has "
                 f"{own['tt_shape'].tolist()}."
             )
-        for key, tensor in own.items():
-            tensor.copy_(state[key])
+        for key in self._spec(name):
+            if not key.startswith(PREFIX):
+                own[key].copy_(state[key])
+        if self._caches is not None:
+            self._caches.load(self._index[name], state)
+
+    def _spec(self, name: str) -> dict[str, TensorSpec]:
+        return TTBackend.state_of(self._shards[name], self._optimizer)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        """The state of a table, by the names of :meth:`TTBackend.state_of`; not copied."""
+        """What the state of a table is copied from, and more; caches as a copy."""
         table = self._index[name]
         shape, cores = self._group.shapes[table], self._group.cores_of(table)
         tensors = {f"tt_core_{k}": core for k, core in enumerate(self._cores[cores])}
         tensors |= {f"tt_state_{k}": state for k, state in enumerate(self._states[cores])}
         tensors["tt_shape"] = torch.tensor([_FORMAT, *shape.packed()])
         tensors["optimizer_step"] = self._step
-        spec = TTBackend.state_of(self._shards[name], self._optimizer)
-        return {key: tensors[key] for key in spec}
+        return tensors if self._caches is None else {**tensors, **self._caches.state(table)}
 
     def counters(self, name: str) -> dict[str, int]:
-        """``lookups`` in training, and ``size`` and ``capacity``, the table's rows."""
-        rows = self._shards[name].num_embeddings
-        lookups = int(self._lookups[self._index[name]])
-        return {"lookups": lookups, "size": rows, "capacity": rows}
+        """``lookups`` in training, and ``size`` and ``capacity``, the table's rows; of a table with
+        a cache also ``hits``, lookups that found their row there."""
+        rows, table = self._shards[name].num_embeddings, self._index[name]
+        counts = {"lookups": int(self._lookups[table]), "size": rows, "capacity": rows}
+        if self._caches is not None and table in self._caches.by_table:
+            counts["hits"] = int(self._caches.by_table[table].training_hits)
+        return counts
+
+    def hot_rows(self, name: str) -> HotRows:
+        """The cache of a table.
+
+        Raises:
+            ValueError: it has none.
+        """
+        table = self._index[name]
+        if self._caches is None or table not in self._caches.by_table:
+            raise ValueError(f"table '{name}' has no cache: give its TTOptions a cache_size.")
+        return self._caches.by_table[table]
 
     def cores(self, name: str) -> list[Tensor]:
         """The cores of a table, not copied."""
@@ -294,7 +274,10 @@ class TTBackend(Backend):
 
     name: ClassVar[str] = "tt"
     options_type: ClassVar[type[BackendOptions]] = TTOptions
-    sharding_types: ClassVar[tuple[str, ...]] = (ShardingType.TABLE_WISE.value,)
+    sharding_types: ClassVar[tuple[str, ...]] = (
+        ShardingType.TABLE_WISE.value,
+        ShardingType.DATA_PARALLEL.value,
+    )
     routing: ClassVar[Literal["hashed", "block"]] = "block"
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
@@ -337,6 +320,18 @@ class TTBackend(Backend):
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
         TTGroup([shape], None, made, [shard.name])  # refuses slices that are too large
+        cache = _options(shard).cache
+        if cache is None:
+            return
+        if cache.rows > shard.num_embeddings:
+            raise ValueError(
+                f"table '{shard.name}': cache_size is {cache.rows}, but the table has "
+                f"{shard.num_embeddings} rows."
+            )
+        try:
+            check_hot_row_optimizer(made)
+        except ValueError as error:
+            raise ValueError(f"table '{shard.name}': {error}") from None
 
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
@@ -352,6 +347,8 @@ class TTBackend(Backend):
         if on_gpu and shape.num_cores == 4:
             # The products of the first two cores, and their gradients.
             count += 8 * math.prod(shape.p[:2]) * math.prod(shape.q[:2]) * shape.ranks[1]
+        if (cache := _options(shard).cache) is not None:
+            count += cache.num_bytes(shape, made)
         return StorageBytes(hbm=count if on_gpu else 0, host=0 if on_gpu else count)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
@@ -368,6 +365,9 @@ class TTBackend(Backend):
             for k in range(shape.num_cores)
         }
         spec["tt_shape"] = TensorSpec((1 + len(shape.packed()),), torch.int64)
+        if (cache := _options(shard).cache) is not None:
+            sizes = cache.state_shapes(shape, made)
+            spec |= {key: TensorSpec(*size) for key, size in sizes.items()}
         if made is None:
             return spec
         for k in range(shape.num_cores):

@@ -17,6 +17,7 @@ from torchrec_hkv.nn.tt_tables import (
 )
 from torchrec_hkv.tensor_train import Precision, TTDistribution, TTShape, make_shape, to_dense
 from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
+from torchrec_hkv.tensor_train.hot_row_lookup import lookup_with_hot_rows
 from torchrec_hkv.tensor_train.hot_rows import HotRows
 
 
@@ -231,23 +232,20 @@ class TTEmbeddingBag(nn.Module):
                 self.cache_populate()
             self._forwards += 1
             hot.count(ids)
-        places, found = hot.find(ids)
-        if weights is None:
-            weights = torch.ones(ids.numel(), device=ids.device)
-        if mean:
-            lengths = offsets.diff()
-            each = torch.repeat_interleave(lengths, lengths, output_size=ids.numel())
-            weights = weights / each
-        # How many of the ids before each offset are in the cache.
-        before = torch.cat([found.new_zeros(1, dtype=torch.int64), found.cumsum(0)])[offsets]
-        missing = ~found
-        bags = offsets.numel() - 1
-        cold = self.tables.lookup(
-            ids[missing], offsets - before, bags, weights=weights[missing].contiguous()
+        return lookup_with_hot_rows(
+            {0: hot},
+            [0],
+            [self.embedding_dim],
+            ids,
+            offsets,
+            offsets.numel() - 1,
+            weights,
+            mean,
+            self.tables.learning_rate,
+            lambda ids, offsets, weights: self.tables.lookup(
+                ids, offsets, offsets.numel() - 1, weights=weights
+            ),
         )
-        rate = self.tables.learning_rate
-        warm = hot.lookup(places[found], before, weights[found], rate)
-        return cold + warm
 
     def cache_populate(self) -> None:
         """Fills the cache with the ids that occurred most often in training forwards.

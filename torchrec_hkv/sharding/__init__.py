@@ -1,6 +1,7 @@
 """TorchRec's side of a table: sharders, sharded modules, input distribution, lookups, kernels."""
 
 from torchrec_hkv.sharding.accumulation import accumulate_gradients
+from torchrec_hkv.sharding.caches import populate_caches
 from torchrec_hkv.sharding.counters import table_counters
 from torchrec_hkv.sharding.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
@@ -19,5 +20,6 @@ __all__ = [
     "BackendParameterSharding",
     "accumulate_gradients",
     "get_default_sharders",
+    "populate_caches",
     "table_counters",
 ]

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
+from torchrec_hkv.sharding.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state import TableState
 from torchrec_hkv.sharding.validation import PlannedTable
 
@@ -95,8 +97,11 @@ class BackendCollection:
             if not hasattr(holder, "weight"):
                 shard = table.shards[0]
                 holder.register_parameter("weight", placeholder(shard.dim, shard.dtype, device))
-            self._table_states[name] = TableState.of(
-                registry.get(table.backend), table.sharding, table.shards, table.optimizer
+            backend = registry.get(table.backend)
+            self._table_states[name] = (
+                ReplicatedState.of_table(backend, table.shards[0], table.optimizer)
+                if table.sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+                else TableState.of(backend, table.sharding, table.shards, table.optimizer)
             )
         if not skip_registering:
             self._register_state_dict_hook(_export_tables)

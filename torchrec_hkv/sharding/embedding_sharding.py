@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
+from torchrec_hkv.sharding.data_parallel import data_parallel_pooled, data_parallel_sequence
 from torchrec_hkv.sharding.input_dist import RowWiseFeaturesDist, TableRowWiseFeaturesDist
 from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
 from torchrec_hkv.sharding.parameter_sharding import tag_of
@@ -162,18 +163,20 @@ class ColumnWiseSequence(_Sequence, CwSequenceEmbeddingSharding):
 
 
 #: What serves pooled tables of ours, by TorchRec's sharding type.
-POOLED_SHARDINGS: dict[str, type[EmbeddingSharding]] = {
+POOLED_SHARDINGS: dict[str, Callable[..., EmbeddingSharding]] = {
     ShardingType.ROW_WISE.value: RowWisePooled,
     ShardingType.TABLE_WISE.value: TableWisePooled,
     ShardingType.COLUMN_WISE.value: ColumnWisePooled,
     ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
     ShardingType.TABLE_ROW_WISE.value: TableRowWisePooled,
     ShardingType.GRID_SHARD.value: GridPooled,
+    ShardingType.DATA_PARALLEL.value: data_parallel_pooled,
 }
 
 #: What serves our tables of sequences: the types that TorchRec has for them.
-SEQUENCE_SHARDINGS: dict[str, type[EmbeddingSharding]] = {
+SEQUENCE_SHARDINGS: dict[str, Callable[..., EmbeddingSharding]] = {
     ShardingType.ROW_WISE.value: RowWiseSequence,
     ShardingType.TABLE_WISE.value: TableWiseSequence,
     ShardingType.COLUMN_WISE.value: ColumnWiseSequence,
+    ShardingType.DATA_PARALLEL.value: data_parallel_sequence,
 }

@@ -19,7 +19,6 @@ from torchrec.distributed.types import (
     ModuleSharder,
     ParameterSharding,
     ShardingEnv,
-    ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -36,11 +35,8 @@ class _BackendSharder:
     """What both sharders share; a mixin before TorchRec's."""
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """TorchRec's, and the one that all backends share where tables are not replicated."""
-        kernels = super().compute_kernels(sharding_type, compute_device_type)
-        if sharding_type == ShardingType.DATA_PARALLEL.value:
-            return kernels
-        return [*kernels, KERNEL]
+        """TorchRec's, and the one that all backends share."""
+        return [*super().compute_kernels(sharding_type, compute_device_type), KERNEL]
 
     def _shard_arguments(
         self,

@@ -80,11 +80,14 @@ def planned_tables(
         check_sharding_type(name, sharding.backend, [sharding.sharding_type], type(module))
         backend = registry.get(sharding.backend)
         optimizer = applied_optimizer(name, table_weight(module, name), fused_params)
+        # A data-parallel table has no sharding: every rank holds all of it.
+        spec = sharding.sharding_spec
+        whole = [[config.num_embeddings, config.embedding_dim]]
         shards = config_shards(
             config,
             sharding.sharding_type,
-            [shard.shard_sizes for shard in sharding.sharding_spec.shards],
-            [shard.shard_offsets for shard in sharding.sharding_spec.shards],
+            whole if spec is None else [shard.shard_sizes for shard in spec.shards],
+            [[0, 0]] if spec is None else [shard.shard_offsets for shard in spec.shards],
             sharding.options,
         )
         for shard in shards:

@@ -3,6 +3,7 @@
 from torchrec_hkv.tensor_train.decomposition import Decomposition, tt_svd
 from torchrec_hkv.tensor_train.dense import dense_blocks, rows_of, to_dense
 from torchrec_hkv.tensor_train.group import Precision, TTGroup, check_precision
+from torchrec_hkv.tensor_train.id_order import IdOrder, smoothed_means
 from torchrec_hkv.tensor_train.initialization import TTDistribution, initial_cores
 from torchrec_hkv.tensor_train.monitoring import (
     NormHistogram,
@@ -21,6 +22,7 @@ from torchrec_hkv.tensor_train.shapes import (
 
 __all__ = [
     "Decomposition",
+    "IdOrder",
     "NormHistogram",
     "Precision",
     "TTDistribution",
@@ -38,6 +40,7 @@ __all__ = [
     "row_norms",
     "rows_of",
     "singular_values",
+    "smoothed_means",
     "to_dense",
     "tt_svd",
 ]

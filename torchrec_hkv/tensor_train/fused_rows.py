@@ -15,6 +15,7 @@ from torchrec_hkv.hash_table.optimizers import (
     Optimizer,
     RowWiseAdagrad,
 )
+from torchrec_hkv.tensor_train.replicas import Replicas
 
 #: What the fused update of hot rows knows.
 HOT_ROW_OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam)
@@ -28,6 +29,7 @@ class RowStore(Protocol):
     step: Tensor
     optimizer: Optimizer | None
     generation: int
+    replicas: Replicas | None
 
 
 def check_hot_row_optimizer(optimizer: Optimizer | None) -> None:
@@ -115,6 +117,11 @@ class _FusedRowLookup(torch.autograd.Function):
         )
         touched = torch.zeros_like(store.rows[:, :1], dtype=torch.bool)
         touched[places] = True
+        if store.replicas is not None:
+            both = torch.cat([gradient.flatten(), touched.flatten().float()])
+            store.replicas.average(both)
+            gradient = both[: gradient.numel()].view_as(gradient)
+            touched = both[gradient.numel() :, None] > 0
         update_rows(store, gradient, touched, ctx.learning_rate)
         return None, weights_grad, None, None, None, None
 

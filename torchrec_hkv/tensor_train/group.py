@@ -274,3 +274,55 @@ class TTGroup:
         return _ops.tt_gradients(
             list(cores), self.handle, grad, ids, offsets, weights, index, batch_size, mean, pooled
         )
+
+    def flat_gradients(
+        self,
+        cores: Sequence[Tensor],
+        grad: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        """Gradients of the cores in one tensor that ranks can sum, for :meth:`apply_gradients`.
+
+        Returns:
+            float32 ``[elements + slices]``: the gradients of all cores, one after the other, and
+            then for each slice of each core 1 where it took part in the batch, else 0.
+        """
+        if index is None:
+            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
+        return _ops.tt_flat_gradients(
+            list(cores), self.handle, grad, ids, offsets, weights, index, batch_size, mean, pooled
+        )
+
+    def apply_gradients(
+        self,
+        cores: Sequence[Tensor],
+        states: Sequence[Tensor],
+        step: Tensor,
+        gradients: Tensor,
+        learning_rate: Tensor,
+    ) -> None:
+        """Applies the optimizer to the slices that took part, as the backward of
+        :meth:`lookup_fused` does.
+
+        Args:
+            cores: of all tables; written.
+            states: as :meth:`make_states` gives them; written.
+            step: int64 ``[1]``; counted on.
+            gradients: as :meth:`flat_gradients` gives them, or a sum of such, scaled or not.
+                Slices whose flag is not above 0 stay.
+            learning_rate: float32 ``[]``.
+
+        Raises:
+            TypeError: a dtype is not as above.
+            ValueError: a tensor of another size, or a group without an optimizer.
+        """
+        _ops.tt_apply_gradients(
+            list(cores), list(states), step, self.handle, gradients, learning_rate
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.tensor_train.dense import rows_of
 from torchrec_hkv.tensor_train.fused_rows import fused_row_lookup, plain_row_lookup
+from torchrec_hkv.tensor_train.replicas import Replicas
 from torchrec_hkv.tensor_train.shapes import TTShape
 from torchrec_hkv.tensor_train.write_back import write_back
 
 _NO_ID = torch.iinfo(torch.int64).max
+#: What a state of fixed sizes holds besides the counts.
+_SIZED = ("ids", "rows", "states", "step", "total", "populates")
 
 
 class HotRows(nn.Module):
@@ -75,6 +78,12 @@ class HotRows(nn.Module):
         self.register_buffer("sorted_places", torch.arange(size, device=device))
         #: Occurrences that were counted, also of ids that are not counted any more.
         self.register_buffer("total", torch.zeros(1, dtype=torch.int64, device=device))
+        #: Calls of :meth:`populate`, which seed what is drawn there.
+        self.register_buffer("populates", torch.zeros(1, dtype=torch.int64, device=device))
+        #: Ids found in training, for counters.
+        self.register_buffer(
+            "training_hits", torch.zeros(1, dtype=torch.int64, device=device), persistent=False
+        )
         #: Ids looked up and found since the last reset.
         self.register_buffer(
             "tally", torch.zeros(2, dtype=torch.int64, device=device), persistent=False
@@ -83,6 +92,8 @@ class HotRows(nn.Module):
         self._restored: dict[str, Tensor] | None = None
         #: Counts :meth:`populate`: places found before one are no longer valid.
         self.generation = 0
+        #: The ranks that hold this cache alike; None: this one alone.
+        self.replicas: Replicas | None = None
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """``(places, found)`` of ids, int64 and bool ``[n]``; the place of one that is not there
@@ -90,7 +101,10 @@ class HotRows(nn.Module):
         at = torch.searchsorted(self.sorted_ids, ids).clamp(max=self.size - 1)
         found = self.sorted_ids[at] == ids
         self.tally[0] += ids.numel()
-        self.tally[1] += found.sum()
+        hits = found.sum()
+        self.tally[1] += hits
+        if self.training:
+            self.training_hits += hits
         return self.sorted_places[at], found
 
     def count(self, ids: Tensor) -> None:
@@ -122,17 +136,22 @@ class HotRows(nn.Module):
     def populate(self, cores: Sequence[Tensor]) -> None:
         """Fills the cache with the most frequent ids and gives back what leaves.
 
-        Waits for the device.
+        Waits for the device. Of replicas all ranks call it; they choose by the counts of all.
 
         Args:
             cores: of the table; written where rows leave.
         """
-        counted, counts = self.frequencies()
+        own, own_counts = self.frequencies()
+        counted, counts, total = self._of_all_ranks(own, own_counts)
+        # On a GPU ids outside of the table come this far.
+        exists = (counted >= 0) & (counted < self.shape.num_embeddings)
+        # In order, so that a table that was loaded does the same to the last bit.
+        counted, order = counted[exists].sort()
+        counts = counts[exists][order]
         if counted.numel() == 0:
             return
         # Among equals the smaller id, so that all runs choose alike.
-        order = torch.argsort(counted)
-        order = order[torch.argsort(counts[order], descending=True, stable=True)]
+        order = torch.argsort(counts, descending=True, stable=True)
         chosen = counted[order[: self.size]]
         stays = torch.isin(self.ids, chosen)
         leaves = ~stays & (self.ids != _NO_ID)
@@ -140,9 +159,12 @@ class HotRows(nn.Module):
         new_rows = rows_of(self.shape, cores, comes)
         leaving, leaving_rows = self.ids[leaves], self.rows[leaves].clone()
         if leaving.numel():
-            kept, kept_counts = self._kept(chosen, leaving, counted, counts)
+            kept, kept_counts = self._kept(chosen, leaving, counted, counts, total)
             leaving_counts = self._counts_of(leaving, counted, counts)
-            write_back(self.shape, cores, leaving, leaving_rows, leaving_counts, kept, kept_counts)
+            if self.replicas is None or self.replicas.is_first:
+                write_back(
+                    self.shape, cores, leaving, leaving_rows, leaving_counts, kept, kept_counts
+                )
         free = (~stays).nonzero().flatten()
         places, unused = free[: comes.numel()], free[comes.numel() :]
         self.ids[unused] = _NO_ID
@@ -151,9 +173,14 @@ class HotRows(nn.Module):
         self.ids[places] = comes
         self.rows[places] = new_rows
         self.states[places] = 0
+        if self.replicas is not None:
+            # Ranks choose alike, but may differ in the last bits of what they compute.
+            for tensor in (*cores, self.rows):
+                self.replicas.copy_first(tensor.data)
         self.sorted_ids, self.sorted_places = torch.sort(self.ids)
         self.generation += 1
-        self._halve_counts(counted, counts)
+        self.populates += 1
+        self._halve_counts(own, own_counts)
 
     def frequencies(self) -> tuple[Tensor, Tensor]:
         """The ids that are counted, and their counts, int64 on the rows' device."""
@@ -175,18 +202,27 @@ class HotRows(nn.Module):
         """Rows in use (waits for the device)."""
         return int((self.ids != _NO_ID).sum())
 
+    def _of_all_ranks(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids and counts of all ranks together, and the occurrences that were ever counted."""
+        if self.replicas is None:
+            return ids, counts, self.total
+        all_ids, all_counts = self.replicas.gather(ids), self.replicas.gather(counts)
+        distinct, of = torch.unique(all_ids, return_inverse=True)
+        sums = torch.zeros_like(distinct).index_add_(0, of, all_counts)
+        return distinct, sums, self.replicas.sum(self.total)
+
     def _kept(
-        self, chosen: Tensor, leaving: Tensor, counted: Tensor, counts: Tensor
+        self, chosen: Tensor, leaving: Tensor, counted: Tensor, counts: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Ids whose rows the cores make, and how often each occurs: those that are counted, and for
         the others as many that are drawn at random, which share the occurrences that are left."""
         others = ~torch.isin(counted, chosen) & ~torch.isin(counted, leaving)
-        generator = torch.Generator().manual_seed(self.generation)
+        generator = torch.Generator().manual_seed(int(self.populates))
         drawn = torch.randint(
             0, self.shape.num_embeddings, (4 * counted.numel(),), generator=generator
         ).to(counted.device)
         drawn = drawn[~torch.isin(drawn, torch.cat([counted, leaving]))].unique()
-        left = (self.total - counts.sum()).clamp(min=0).float() / max(drawn.numel(), 1)
+        left = (total - counts.sum()).clamp(min=0).float() / max(drawn.numel(), 1)
         return (
             torch.cat([counted[others], drawn]),
             torch.cat([counts[others].float(), left.expand(drawn.numel())]),
@@ -203,12 +239,11 @@ class HotRows(nn.Module):
         self.total //= 2
 
     def _counts_of(self, ids: Tensor, counted: Tensor, counts: Tensor) -> Tensor:
-        """Counts of ids, 1 for those that are not counted any more."""
+        """Counts of ids, 1 for those that are not counted any more; ``counted`` is in order."""
         if counted.numel() == 0 or ids.numel() == 0:
             return torch.ones_like(ids)
-        order = torch.argsort(counted)
-        at = torch.searchsorted(counted[order], ids).clamp(max=counted.numel() - 1)
-        return torch.where(counted[order][at] == ids, counts[order][at], 1)
+        at = torch.searchsorted(counted, ids).clamp(max=counted.numel() - 1)
+        return torch.where(counted[at] == ids, counts[at], 1)
 
     def _counter(self, device: torch.device) -> HashTable:
         if self._counts is None or self._counts.device != device:
@@ -219,6 +254,38 @@ class HotRows(nn.Module):
                 ids, scores = saved["ids"].to(device), saved["scores"].to(device)
                 self._counts.insert_or_assign(ids, torch.zeros(ids.numel(), 1).to(device), scores)
         return self._counts
+
+    def sized_state(self) -> dict[str, Tensor]:
+        """All of the cache in tensors whose sizes follow from its own: a copy.
+
+        Returns:
+            ``ids`` int64 ``[size]`` (2^63 - 1 where a place is not used), ``rows`` float32
+            ``[size, dim]``, ``states`` float32 ``[size, width]``, ``counted`` and ``counts`` int64
+            ``[counted_ids]``, the most frequent ones, and ``step``, ``total`` and ``populates``
+            int64 ``[1]``.
+        """
+        counted, counts = self.frequencies()
+        order = torch.argsort(counts, descending=True, stable=True)[: self.counted_ids]
+        device = self.rows.device
+        all_counted = torch.full((self.counted_ids,), _NO_ID, dtype=torch.int64, device=device)
+        all_counts = torch.zeros(self.counted_ids, dtype=torch.int64, device=device)
+        all_counted[: order.numel()] = counted[order]
+        all_counts[: order.numel()] = counts[order]
+        kept = {name: getattr(self, name).detach().clone() for name in _SIZED}
+        return {**kept, "counted": all_counted, "counts": all_counts}
+
+    @torch.no_grad()
+    def load_sized_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what :meth:`sized_state` gave a cache of the same sizes. Of replicas the first one
+        takes the counts, so that they are not taken several times."""
+        for name in _SIZED:
+            getattr(self, name).copy_(state[name])
+        self.sorted_ids, self.sorted_places = torch.sort(self.ids)
+        known = state["counted"] != _NO_ID
+        if self.replicas is not None and not self.replicas.is_first:
+            known = torch.zeros_like(known)
+            self.total.zero_()
+        self.set_extra_state({"ids": state["counted"][known], "scores": state["counts"][known]})
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The counts, for ``state_dict``."""

@@ -107,6 +107,35 @@ def _(
     return None
 
 
+@torch.library.register_fake("torchrec_hkv::tt_flat_gradients")
+def _(
+    cores: Sequence[Tensor],
+    group: int,
+    grad: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    index: Tensor,
+    batch_size: int,
+    mean: bool,
+    pooled: bool,
+) -> Tensor:
+    elements, slices = _C.tensor_train_flat_size(group)
+    return grad.new_empty(elements + slices)
+
+
+@torch.library.register_fake("torchrec_hkv::tt_apply_gradients")
+def _(
+    cores: Sequence[Tensor],
+    states: Sequence[Tensor],
+    step: Tensor,
+    group: int,
+    gradients: Tensor,
+    learning_rate: Tensor,
+) -> None:
+    return None
+
+
 @torch.library.register_fake("torchrec_hkv::tt_weights_gradient")
 def _(
     cores: Sequence[Tensor],

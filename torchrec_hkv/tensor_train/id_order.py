@@ -1,0 +1,128 @@
+"""An order of a table's ids, so that ids that are alike share slices of cores.
+
+Row ``((i_1 p_2) + i_2) p_3 + i_3`` is a product of slice ``i_k`` of each core: neighbouring rows
+differ in the last core alone. Where neighbours want similar rows, few ranks do for many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class IdOrder:
+    """Which row of a Tensor-Train table each id gets; a permutation.
+
+    Meant for where ids become row numbers: in the vocabulary, which then needs no more memory than
+    before. Where ids are row numbers already, it takes 8 bytes an id beside the table.
+
+    Args:
+        rows: int64 ``[num_ids]``, the row of each id: each of 0 to ``num_ids - 1`` once.
+
+    Raises:
+        TypeError: rows of another dtype.
+        ValueError: rows that are no permutation.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        if rows.dtype != torch.int64:
+            raise TypeError(f"rows must be of dtype torch.int64, but are of {rows.dtype}.")
+        if rows.dim() != 1:
+            raise ValueError(f"rows have shape {tuple(rows.shape)}, but must be 1-D.")
+        numbers = torch.arange(rows.numel(), device=rows.device)
+        if not torch.equal(rows.sort().values, numbers):
+            raise ValueError(
+                f"rows must be each of 0 to {rows.numel() - 1} once, but are no permutation."
+            )
+        self.rows = rows
+        self.ids = torch.empty_like(rows)
+        self.ids[rows] = numbers
+
+    @classmethod
+    def by_value(cls, values: Tensor) -> IdOrder:
+        """Ids of large values first; among equals the smaller id.
+
+        Good values are those on which rows depend, such as the mean of a label
+        (:func:`smoothed_means`) or the leading component of rows that were trained densely. With
+        the number of occurrences as values, frequent ids share slices with each other and not with
+        the rare ones, which would disturb them.
+
+        Args:
+            values: ``[num_ids]``, of any dtype that can be compared.
+
+        Raises:
+            ValueError: values of another shape, or NaN.
+        """
+        if values.dim() != 1:
+            raise ValueError(f"values have shape {tuple(values.shape)}, but must be 1-D.")
+        if values.isnan().any():
+            raise ValueError("values hold NaN, which has no place in an order.")
+        ids = torch.argsort(values, descending=True, stable=True)
+        rows = torch.empty_like(ids)
+        rows[ids] = torch.arange(ids.numel(), device=ids.device)
+        return cls(rows)
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """The rows of ids, int64 of the ids' shape.
+
+        Raises:
+            ValueError: an id that is not in the order, on a CPU.
+        """
+        return _picked(self.rows, ids, "id")
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        """The ids of rows: the way back of :meth:`rows_of`."""
+        return _picked(self.ids, rows, "row")
+
+    def reordered(self, table: Tensor) -> Tensor:
+        """Rows of a dense table ``[num_ids, ...]`` in this order, as
+        :func:`torchrec_hkv.tensor_train.tt_svd` would take them."""
+        return table[self.ids]
+
+
+def smoothed_means(
+    ids: Tensor, labels: Tensor, num_ids: int, prior: float = 5.0
+) -> tuple[Tensor, Tensor]:
+    """The mean label of each id, drawn to the mean of all by so many occurrences of it.
+
+    Args:
+        ids: int64 ``[n]``, of what is trained on only: a label of the test would leak through it.
+        labels: ``[n]``.
+        num_ids: ids there are; those without an occurrence have the mean of all.
+        prior: occurrences that the mean of all counts for.
+
+    Returns:
+        float64 ``[num_ids]`` means, and int64 ``[num_ids]`` occurrences.
+
+    Raises:
+        ValueError: lengths that differ, no labels, a negative prior or an id outside of the range.
+    """
+    if ids.shape != labels.shape or ids.dim() != 1 or ids.numel() == 0:
+        raise ValueError(
+            f"ids have shape {tuple(ids.shape)} and labels {tuple(labels.shape)}, but both must "
+            "have one dimension of the same length, at least 1."
+        )
+    if prior < 0:
+        raise ValueError(f"prior is {prior}, but must not be negative.")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= num_ids:
+        raise ValueError(f"ids are from {low} to {high}, but must be from 0 to {num_ids - 1}.")
+    counts = torch.bincount(ids, minlength=num_ids)
+    sums = torch.zeros(num_ids, dtype=torch.float64, device=ids.device)
+    sums.index_add_(0, ids, labels.double())
+    mean = labels.double().mean()
+    return (sums + prior * mean) / (counts + prior).clamp(min=1e-300), counts
+
+
+def _picked(of: Tensor, indices: Tensor, what: str) -> Tensor:
+    if indices.device.type == "cpu" and indices.numel():
+        outside = (indices < 0) | (indices >= of.numel())
+        if outside.any():
+            raise ValueError(
+                f"the order has no {what} {int(indices[outside].flatten()[0])}: it has 0 to "
+                f"{of.numel() - 1}."
+            )
+    return of[indices]
