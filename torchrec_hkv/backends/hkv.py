@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends.hkv_dense import DenseRows, dense_capacity
+from torchrec_hkv.backends.hkv_files import (
+    HashTablesLoad,
+    save_table,
+    saved_files,
+    verify_file,
+)
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
+    FileOptions,
     GroupLookup,
     OptimizerSpec,
+    SavedShard,
     StorageBytes,
     TableShard,
     TensorSpec,
@@ -33,6 +42,7 @@ from torchrec_hkv.hash_table import (
     gpu_table_bytes,
     table_memory,
 )
+from torchrec_hkv.hash_table.digest import table_digest
 from torchrec_hkv.hash_table.spec_checks import check_expire_after, check_strict
 
 _EVICTIONS = ("lru", "lfu")
@@ -200,6 +210,7 @@ class HKVLookup(GroupLookup):
         self._optimizer = optimizer
         self._shards = {shard.key: shard for shard in shards}
         self._index = {shard.key: i for i, shard in enumerate(shards)}
+        self._feature_tables = tuple(feature_tables)
         self._mean = shards[0].pooling == "mean"
         self._group = TableGroup(
             [_table_spec(shard) for shard in shards],
@@ -296,6 +307,24 @@ class HKVLookup(GroupLookup):
         }
         fields = {field: state[part] for part, field in _STATE_FIELDS.items() if part in spec}
         self._group.load_table(self._index[key], TableState(**{**absent, **fields}))
+
+    def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
+        save_table(self._group, self._index[key], folder, options)
+
+    def digest(self, key: str) -> tuple[int, int]:
+        return table_digest(self._group, self._index[key])
+
+    def open_files(
+        self,
+        saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
+        options: FileOptions,
+    ) -> HashTablesLoad:
+        features = list(self._feature_tables)
+        indexed = {
+            self._index[key]: (features.index(self._index[key]), shards, owners)
+            for key, (shards, owners) in saved.items()
+        }
+        return HashTablesLoad(self._group, indexed, options)
 
     def counters(self, key: str) -> dict[str, int]:
         """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
@@ -402,6 +431,26 @@ class HKVBackend(Backend):
 
     def is_dense(self, options: BackendOptions) -> bool:
         return isinstance(options, HKVOptions) and options.dense
+
+    def identity(self, shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Any]:
+        options = _options(shard)
+        initializer = _initializer(shard)
+        return {
+            **super().identity(shard, optimizer),
+            "eviction": options.eviction,
+            "seed": options.seed,
+            "initializer": f"{type(initializer).__name__}"
+            f"({', '.join(f'{k}={v}' for k, v in dataclasses.asdict(initializer).items())})",
+        }
+
+    def saves_files(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def saved_files(self, folder: Path) -> list[str]:
+        return saved_files(folder)
+
+    def verify_file(self, folder: Path, file: str, options: FileOptions) -> None:
+        verify_file(folder, file, options)
 
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str

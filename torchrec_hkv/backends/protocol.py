@@ -12,6 +12,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -79,6 +80,12 @@ class OptimizerSpec:
     stochastic_rounding: bool = True
     rounding_seed: int = 0
 
+    @property
+    def kind(self) -> str:
+        """The name, and what else decides which states there are."""
+        momentum = " with momentum" if self.momentum else ""
+        return f"{self.name}{momentum}" + (" with steps by row" if self.step_mode == "row" else "")
+
 
 @dataclasses.dataclass(frozen=True)
 class TableShard:
@@ -133,6 +140,56 @@ class StorageBytes:
 
     hbm: int
     host: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedShard:
+    """A shard of a table in a checkpoint, whatever the sharding of the table was.
+
+    Attributes:
+        folder: that :meth:`GroupLookup.save_files` wrote.
+        owners: first owner bucket of the ids that the shard was asked for, and the one past the
+            last; of 65,536.
+    """
+
+    folder: Path
+    owners: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileOptions:
+    """How files of tables are written and read.
+
+    Attributes:
+        batch_bytes: memory it may take, on the host and on the device.
+        threads: that write or read files at the same time.
+        allow_loss: load also into tables that are too small; what ranks lowest is left out.
+    """
+
+    batch_bytes: int
+    threads: int
+    allow_loss: bool = False
+
+
+class TablesLoad(abc.ABC):
+    """Tables of one group that are going to be replaced by saved ones."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Refuses what can't be loaded, before anything changes.
+
+        Raises:
+            ValueError: one sentence naming the table, what is saved and what is needed.
+        """
+
+    @abc.abstractmethod
+    def run(self) -> int:
+        """Loads them; returns how many entries found no place.
+
+        Raises:
+            ValueError: files contradict themselves, or entries found no place that were expected
+                to; the table is left empty then.
+        """
 
 
 class GroupLookup(nn.Module, abc.ABC):
@@ -238,6 +295,35 @@ class GroupLookup(nn.Module, abc.ABC):
             ValueError: a tensor is missing or of another shape or dtype; nothing has changed then.
         """
 
+    def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
+        """Writes a shard to a new folder, in bounded memory, where :meth:`Backend.saves_files`.
+
+        Raises:
+            OSError: writing failed.
+        """
+        raise NotImplementedError
+
+    def open_files(
+        self,
+        saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
+        options: FileOptions,
+    ) -> TablesLoad:
+        """The load of all tables of the group that :meth:`Backend.saves_files`.
+
+        Args:
+            saved: by the key of a shard here, all shards of the saved table, and the owner buckets
+                of the ids that this shard is asked for, as in :class:`SavedShard`.
+            options: of the load.
+        """
+        raise NotImplementedError
+
+    def digest(self, key: str) -> tuple[int, int]:
+        """Number of entries of a shard, and a sum of hashes of all of their values, where
+        :meth:`Backend.saves_files`: sums over the shards of a table are the same for the same
+        entries, however they are spread. Shards of the same entries' other columns count 0 entries.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def counters(self, key: str) -> dict[str, int]:
         """Counts of a shard since creation, by name (a host synchronisation on a GPU). Hash
@@ -287,6 +373,37 @@ class Backend(abc.ABC):
         do. Its state is ``"weight"`` alone then, a tensor by row number, and
         :meth:`GroupLookup.dense_states` has the rest."""
         return False
+
+    def identity(self, shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Any]:
+        """What a saved table and the one that loads it must have in common, in JSON's types and by
+        names that users know. The same for all shards of a table."""
+        return {
+            "dim": shard.embedding_dim,
+            "dtype": str(shard.dtype).removeprefix("torch."),
+            "optimizer": None if optimizer is None else optimizer.kind,
+        }
+
+    def saves_files(self, options: BackendOptions) -> bool:
+        """Whether checkpoints have files of a table's own (:meth:`GroupLookup.save_files`), which
+        are written in bounded memory and loaded under any sharding; otherwise its state is in the
+        ``state_dict``."""
+        return False
+
+    def saved_files(self, folder: Path) -> list[str]:
+        """The names of the files that :meth:`verify_file` reads of a shard's folder.
+
+        Raises:
+            ValueError: the folder is damaged.
+        """
+        return []
+
+    def verify_file(self, folder: Path, file: str, options: FileOptions) -> None:
+        """Reads a file of a shard's folder.
+
+        Raises:
+            ValueError: it is missing or damaged; the sentence names it.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:

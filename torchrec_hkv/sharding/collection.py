@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +17,45 @@ from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
 from torchrec_hkv.sharding.state import TableState
 from torchrec_hkv.sharding.validation import PlannedTable
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundTable:
+    """A table of ours in a model.
+
+    Attributes:
+        collection: that it is in.
+        name: the table's.
+        planned: as it was planned.
+        state: how it lies over the ranks.
+        has_files: whether checkpoints have files of its own (:meth:`Backend.saves_files`).
+    """
+
+    collection: BackendCollection
+    name: str
+    planned: PlannedTable
+    state: TableState
+    has_files: bool
+
+
+# While tables are set aside: those that a state_dict has met, by their names in it.
+_aside: ContextVar[dict[str, FoundTable] | None] = ContextVar("tables aside", default=None)
+
+
+@contextlib.contextmanager
+def tables_with_files_aside() -> Iterator[dict[str, FoundTable]]:
+    """Within it, ``state_dict`` and ``load_state_dict`` pass over tables that have files of their
+    own in checkpoints.
+
+    Yields:
+        All tables of ours that a ``state_dict`` has met since, by the part of their keys before
+        ``.weight``.
+    """
+    token = _aside.set({})
+    try:
+        yield _aside.get()
+    finally:
+        _aside.reset(token)
 
 
 class BackendCollection:
@@ -101,6 +142,21 @@ class BackendCollection:
         if not skip_registering:
             self._register_state_dict_hook(_export_tables)
 
+    def found_tables(self) -> dict[str, FoundTable]:
+        """The tables of ours, on whatever rank, by name."""
+        return {name: self._found(name) for name in self._planned}
+
+    def _found(self, name: str) -> FoundTable:
+        planned = self._planned[name]
+        backend = registry.get(planned.backend)
+        return FoundTable(
+            self,
+            name,
+            planned,
+            self._table_states[name],
+            backend.saves_files(planned.shards[0].options),
+        )
+
     def _table_module(self, name: str) -> nn.Module:
         return getattr(self, self.tables_attribute)[name]
 
@@ -121,6 +177,8 @@ class BackendCollection:
             present = {key: f"{table_prefix}{key}" for key in state.keys}
             present = {key: path for key, path in present.items() if path in state_dict}
             taken.extend(present.values())
+            if _aside.get() is not None and self._found(name).has_files:
+                continue
             if not self._is_built and not state.is_dense:
                 # TorchRec copies the rows of the unsharded module here; ours start empty.
                 continue
@@ -148,7 +206,14 @@ def _export_tables(
 ) -> None:
     lookups = module.group_lookups()
     rank = dist.get_rank()
+    aside = _aside.get()
     for name, state in module._table_states.items():
+        if aside is not None:
+            found = module._found(name)
+            aside[f"{prefix}{module.tables_attribute}.{name}"] = found
+            if found.has_files:
+                destination.pop(f"{prefix}{module.tables_attribute}.{name}.weight", None)
+                continue
         exported = {key: lookups[key].export_table(key) for key in state.keys_on(rank)}
         table_prefix = f"{prefix}{module.tables_attribute}.{name}."
         destination.pop(f"{table_prefix}weight", None)

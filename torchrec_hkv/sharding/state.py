@@ -27,6 +27,9 @@ from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard, T
 #: global size is that number, so that loading at another world size fails before anything is read.
 SHARDS_KEY = "shards"
 
+#: Ranges of these are what ranks own of a table that is routed by hash.
+OWNER_BUCKETS = 1 << 16
+
 _SHARDS_SPEC = TensorSpec(shape=(1,), dtype=torch.int64)
 
 
@@ -90,6 +93,13 @@ class TableState:
     def keys(self) -> list[str]:
         """The names of the tensors."""
         return list(self.specs[0])
+
+    def owners(self, shard: TableShard) -> tuple[int, int]:
+        """First owner bucket of the ids that come to a shard of a table that is routed by hash, and
+        the one past the last: shards of rows share all of them in contiguous ranges."""
+        offsets = sorted({shard.row_offset for shard in self.shards})
+        at, count = offsets.index(shard.row_offset), len(offsets)
+        return -(-at * OWNER_BUCKETS // count), -(-(at + 1) * OWNER_BUCKETS // count)
 
     def keys_on(self, rank: int) -> list[str]:
         """The keys of the shards that a rank holds."""
