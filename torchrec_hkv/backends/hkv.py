@@ -20,6 +20,7 @@ from torchrec_hkv.backends.hkv_files import (
     verify_file,
 )
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
+from torchrec_hkv.backends.hkv_state import StateLoad, export_state, state_spec
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -37,7 +38,6 @@ from torchrec_hkv.hash_table import (
     TableGroup,
     TableMemory,
     TableSpec,
-    TableState,
     Uniform,
     gpu_table_bytes,
     table_memory,
@@ -275,38 +275,18 @@ class HKVLookup(GroupLookup):
     def export_table(self, key: str) -> dict[str, Tensor]:
         if key in self._dense:
             return self._dense[key].read(states=False)
-        state = self._group.export_table(self._index[key])
         spec = HKVBackend.state_of(self._shards[key], self._optimizer)
-        exported = {
-            name: getattr(state, field) for name, field in _STATE_FIELDS.items() if name in spec
-        }
-        if _LAYOUT_KEY in spec:
-            exported[_LAYOUT_KEY] = torch.tensor([self._group.state_layout])
-        return exported
+        return export_state(self._group, self._index[key], self._shards[key], spec)
 
     def load_table(self, key: str, state: Mapping[str, Tensor]) -> None:
-        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
-        name = self._shards[key].name
-        if key in self._dense:
-            self._dense[key].read(states=False)["weight"].copy_(state["weight"])
-            return
-        missing = sorted(set(spec) - set(state))
-        if missing:
-            raise ValueError(f"table '{name}': the state to load lacks {', '.join(missing)}.")
-        if _LAYOUT_KEY in spec and int(state[_LAYOUT_KEY]) != self._group.state_layout:
+        if key not in self._dense:
             raise ValueError(
-                f"table '{name}': the state to load has optimizer states of layout "
-                f"{int(state[_LAYOUT_KEY])}, but those of {self._group.optimizer} have layout "
-                f"{self._group.state_layout}: load it with the optimizer it was trained with."
+                f"table '{self._shards[key].name}': its state is loaded with those of all shards."
             )
-        slots = spec["weight"].shape[0]
-        absent = {
-            "states": torch.empty(slots, 0),
-            "scores": torch.empty(0, dtype=torch.int64),
-            "optimizer_step": torch.zeros(1, dtype=torch.int64),
-        }
-        fields = {field: state[part] for part, field in _STATE_FIELDS.items() if part in spec}
-        self._group.load_table(self._index[key], TableState(**{**absent, **fields}))
+        self._dense[key].read(states=False)["weight"].copy_(state["weight"])
+
+    def open_entries(self, key: str, owners: tuple[int, int]) -> StateLoad:
+        return StateLoad(self._group, self._index[key], self._shards[key], owners)
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         save_table(self._group, self._index[key], folder, options)
@@ -348,20 +328,6 @@ class HKVLookup(GroupLookup):
         """Bytes the table takes on this rank."""
         index = self._index[key]
         return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))
-
-
-# Names in a state_dict, and the fields of a TableState that they hold.
-_STATE_FIELDS = {
-    "weight": "rows",
-    "ids": "ids",
-    "occupied": "occupied",
-    "last_steps": "last_steps",
-    "scores": "scores",
-    "optimizer_states": "states",
-    "optimizer_step": "optimizer_step",
-}
-# What the columns of the optimizer states are.
-_LAYOUT_KEY = "optimizer_layout"
 
 
 def _table_spec(shard: TableShard) -> TableSpec:
@@ -443,6 +409,13 @@ class HKVBackend(Backend):
             f"({', '.join(f'{k}={v}' for k, v in dataclasses.asdict(initializer).items())})",
         }
 
+    def exchanges(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def state_geometry(self, shard: TableShard, optimizer: OptimizerSpec | None) -> tuple[int, ...]:
+        memory = _memory(shard, optimizer)
+        return (memory.num_slots, memory.bucket_slots, memory.initial_slots)
+
     def saves_files(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)
 
@@ -484,20 +457,7 @@ class HKVBackend(Backend):
         if _options(shard).dense:
             return {"weight": TensorSpec((shard.capacity, shard.dim), torch.float32)}
         slots = _memory(shard, optimizer).num_slots
-        spec = {
-            "weight": TensorSpec((slots, shard.dim), torch.float32),
-            "ids": TensorSpec((slots,), torch.int64),
-            "occupied": TensorSpec((slots,), torch.bool),
-            "last_steps": TensorSpec((slots,), torch.int32),
-        }
-        if _options(shard).eviction == "lfu":
-            spec["scores"] = TensorSpec((slots,), torch.int64)
-        if width := state_width(optimizer, shard.dim):
-            spec["optimizer_states"] = TensorSpec((slots, width), torch.float32)
-        if optimizer is not None:
-            spec["optimizer_step"] = TensorSpec((1,), torch.int64)
-            spec[_LAYOUT_KEY] = TensorSpec((1,), torch.int64)
-        return spec
+        return state_spec(shard, optimizer, slots, _options(shard).eviction == "lfu")
 
     def state_spec(
         self, shard: TableShard, optimizer: OptimizerSpec | None

@@ -192,6 +192,45 @@ class TablesLoad(abc.ABC):
         """
 
 
+class EntriesLoad(abc.ABC):
+    """A table that is going to be filled from the state of all shards of a saved one."""
+
+    @abc.abstractmethod
+    def check(self, table_state: torch.Tensor) -> None:
+        """Refuses a state before anything changes.
+
+        Args:
+            table_state: the tensor of that name, of the first shard.
+
+        Raises:
+            ValueError: it can't be loaded.
+        """
+
+    @abc.abstractmethod
+    def load_same(self, table_state: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Loads the tensors of a shard of the same rows and columns, all of them."""
+
+    @abc.abstractmethod
+    def begin(self, table_state: torch.Tensor) -> None:
+        """Empties the table, to be filled entry by entry."""
+
+    @abc.abstractmethod
+    def put(self, entries: Mapping[str, torch.Tensor]) -> None:
+        """Takes those entries whose ids the table is asked for.
+
+        Args:
+            entries: by the names of its state, with the columns of the table's own shard.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Ends what :meth:`begin` began.
+
+        Raises:
+            ValueError: entries found no place; the table is left empty.
+        """
+
+
 class GroupLookup(nn.Module, abc.ABC):
     """The tables of one group on one rank, looked up in one call and trained in their backward."""
 
@@ -295,6 +334,15 @@ class GroupLookup(nn.Module, abc.ABC):
             ValueError: a tensor is missing or of another shape or dtype; nothing has changed then.
         """
 
+    def open_entries(self, key: str, owners: tuple[int, int]) -> EntriesLoad:
+        """The load of a shard from the state of all shards, where :meth:`Backend.exchanges`.
+
+        Args:
+            key: the shard's.
+            owners: first owner bucket of the ids that it is asked for, and the one past the last.
+        """
+        raise NotImplementedError
+
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         """Writes a shard to a new folder, in bounded memory, where :meth:`Backend.saves_files`.
 
@@ -382,6 +430,17 @@ class Backend(abc.ABC):
             "dtype": str(shard.dtype).removeprefix("torch."),
             "optimizer": None if optimizer is None else optimizer.kind,
         }
+
+    def exchanges(self, options: BackendOptions) -> bool:
+        """Whether the state of a table has sizes that don't depend on the ranks, so that a rank may
+        load places of other ranks' ids. Then tensors of one dimension belong to shards of the first
+        column, ``"occupied"`` among them says which places are taken, and ``"table_state"`` is with
+        the first shard."""
+        return False
+
+    def state_geometry(self, shard: TableShard, optimizer: OptimizerSpec | None) -> tuple[int, ...]:
+        """Numbers that are equal where a shard's places mean the same, where :meth:`exchanges`."""
+        return ()
 
     def saves_files(self, options: BackendOptions) -> bool:
         """Whether checkpoints have files of a table's own (:meth:`GroupLookup.save_files`), which

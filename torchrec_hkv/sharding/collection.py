@@ -14,6 +14,8 @@ from torch import nn
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.sharding.exchange import exchange
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
 from torchrec_hkv.sharding.state import TableState
 from torchrec_hkv.sharding.validation import PlannedTable
@@ -171,6 +173,7 @@ class BackendCollection:
             missing_keys: gets the names of tensors that are not there.
         """
         loads: list[tuple[str, dict[str, torch.Tensor]]] = []
+        exchanged: dict[str, dict[str, torch.Tensor]] = {}
         taken: list[str] = []
         for name, state in self._table_states.items():
             table_prefix = f"{prefix}{self.tables_attribute}.{name}."
@@ -184,10 +187,15 @@ class BackendCollection:
                 continue
             if present:
                 tensors = {key: state_dict[path] for key, path in present.items()}
-                loads.extend(state.local_states(dist.get_rank(), tensors).items())
+                if state.layout is None:
+                    loads.extend(state.local_states(dist.get_rank(), tensors).items())
+                else:
+                    exchanged[name] = tensors
             else:
                 missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
         lookups = self.group_lookups()
+        if exchanged:
+            self._exchange(exchanged)
         for key, local in loads:
             lookups[key].load_table(key, local)
         for path in taken:
@@ -196,6 +204,25 @@ class BackendCollection:
         for name in self._table_states:
             parameter = self._table_module(name).weight
             state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()
+
+    def _exchange(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Loads tables of which ranks may have each other's places, all checked before."""
+        pg, rank, lookups = self._env.process_group, dist.get_rank(), self.group_lookups()
+        local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+
+        def check() -> None:
+            for name, its in tensors.items():
+                local[name] = self._table_states[name].local_states(rank, its)
+
+        on_every_rank(check, pg)
+        for name, shards in local.items():
+            state = self._table_states[name]
+            loads = {
+                shard.key: lookups[shard.key].open_entries(shard.key, state.owners(shard))
+                for shard in state.shards
+                if shard.key in shards
+            }
+            exchange(state, shards, loads, self._device or torch.device("cpu"), pg)
 
 
 def _export_tables(
