@@ -219,8 +219,8 @@ class BackendCollection:
             state = self._table_states[name]
             loads = {
                 shard.key: lookups[shard.key].open_entries(shard.key, state.owners(shard))
-                for shard in state.shards
-                if shard.key in shards
+                for shard, holder in zip(state.shards, state.ranks, strict=True)
+                if holder == rank
             }
             exchange(state, shards, loads, self._device or torch.device("cpu"), pg)
 
