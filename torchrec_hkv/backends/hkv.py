@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,18 +20,19 @@ from torchrec_hkv.backends.hkv_files import (
     verify_file,
 )
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
-from torchrec_hkv.backends.hkv_state import StateLoad, export_state, state_spec
+from torchrec_hkv.backends.hkv_rows import put_rows, rows_of, table_ids
+from torchrec_hkv.backends.hkv_state import HEAD, StateLoad, export_state, state_spec
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
-    FileOptions,
     GroupLookup,
     OptimizerSpec,
-    SavedShard,
     StorageBytes,
     TableShard,
     TensorSpec,
 )
+from torchrec_hkv.backends.row_numbers import put_row_numbers
+from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.hash_table import (
     Admission,
     Initializer,
@@ -43,6 +44,7 @@ from torchrec_hkv.hash_table import (
     table_memory,
 )
 from torchrec_hkv.hash_table.digest import table_digest
+from torchrec_hkv.hash_table.manifest import OWNERS
 from torchrec_hkv.hash_table.spec_checks import check_expire_after, check_strict
 
 _EVICTIONS = ("lru", "lfu")
@@ -279,14 +281,46 @@ class HKVLookup(GroupLookup):
         return export_state(self._group, self._index[key], self._shards[key], spec)
 
     def load_table(self, key: str, state: Mapping[str, Tensor]) -> None:
-        if key not in self._dense:
+        if key in self._dense:
+            self._dense[key].read(states=False)["weight"].copy_(state["weight"])
+            return
+        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
+        missing = sorted({HEAD, *spec} - set(state))
+        if missing:
             raise ValueError(
-                f"table '{self._shards[key].name}': its state is loaded with those of all shards."
+                f"table '{self._shards[key].name}': the state to load lacks {', '.join(missing)}."
             )
-        self._dense[key].read(states=False)["weight"].copy_(state["weight"])
+        load = self.open_entries(key, (0, OWNERS))
+        load.check(state[HEAD])
+        load.load_same(state[HEAD], state)
 
     def open_entries(self, key: str, owners: tuple[int, int]) -> StateLoad:
         return StateLoad(self._group, self._index[key], self._shards[key], owners)
+
+    def ids(self, key: str, batch: int) -> Iterator[Tensor]:
+        if key in self._dense:
+            shard = self._shards[key]
+            rows = torch.arange(shard.row_offset, shard.row_offset + shard.capacity)
+            return iter(rows.split(batch))
+        return table_ids(self._group, self._index[key], batch)
+
+    def rows_of(self, key: str, ids: Tensor) -> Tensor:
+        if key in self._dense:
+            weight = self._dense[key].read(states=False)["weight"]
+            return weight[(ids - self._shards[key].row_offset).to(weight.device)].cpu()
+        feature = self._feature_tables.index(self._index[key])
+        return rows_of(self._group, self._index[key], feature, ids)
+
+    def put_rows(
+        self, key: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
+    ) -> int:
+        shard = self._shards[key]
+        if key in self._dense:
+            weight = self._dense[key].read(states=False)["weight"]
+            put_row_numbers(weight, batches, shard.row_offset, shard.column_offset)
+            return 0
+        feature = self._feature_tables.index(self._index[key])
+        return put_rows(self._group, self._index[key], feature, batches, owners)
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         save_table(self._group, self._index[key], folder, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchrec_hkv.backends.protocol import FileOptions, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, SavedShard, TablesLoad
 from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.counts_files import verify_counts
 from torchrec_hkv.hash_table.file_tables import verify_shard

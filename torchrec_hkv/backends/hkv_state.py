@@ -14,7 +14,8 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer
-from torchrec_hkv.backends.protocol import EntriesLoad, OptimizerSpec, TableShard, TensorSpec
+from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
+from torchrec_hkv.backends.saved import EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
 from torchrec_hkv.hash_table.file_tables import Target
 from torchrec_hkv.hash_table.manifest import OWNERS
@@ -22,7 +23,8 @@ from torchrec_hkv.hash_table.ops import owner_rank
 from torchrec_hkv.hash_table.state_columns import StateColumns
 
 _FORMAT = 1
-_HEAD = "table_state"
+#: What is said of the whole table: format, layout of states, updates and clock.
+HEAD = "table_state"
 _ROW_STATES = "optimizer_row_states"
 # More places than rows: what a capacity is rounded up by, for shards of any size on any ranks.
 _MORE_PLACES = 4096
@@ -77,7 +79,7 @@ def state_spec(
         if keeps_scores:
             spec["scores"] = TensorSpec((places,), torch.int64)
         if shard.row_offset == 0:
-            spec[_HEAD] = TensorSpec((4,), torch.int64)
+            spec[HEAD] = TensorSpec((4,), torch.int64)
     return spec
 
 
@@ -99,7 +101,7 @@ def export_state(
         parts[_state_name(k)] = state.states[:, k * shard.dim : (k + 1) * shard.dim]
     exported = {}
     for name, wanted in spec.items():
-        if name == _HEAD:
+        if name == HEAD:
             step = int(state.optimizer_step)
             exported[name] = torch.tensor([_FORMAT, group.state_layout, step, group.clock])
             continue

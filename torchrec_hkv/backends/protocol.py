@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchrec_hkv.backends.ragged import ragged_lookup
+from torchrec_hkv.backends.saved import EntriesLoad, FileOptions, SavedShard, TablesLoad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,95 +143,6 @@ class StorageBytes:
     host: int
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedShard:
-    """A shard of a table in a checkpoint, whatever the sharding of the table was.
-
-    Attributes:
-        folder: that :meth:`GroupLookup.save_files` wrote.
-        owners: first owner bucket of the ids that the shard was asked for, and the one past the
-            last; of 65,536.
-    """
-
-    folder: Path
-    owners: tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class FileOptions:
-    """How files of tables are written and read.
-
-    Attributes:
-        batch_bytes: memory it may take, on the host and on the device.
-        threads: that write or read files at the same time.
-        allow_loss: load also into tables that are too small; what ranks lowest is left out.
-    """
-
-    batch_bytes: int
-    threads: int
-    allow_loss: bool = False
-
-
-class TablesLoad(abc.ABC):
-    """Tables of one group that are going to be replaced by saved ones."""
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Refuses what can't be loaded, before anything changes.
-
-        Raises:
-            ValueError: one sentence naming the table, what is saved and what is needed.
-        """
-
-    @abc.abstractmethod
-    def run(self) -> int:
-        """Loads them; returns how many entries found no place.
-
-        Raises:
-            ValueError: files contradict themselves, or entries found no place that were expected
-                to; the table is left empty then.
-        """
-
-
-class EntriesLoad(abc.ABC):
-    """A table that is going to be filled from the state of all shards of a saved one."""
-
-    @abc.abstractmethod
-    def check(self, table_state: torch.Tensor) -> None:
-        """Refuses a state before anything changes.
-
-        Args:
-            table_state: the tensor of that name, of the first shard.
-
-        Raises:
-            ValueError: it can't be loaded.
-        """
-
-    @abc.abstractmethod
-    def load_same(self, table_state: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads the tensors of a shard of the same rows and columns, all of them."""
-
-    @abc.abstractmethod
-    def begin(self, table_state: torch.Tensor) -> None:
-        """Empties the table, to be filled entry by entry."""
-
-    @abc.abstractmethod
-    def put(self, entries: Mapping[str, torch.Tensor]) -> None:
-        """Takes those entries whose ids the table is asked for.
-
-        Args:
-            entries: by the names of its state, with the columns of the table's own shard.
-        """
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Ends what :meth:`begin` began.
-
-        Raises:
-            ValueError: entries found no place; the table is left empty.
-        """
-
-
 class GroupLookup(nn.Module, abc.ABC):
     """The tables of one group on one rank, looked up in one call and trained in their backward."""
 
@@ -342,6 +254,41 @@ class GroupLookup(nn.Module, abc.ABC):
             owners: first owner bucket of the ids that it is asked for, and the one past the last.
         """
         raise NotImplementedError
+
+    def ids(self, key: str, batch: int) -> Iterator[torch.Tensor]:
+        """The ids that a shard holds, int64, at most ``batch`` at a time, in host memory."""
+        raise ValueError(f"{type(self).__name__} does not give its rows by id.")
+
+    def rows_of(self, key: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of ids as an evaluation would look them up, float32 ``[n, dim]``, in host memory.
+
+        Args:
+            key: the shard's.
+            ids: int64 ``[n]``, in host memory.
+        """
+        raise ValueError(f"{type(self).__name__} does not give its rows by id.")
+
+    def put_rows(
+        self,
+        key: str,
+        batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        owners: tuple[int, int],
+    ) -> int:
+        """Sets the rows of ids; their optimizer states start anew.
+
+        Args:
+            key: the shard's.
+            batches: ids, int64 ``[n]``, and whole rows, ``[n, embedding_dim]``, in host memory. The
+                shard takes the ids that it is asked for, and its columns.
+            owners: as in :class:`SavedShard`.
+
+        Returns:
+            How many of its ids found no place.
+
+        Raises:
+            ValueError: the backend can't have such rows.
+        """
+        raise ValueError(f"{type(self).__name__} does not take rows by id.")
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         """Writes a shard to a new folder, in bounded memory, where :meth:`Backend.saves_files`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -20,6 +20,7 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
+from torchrec_hkv.backends.row_numbers import collect_rows
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.tensor_train import (
@@ -30,6 +31,8 @@ from torchrec_hkv.tensor_train import (
     check_precision,
     initial_cores,
     make_shape,
+    rows_of,
+    tt_svd,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -266,6 +269,26 @@ class TTLookup(GroupLookup):
             )
         for key, tensor in own.items():
             tensor.copy_(state[key])
+
+    def ids(self, name: str, batch: int) -> Iterator[Tensor]:
+        return iter(torch.arange(self._shards[name].num_embeddings).split(batch))
+
+    def rows_of(self, name: str, ids: Tensor) -> Tensor:
+        shape, cores = self._group.shapes[self._index[name]], self.cores(name)
+        return rows_of(shape, cores, ids.to(cores[0].device)).cpu()
+
+    def put_rows(
+        self, name: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
+    ) -> int:
+        """The cores of the same ranks that are nearest to the rows; all rows must come."""
+        shape, cores = self._group.shapes[self._index[name]], self.cores(name)
+        dense = collect_rows(name, shape.num_embeddings, shape.embedding_dim, batches)
+        made = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
+        for own, core in zip(cores, made.cores, strict=True):
+            own.copy_(core)
+        for state in self._states[self._group.cores_of(self._index[name])]:
+            state.zero_()
+        return 0
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         """The state of a table, by the names of :meth:`TTBackend.state_of`; not copied."""

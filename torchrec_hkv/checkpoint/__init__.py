@@ -3,5 +3,6 @@
 
 from torchrec_hkv.checkpoint.digests import digest
 from torchrec_hkv.checkpoint.files import load, save
+from torchrec_hkv.checkpoint.rows import export_rows, import_rows
 
-__all__ = ["digest", "load", "save"]
+__all__ = ["digest", "export_rows", "import_rows", "load", "save"]

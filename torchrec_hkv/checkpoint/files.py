@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.protocol import FileOptions, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, TablesLoad
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import FileRecord, Record
 from torchrec_hkv.checkpoint.tables import (

@@ -92,7 +92,8 @@ def verify_counts(folder: Path, counts: Counts, batch_bytes: int) -> None:
             what = "cut short" if size < counts.bytes else "too long"
             raise ValueError(f"{path} is {what}: it has {size} bytes instead of {counts.bytes}.")
         for first, n in _pieces(counts.bytes, batch_bytes):
-            crc32 = zlib.crc32(host_memory(_read(path, first, n)), crc32)
+            piece = _read(path, first, n)
+            crc32 = zlib.crc32(host_memory(piece), crc32)
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}.") from None
     if crc32 != counts.crc32:
