@@ -100,8 +100,9 @@ def _refusals(rank, world_size, device, backend):
     after = model.state_dict()
     for key, value in before.items():
         if key.startswith(TABLE):
-            mine, now = value.local_shards()[0].tensor, after[key].local_shards()[0].tensor
-            torch.testing.assert_close(now, mine, rtol=0, atol=0)
+            shards = value.local_shards(), after[key].local_shards()
+            for mine, now in zip(*shards, strict=True):
+                torch.testing.assert_close(now.tensor, mine.tensor, rtol=0, atol=0)
     return messages
 
 

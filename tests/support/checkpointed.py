@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -34,6 +35,10 @@ def make_tables(
     admission: MinFrequency | None = None,
     kinds: dict[str, str] | None = None,
     eviction: str = "lfu",
+    seed: int = 3,
+    dense: bool = False,
+    tt_rank: int = 4,
+    tt_dtype: str = "fp32",
 ) -> DistributedModelParallel:
     """Hash tables ``lru`` and ``lfu``, the second of which grows, beside ``tt`` and ``stock``.
 
@@ -47,26 +52,36 @@ def make_tables(
         admission: of ``lru``.
         kinds: kernels of tables that are to have another than their own.
         eviction: of ``lfu``.
+        seed: of ``lru``.
+        dense: whether ``lru`` has rows by number.
+        tt_rank: of ``tt``.
+        tt_dtype: of ``tt``.
     """
     dims = dims or DIMS
     kernels = {"lru": "hkv", "lfu": "hkv", "tt": "tt", "stock": "fused", **(kinds or {})}
     sizes = {"lru": (rows, dims["lru"]), "lfu": (rows, dims["lfu"])}
     sizes |= {"tt": (64, 8), "stock": (64, 8)}
     tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=dim, feature_names=[name])
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=n,
+            embedding_dim=dim,
+            feature_names=[name],
+            data_type=DataType(tt_dtype.upper() if name == "tt" else "FP32"),
+        )
         for name, (n, dim) in sizes.items()
     ]
     options: dict[str, Any] = {
-        "lru": HKVOptions(seed=3, admission=admission),
+        "lru": HKVOptions(seed=seed, admission=admission, dense=dense),
         "lfu": HKVOptions(eviction=eviction, initial_capacity=128),
-        "tt": TTOptions(ranks=4),
+        "tt": TTOptions(ranks=tt_rank),
     }
     constraints = {
         name: ParameterConstraints(
             compute_kernels=[kernel],
             sharding_types=["table_wise" if kernel == "tt" else sharding_type],
             min_partition=4,
-            options=options.get(name) if kernel in ("hkv", "tt") else None,
+            options=options.get(name) if name not in (kinds or {}) else None,
         )
         for name, kernel in kernels.items()
     }

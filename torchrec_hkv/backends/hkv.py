@@ -434,13 +434,10 @@ class HKVBackend(Backend):
 
     def identity(self, shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Any]:
         options = _options(shard)
-        initializer = _initializer(shard)
         return {
             **super().identity(shard, optimizer),
             "eviction": options.eviction,
             "seed": options.seed,
-            "initializer": f"{type(initializer).__name__}"
-            f"({', '.join(f'{k}={v}' for k, v in dataclasses.asdict(initializer).items())})",
         }
 
     def exchanges(self, options: BackendOptions) -> bool:

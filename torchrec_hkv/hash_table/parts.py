@@ -31,8 +31,9 @@ from torchrec_hkv.hash_table.table_group import TableGroup
 
 _ops = torch.ops.torchrec_hkv
 
-# Of a table's description: what parts of the same table differ in.
-_OF_PART = ("dim", "column_offset", "state_dim")
+# Of a table's description: what parts of the same table differ in, and the distribution of rows
+# that come later, whose default follows from a table's size.
+_MAY_DIFFER = ("dim", "column_offset", "state_dim", "initializer")
 # Batches that are read ahead or being put into the table, and what is made of one.
 _COPIES = 5
 
@@ -144,7 +145,7 @@ class PartsLoad:
     def _check_same(self, part: Part, here: dict[str, Any]) -> None:
         for what in (*here, *part.manifest.table):
             saved, own = part.manifest.table.get(what), here.get(what)
-            if what not in _OF_PART and saved != own:
+            if what not in _MAY_DIFFER and saved != own:
                 raise ValueError(
                     f"{part.folder} is of another table: its {what} is {saved!r}, but that of "
                     f"table {here['name']!r} is {own!r}."

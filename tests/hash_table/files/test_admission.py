@@ -31,7 +31,7 @@ def test_counts_go_on(device_type, tmp_path, where, count):
 
 
 def test_cells_move_to_another_number_of_them(device_type, tmp_path):
-    ids = distinct_ids(400, device_type)
+    ids = distinct_ids(150, device_type)
     table = make(device_type, 2000, admission=MinFrequency(3, entries=2000))
     table.find_or_insert(ids.repeat(2))
     table.save(tmp_path)
@@ -39,7 +39,7 @@ def test_cells_move_to_another_number_of_them(device_type, tmp_path):
         loaded = make(device_type, 2000, admission=MinFrequency(3, entries=entries))
         loaded.load(tmp_path, batch_bytes=1 << 14)
         loaded.find_or_insert(ids)
-        assert loaded.size == 400
+        assert loaded.size == 150
 
 
 @pytest.mark.parametrize(
