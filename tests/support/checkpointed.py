@@ -60,7 +60,8 @@ def make_tables(
     dims = dims or DIMS
     kernels = {"lru": "hkv", "lfu": "hkv", "tt": "tt", "stock": "fused", **(kinds or {})}
     sizes = {"lru": (rows, dims["lru"]), "lfu": (rows, dims["lfu"])}
-    sizes |= {"tt": (64, 8), "stock": (64, 8)}
+    # Hash tables have a place for every row only where there are some more.
+    sizes |= {"tt": (160 if kernels["tt"] == "hkv" else 64, 8), "stock": (64, 8)}
     tables = [
         EmbeddingBagConfig(
             name=name,
