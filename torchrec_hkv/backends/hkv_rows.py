@@ -95,6 +95,7 @@ def put_rows(
         }
         if scored:
             batch["scores"] = torch.ones(len(new), dtype=torch.int64)
+        group.reserve(table, min(group.sizes()[table] + len(new), target.capacity))
         lost += target.restore(batch, exact=False)
     group.fill_frames(table)
     return lost

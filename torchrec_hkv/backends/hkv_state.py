@@ -128,7 +128,7 @@ class StateLoad(EntriesLoad):
         self._group, self._table, self._shard, self._owners = group, table, shard, owners
         self._states = StateColumns.of_layout(group.state_layout)
         *_, self._width, self._scored, _, _ = _C.table_layout(group.handle, table)
-        self._lost = 0
+        self._given = self._lost = 0
 
     def check(self, table_state: Tensor) -> None:
         _, layout, *_ = table_state.tolist()
@@ -177,6 +177,8 @@ class StateLoad(EntriesLoad):
         }
         if self._scored:
             batch["scores"] = cut["scores"]
+        self._given += n
+        self._group.reserve(self._table, min(self._given, self._target.capacity))
         self._lost += self._target.restore(batch, exact=False)
 
     def finish(self) -> None:

@@ -1,7 +1,9 @@
 """A digest of what tables hold, whichever ranks and columns they are spread over.
 
-Every value of an entry is hashed with its id, what it is, and its column; the digest is the sum of
-all hashes. So the digests of the shards of a table add up to that of the table, in any order.
+Every value of an entry, as a number, is multiplied by an odd number that follows from what it is
+and its column, and by one that follows from the id; the digest is the sum of all, modulo 2^64. So
+the digests of the shards of a table add up to that of the table, in any order, and one value that
+differs makes another digest.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from torchrec_hkv.hash_table.table_group import TableGroup
 _MASK = (1 << 64) - 1
 # What a hashed value is; numbers of states follow.
 _ENTRY, _LAST_STEP, _SCORE, _ROW, _STATE = range(5)
-# Bytes that a value takes while it is hashed.
-_WORK = 40
+# Bytes that a value of 4 takes while it counts.
+_WORK = 24
 
 
 def table_digest(group: TableGroup, table: int, batch_bytes: int = 32 << 20) -> tuple[int, int]:
@@ -41,13 +43,13 @@ def table_digest(group: TableGroup, table: int, batch_bytes: int = 32 << 20) -> 
     is_first = spec.column_offset == 0
     columns = torch.arange(spec.column_offset, spec.column_offset + spec.dim)
     states = StateColumns.of_layout(group.state_layout)
-    source = Source(group, table, max(1, batch_bytes // (_WORK // 4)))
+    source = Source(group, table, max(1, batch_bytes * 4 // _WORK))
     entries = total = 0
     for batch in source.batches(0, OWNERS):
-        ids = mix64(batch["ids"])
+        ids = mix64(batch["ids"] + 1) | 1
         if is_first:
             entries += len(ids)
-            total += _sum(ids, _ENTRY, torch.zeros_like(ids))
+            total += _sum(ids, _ENTRY, mix64(batch["ids"]))
             total += _sum(ids, _LAST_STEP, batch["last_steps"].long())
             if "scores" in batch:
                 total += _sum(ids, _SCORE, batch["scores"])
@@ -74,5 +76,9 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _sum(ids: Tensor, what: int, values: Tensor, columns: Tensor | None = None) -> int:
-    keys = ids if columns is None else ids.unsqueeze(1) ^ mix64(columns + 1)
-    return int(mix64(mix64(keys + what) ^ values).sum()) & _MASK
+    """Of ``[n]`` values, or of ``[n, columns]``."""
+    if columns is not None:
+        values = (values * (mix64(columns * 64 + what) | 1)).sum(1)
+    else:
+        values = values * (mix64(torch.tensor(-1 - what)) | 1)
+    return int((values * ids).sum()) & _MASK
