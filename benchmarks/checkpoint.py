@@ -60,7 +60,7 @@ def make_model(args: argparse.Namespace, rows: int, device: torch.device) -> nn.
         device=torch.device("meta"),
     )
     kind, arguments, _ = OPTIMIZERS[args.optimizer]
-    apply_optimizer_in_backward(kind, collection.parameters(), arguments)
+    apply_optimizer_in_backward(kind, collection.parameters(), dict(arguments))
     options = HKVOptions(eviction=args.eviction, hbm_bytes=args.hbm_bytes)
     constraints = {
         "t": ParameterConstraints(
