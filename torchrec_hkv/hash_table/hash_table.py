@@ -369,8 +369,8 @@ class HashTable:
         """Replaces all that the table holds by what was saved.
 
         Where the tables have the same capacity, all is as it was, to the slot of each id. In a
-        table of another capacity ids are placed anew. Counts of ids that are not admitted come where
-        the table counts as the saved one did: in cells, or in a sketch of the same size.
+        table of another capacity ids are placed anew. Counts of ids that are not admitted come
+        where the table counts as the saved one did: in cells, or in a sketch of the same size.
 
         Args:
             path: as it was saved to.
