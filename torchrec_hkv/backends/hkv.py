@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from torchrec_hkv.backends.hkv_files import (
     verify_file,
 )
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
-from torchrec_hkv.backends.hkv_rows import put_rows, rows_of, table_ids
+from torchrec_hkv.backends.hkv_rows import RowsById
 from torchrec_hkv.backends.hkv_state import HEAD, StateLoad, export_state, state_spec
 from torchrec_hkv.backends.protocol import (
     Backend,
@@ -31,7 +31,6 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
-from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.hash_table import (
     Admission,
@@ -198,7 +197,7 @@ def _initial_capacity(shard: TableShard) -> int | None:
     return -(-initial * shard.capacity // shard.num_embeddings)
 
 
-class HKVLookup(GroupLookup):
+class HKVLookup(RowsById, GroupLookup):
     """A group of hash tables on one rank."""
 
     def __init__(
@@ -296,31 +295,6 @@ class HKVLookup(GroupLookup):
 
     def open_entries(self, key: str, owners: tuple[int, int]) -> StateLoad:
         return StateLoad(self._group, self._index[key], self._shards[key], owners)
-
-    def ids(self, key: str, batch: int) -> Iterator[Tensor]:
-        if key in self._dense:
-            shard = self._shards[key]
-            rows = torch.arange(shard.row_offset, shard.row_offset + shard.capacity)
-            return iter(rows.split(batch))
-        return table_ids(self._group, self._index[key], batch)
-
-    def rows_of(self, key: str, ids: Tensor) -> Tensor:
-        if key in self._dense:
-            weight = self._dense[key].read(states=False)["weight"]
-            return weight[(ids - self._shards[key].row_offset).to(weight.device)].cpu()
-        feature = self._feature_tables.index(self._index[key])
-        return rows_of(self._group, self._index[key], feature, ids)
-
-    def put_rows(
-        self, key: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
-    ) -> int:
-        shard = self._shards[key]
-        if key in self._dense:
-            weight = self._dense[key].read(states=False)["weight"]
-            put_row_numbers(weight, batches, shard.row_offset, shard.column_offset)
-            return 0
-        feature = self._feature_tables.index(self._index[key])
-        return put_rows(self._group, self._index[key], feature, batches, owners)
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         save_table(self._group, self._index[key], folder, options)

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.backends.hkv_dense import DenseRows
+from torchrec_hkv.backends.protocol import TableShard
+from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows
 from torchrec_hkv.hash_table.file_tables import Target
 from torchrec_hkv.hash_table.manifest import OWNERS
@@ -99,3 +102,38 @@ def put_rows(
         lost += target.restore(batch, exact=False)
     group.fill_frames(table)
     return lost
+
+
+class RowsById:
+    """What a group of hash tables gives and takes by id; a part of its lookup."""
+
+    _group: TableGroup
+    _shards: dict[str, TableShard]
+    _index: dict[str, int]
+    _dense: dict[str, DenseRows]
+    _feature_tables: tuple[int, ...]
+
+    def ids(self, key: str, batch: int) -> Iterator[Tensor]:
+        if key in self._dense:
+            shard = self._shards[key]
+            rows = torch.arange(shard.row_offset, shard.row_offset + shard.capacity)
+            return iter(rows.split(batch))
+        return table_ids(self._group, self._index[key], batch)
+
+    def rows_of(self, key: str, ids: Tensor) -> Tensor:
+        if key in self._dense:
+            weight = self._dense[key].read(states=False)["weight"]
+            return weight[(ids - self._shards[key].row_offset).to(weight.device)].cpu()
+        feature = self._feature_tables.index(self._index[key])
+        return rows_of(self._group, self._index[key], feature, ids)
+
+    def put_rows(
+        self, key: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
+    ) -> int:
+        shard = self._shards[key]
+        if key in self._dense:
+            weight = self._dense[key].read(states=False)["weight"]
+            put_row_numbers(weight, batches, shard.row_offset, shard.column_offset)
+            return 0
+        feature = self._feature_tables.index(self._index[key])
+        return put_rows(self._group, self._index[key], feature, batches, owners)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 import torch.distributed as dist
 
@@ -23,7 +24,7 @@ def record_of(key: str, table: FoundTable) -> TableRecord:
     shards = table.state.shards
     records = [
         TableShardRecord(
-            f"{_FOLDER}/{key}/{index:05d}",
+            f"{_FOLDER}/{quote(key, safe='')}/{index:05d}",
             table.state.owners(shard),
             (shard.column_offset, shard.column_offset + shard.dim),
         )
