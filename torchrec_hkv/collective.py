@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
@@ -24,12 +24,12 @@ class _Failure:
     def of(cls, error: Exception) -> _Failure:
         return cls(type(error).__name__, str(error), getattr(error, "error_type", None))
 
-    def as_exception(self) -> Exception:
+    def as_exception(self, rank: int = 0) -> Exception:
         if self.planner_error_type is not None:
             return PlannerError(self.message, self.planner_error_type)
         if self.type_name == "ValueError":
             return ValueError(self.message)
-        return RuntimeError(f"{self.type_name} on rank 0: {self.message}")
+        return RuntimeError(f"{self.type_name} on rank {rank}: {self.message}")
 
 
 def on_leader(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> T:
@@ -60,3 +60,36 @@ def on_leader(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> T:
     if isinstance(outcome[0], _Failure):
         raise outcome[0].as_exception()
     return outcome[0]
+
+
+def on_every_rank(work: Callable[[], T], pg: dist.ProcessGroup | None = None) -> list[T]:
+    """Runs something on every rank and gives every rank all results.
+
+    Args:
+        work: its result must be picklable.
+        pg: the ranks; all of them when None, this process alone where none was initialised.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        Exception: what ``work`` raised on the lowest rank where it did, on every rank; other ranks
+            would wait for it forever.
+    """
+    if not dist.is_initialized():
+        return [work()]
+    pg = dist.group.WORLD if pg is None else pg
+    error: Exception | None = None
+    try:
+        outcome: T | _Failure = work()
+    except Exception as raised:  # whatever it is, it is raised again below, on all ranks
+        error = raised
+        outcome = _Failure.of(raised)
+    outcomes: list[Any] = [None] * dist.get_world_size(pg)
+    dist.all_gather_object(outcomes, outcome, group=pg)
+    failures = [(rank, o) for rank, o in enumerate(outcomes) if isinstance(o, _Failure)]
+    if not failures:
+        return outcomes
+    if failures[0][0] == dist.get_rank(pg) and error is not None:
+        raise error
+    raise failures[0][1].as_exception(failures[0][0])

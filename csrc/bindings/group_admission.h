@@ -32,6 +32,9 @@ class GroupAdmission {
   // In host memory, its pointers on the group's device; null where every table admits every id.
   const hash_table::Admissions* get() const { return admissions_ ? &*admissions_ : nullptr; }
   int64_t bytes(int64_t table) const { return counts_.at(table).numel(); }
+  // A table's counts: bytes of cells or of a sketch, on the group's device; empty where nothing
+  // counts.
+  const at::Tensor& counts(int64_t table) const { return counts_.at(table); }
   // Forgets a table's counts.
   void clear(int64_t table) const;
 

@@ -239,6 +239,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_clock", clock_in_order(kWriteIndex, &GroupClock::set), py::arg("clock"))
       .def("set_epoch", clock_in_order(kWriteIndex, &GroupClock::set_epoch), py::arg("epoch"))
       .def("fill_frames", in_order(kWriteAll, &TableGroup::fill_frames), py::arg("table"))
+      .def(
+          "read_admission",
+          [](const TableGroup& group, int64_t table, int64_t first, int64_t n) {
+            return group.order().run(kReadIndex, [&] {
+              return group.admission().counts(table).narrow(0, first, n).clone();
+            });
+          },
+          py::arg("table"), py::arg("first"), py::arg("n"))
+      .def(
+          "write_admission",
+          [](const TableGroup& group, int64_t table, int64_t first, const at::Tensor& counts) {
+            group.order().run(kWriteIndex, [&] {
+              group.admission().counts(table).narrow(0, first, counts.numel()).copy_(counts);
+            });
+          },
+          py::arg("table"), py::arg("first"), py::arg("counts"))
       .def("sizes", in_order(kReadIndex, &TableGroup::sizes))
       .def("reserve", in_order(kWriteAll, &TableGroup::reserve), py::arg("table"), py::arg("rows"))
       .def("reserve_buckets", in_order(kWriteAll, &TableGroup::reserve_buckets), py::arg("table"),

@@ -111,6 +111,20 @@ at::Tensor restore_slots(at::Tensor counters, int64_t handle, int64_t table,
   return placed;
 }
 
+void overwrite_slots(at::Tensor counters, int64_t handle, int64_t table, const at::Tensor& slots,
+                     const at::Tensor& ids, const at::Tensor& rows, const at::Tensor& last_steps,
+                     const at::Tensor& scores, const at::Tensor& states) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const hash_table::Entries entries =
+      check_entries(*group, table, ids, rows, last_steps, scores, states);
+  check_given(slots, "slots", at::kLong, {entries.n}, group->device());
+  const TableView& view = group->view(table);
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  HKV_ON_GROUP(*group, kWriteAll, hash_table::cpu::overwrite_slots(view, entries, at, threads),
+               hash_table::cuda::overwrite_slots(view, entries, at, stream));
+}
+
 // (ids, rows, last steps, scores, states) of the displaced, and [how many these are, how many found
 // no place].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> restore_entries(
@@ -171,6 +185,9 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "restore_slots(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
       "Tensor rows, Tensor last_steps, Tensor scores, Tensor states) -> Tensor");
   m.def(
+      "overwrite_slots(Tensor(a!) counters, int group, int table, Tensor slots, Tensor ids, "
+      "Tensor rows, Tensor last_steps, Tensor scores, Tensor states) -> ()");
+  m.def(
       "restore_entries(Tensor(a!) counters, int group, int table, Tensor ids, Tensor rows, "
       "Tensor last_steps, Tensor scores, Tensor states) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
@@ -179,10 +196,11 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "int owner_begin, int owner_end) -> Tensor");
 }
 
-#define HKV_REGISTER(m)                    \
-  m.impl("slot_owners", &slot_owners);     \
-  m.impl("read_slots", &read_slots);       \
-  m.impl("restore_slots", &restore_slots); \
+#define HKV_REGISTER(m)                        \
+  m.impl("slot_owners", &slot_owners);         \
+  m.impl("read_slots", &read_slots);           \
+  m.impl("restore_slots", &restore_slots);     \
+  m.impl("overwrite_slots", &overwrite_slots); \
   m.impl("restore_entries", &restore_entries);
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {

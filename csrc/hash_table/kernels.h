@@ -90,6 +90,11 @@ void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owne
 void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
                    bool* placed, int threads);
 
+// Writes rows, states and scores of entries over what stands in slots[i], where that is the same
+// id; elsewhere, and at kNoSlot, nothing is done. No slot may be named twice.
+void overwrite_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                     int threads);
+
 // Puts entries where a new id would go. Where both buckets are full, an entry takes the place of
 // the lowest rank if that is lower than its own, and what stood there goes to `displaced`;
 // otherwise it is counted as one that found no place. None of the ids may be in the table.
@@ -172,6 +177,9 @@ void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owne
 
 void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
                    bool* placed, cudaStream_t stream);
+
+void overwrite_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                     cudaStream_t stream);
 
 // waiting: scratch, [entries.n].
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,

@@ -78,6 +78,18 @@ void restore_slots(const TableView& table, const Entries& entries, const int64_t
   });
 }
 
+void overwrite_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                     int threads) {
+  const Widths widths = widths_of(table);
+  parallel_for(entries.n, 1024, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t slot = slots[i];
+      if (slot < 0 || slot >= table.num_slots || table.ids[slot] != entries.ids[i]) continue;
+      if (digest_at(table, slot) != kEmptyDigest) write_entry(table, widths, slot, entries, i);
+    }
+  });
+}
+
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced) {
   const Widths widths = widths_of(table);
   for (int64_t i = 0; i < entries.n; ++i) {

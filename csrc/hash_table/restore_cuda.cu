@@ -118,6 +118,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void __launch_bounds__(kThreads)
+    overwrite_slots_kernel(TableView table, Entries entries, const int64_t* __restrict__ slots) {
+  const int64_t i = warp_index();
+  if (i >= entries.n) return;
+  const int64_t slot = slots[i];
+  if (slot < 0 || slot >= table.num_slots || table.ids[slot] != entries.ids[i]) return;
+  if (*digest_at(table, slot) == kEmptyDigest) return;
+  write_entry(table, slot, entries, i);
+  if (threadIdx.x % kWarp == 0) table.last_steps[slot] = entries.last_steps[i];
+}
+
 // The free positions of a bucket; the same answer in all lanes.
 struct FreePositions {
   unsigned even;  // bit k: position 2 k
@@ -265,6 +276,14 @@ void restore_slots(const TableView& table, const Entries& entries, const int64_t
   if (entries.n == 0) return;
   restore_slots_kernel<<<grid_for(entries.n * kWarp), kThreads, 0, stream>>>(table, entries, slots,
                                                                              placed);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void overwrite_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                     cudaStream_t stream) {
+  if (entries.n == 0) return;
+  overwrite_slots_kernel<<<grid_for(entries.n * kWarp), kThreads, 0, stream>>>(table, entries,
+                                                                               slots);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

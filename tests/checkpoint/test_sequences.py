@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import BATCH, CAPACITY, IDS, KEYS, raw_ids
@@ -72,3 +73,23 @@ def test_another_sharding_type_is_refused(run_ranks, tmp_path):
     folder = tmp_path / "checkpoint"
     run_ranks(2, _save, folder)
     run_ranks(2, _refused, folder)
+
+
+def _plain(rank, world_size, device, sharding_type, folder, saves):
+    scenario = SequenceScenario("hkv", sharding_type, "rowwise_adagrad")
+    model = shard_sequences(scenario, CAPACITY, "hkv", world_size, device)
+    if saves:
+        _train(model, rank, device, steps=3, seed=1)
+        dcp.save(model.state_dict(), checkpoint_id=folder)
+    else:
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state)
+    return checkpoint.digest(model)
+
+
+def test_plain_distributed_checkpoint(run_ranks, tmp_path):
+    saved = run_ranks(2, _plain, "row_wise", tmp_path / "c", True)
+    loaded = run_ranks(1, _plain, "table_wise", tmp_path / "c", False)
+    assert loaded[0] == saved[0] == saved[1]
+    assert all(int(value.split("-")[0]) > 10 for value in saved[0].values())

@@ -52,8 +52,8 @@ def _compare(rank, world_size, device, sharding_type, options):
     tables = {}
     for model in (whole, columns):
         for key, lookup in model.module.ebc.group_lookups().items():
-            state = lookup.export_table(key)
-            kept = {name: state[name].cpu() for name in ("ids", "occupied", "last_steps")}
+            state = lookup._group.export_table(lookup._index[key])
+            kept = {name: getattr(state, name).cpu() for name in ("ids", "occupied", "last_steps")}
             tables[sharding_type if model is columns else "whole", key] = kept
     evicted = [counts["evicted"] for counts in table_counters(columns).values()]
     return tables, evicted

@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends.hkv_dense import DenseRows, dense_capacity
+from torchrec_hkv.backends.hkv_files import (
+    HashTablesLoad,
+    save_table,
+    saved_files,
+    verify_file,
+)
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
+from torchrec_hkv.backends.hkv_rows import RowsById
+from torchrec_hkv.backends.hkv_state import HEAD, StateLoad, export_state, state_spec
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -22,17 +31,19 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
+from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.hash_table import (
     Admission,
     Initializer,
     TableGroup,
     TableMemory,
     TableSpec,
-    TableState,
     Uniform,
     gpu_table_bytes,
     table_memory,
 )
+from torchrec_hkv.hash_table.digest import table_digest
+from torchrec_hkv.hash_table.manifest import OWNERS
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
     check_remember_evicted,
@@ -195,7 +206,7 @@ def _initial_capacity(shard: TableShard) -> int | None:
     return -(-initial * shard.capacity // shard.num_embeddings)
 
 
-class HKVLookup(GroupLookup):
+class HKVLookup(RowsById, GroupLookup):
     """A group of hash tables on one rank."""
 
     def __init__(
@@ -209,6 +220,7 @@ class HKVLookup(GroupLookup):
         self._optimizer = optimizer
         self._shards = {shard.key: shard for shard in shards}
         self._index = {shard.key: i for i, shard in enumerate(shards)}
+        self._feature_tables = tuple(feature_tables)
         self._mean = shards[0].pooling == "mean"
         self._group = TableGroup(
             [_table_spec(shard) for shard in shards],
@@ -273,38 +285,43 @@ class HKVLookup(GroupLookup):
     def export_table(self, key: str) -> dict[str, Tensor]:
         if key in self._dense:
             return self._dense[key].read(states=False)
-        state = self._group.export_table(self._index[key])
         spec = HKVBackend.state_of(self._shards[key], self._optimizer)
-        exported = {
-            name: getattr(state, field) for name, field in _STATE_FIELDS.items() if name in spec
-        }
-        if _LAYOUT_KEY in spec:
-            exported[_LAYOUT_KEY] = torch.tensor([self._group.state_layout])
-        return exported
+        return export_state(self._group, self._index[key], self._shards[key], spec)
 
     def load_table(self, key: str, state: Mapping[str, Tensor]) -> None:
-        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
-        name = self._shards[key].name
         if key in self._dense:
             self._dense[key].read(states=False)["weight"].copy_(state["weight"])
             return
-        missing = sorted(set(spec) - set(state))
+        spec = HKVBackend.state_of(self._shards[key], self._optimizer)
+        missing = sorted({HEAD, *spec} - set(state))
         if missing:
-            raise ValueError(f"table '{name}': the state to load lacks {', '.join(missing)}.")
-        if _LAYOUT_KEY in spec and int(state[_LAYOUT_KEY]) != self._group.state_layout:
             raise ValueError(
-                f"table '{name}': the state to load has optimizer states of layout "
-                f"{int(state[_LAYOUT_KEY])}, but those of {self._group.optimizer} have layout "
-                f"{self._group.state_layout}: load it with the optimizer it was trained with."
+                f"table '{self._shards[key].name}': the state to load lacks {', '.join(missing)}."
             )
-        slots = spec["weight"].shape[0]
-        absent = {
-            "states": torch.empty(slots, 0),
-            "scores": torch.empty(0, dtype=torch.int64),
-            "optimizer_step": torch.zeros(1, dtype=torch.int64),
+        load = self.open_entries(key, (0, OWNERS))
+        load.check(state[HEAD])
+        load.load_same(state[HEAD], state)
+
+    def open_entries(self, key: str, owners: tuple[int, int]) -> StateLoad:
+        return StateLoad(self._group, self._index[key], self._shards[key], owners)
+
+    def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
+        save_table(self._group, self._index[key], folder, options)
+
+    def digest(self, key: str) -> tuple[int, int]:
+        return table_digest(self._group, self._index[key])
+
+    def open_files(
+        self,
+        saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
+        options: FileOptions,
+    ) -> HashTablesLoad:
+        features = list(self._feature_tables)
+        indexed = {
+            self._index[key]: (features.index(self._index[key]), shards, owners)
+            for key, (shards, owners) in saved.items()
         }
-        fields = {field: state[part] for part, field in _STATE_FIELDS.items() if part in spec}
-        self._group.load_table(self._index[key], TableState(**{**absent, **fields}))
+        return HashTablesLoad(self._group, indexed, options)
 
     def counters(self, key: str) -> dict[str, int]:
         """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
@@ -328,20 +345,6 @@ class HKVLookup(GroupLookup):
         """Bytes the table takes on this rank."""
         index = self._index[key]
         return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))
-
-
-# Names in a state_dict, and the fields of a TableState that they hold.
-_STATE_FIELDS = {
-    "weight": "rows",
-    "ids": "ids",
-    "occupied": "occupied",
-    "last_steps": "last_steps",
-    "scores": "scores",
-    "optimizer_states": "states",
-    "optimizer_step": "optimizer_step",
-}
-# What the columns of the optimizer states are.
-_LAYOUT_KEY = "optimizer_layout"
 
 
 def _table_spec(shard: TableShard) -> TableSpec:
@@ -413,6 +416,30 @@ class HKVBackend(Backend):
     def is_dense(self, options: BackendOptions) -> bool:
         return isinstance(options, HKVOptions) and options.dense
 
+    def identity(self, shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Any]:
+        options = _options(shard)
+        return {
+            **super().identity(shard, optimizer),
+            "eviction": options.eviction,
+            "seed": options.seed,
+        }
+
+    def exchanges(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def state_geometry(self, shard: TableShard, optimizer: OptimizerSpec | None) -> tuple[int, ...]:
+        memory = _memory(shard, optimizer)
+        return (memory.num_slots, memory.bucket_slots, memory.initial_slots)
+
+    def saves_files(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def saved_files(self, folder: Path) -> list[str]:
+        return saved_files(folder)
+
+    def verify_file(self, folder: Path, file: str, options: FileOptions) -> None:
+        verify_file(folder, file, options)
+
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
     ) -> StorageBytes:
@@ -445,20 +472,7 @@ class HKVBackend(Backend):
         if _options(shard).dense:
             return {"weight": TensorSpec((shard.capacity, shard.dim), torch.float32)}
         slots = _memory(shard, optimizer).num_slots
-        spec = {
-            "weight": TensorSpec((slots, shard.dim), torch.float32),
-            "ids": TensorSpec((slots,), torch.int64),
-            "occupied": TensorSpec((slots,), torch.bool),
-            "last_steps": TensorSpec((slots,), torch.int32),
-        }
-        if _options(shard).eviction == "lfu":
-            spec["scores"] = TensorSpec((slots,), torch.int64)
-        if width := state_width(optimizer, shard.dim):
-            spec["optimizer_states"] = TensorSpec((slots, width), torch.float32)
-        if optimizer is not None:
-            spec["optimizer_step"] = TensorSpec((1,), torch.int64)
-            spec[_LAYOUT_KEY] = TensorSpec((1,), torch.int64)
-        return spec
+        return state_spec(shard, optimizer, slots, _options(shard).eviction == "lfu")
 
     def state_spec(
         self, shard: TableShard, optimizer: OptimizerSpec | None

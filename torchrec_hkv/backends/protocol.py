@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_hkv.backends.ragged import ragged_lookup
+from torchrec_hkv.backends.saved import EntriesLoad, FileOptions, SavedShard, TablesLoad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,12 @@ class OptimizerSpec:
     clip_norm: float | None = None
     stochastic_rounding: bool = True
     rounding_seed: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The name, and what else decides which states there are."""
+        momentum = " with momentum" if self.momentum else ""
+        return f"{self.name}{momentum}" + (" with steps by row" if self.step_mode == "row" else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +267,79 @@ class GroupLookup(nn.Module, abc.ABC):
             ValueError: a tensor is missing or of another shape or dtype; nothing has changed then.
         """
 
+    def open_entries(self, key: str, owners: tuple[int, int]) -> EntriesLoad:
+        """The load of a shard from the state of all shards, where :meth:`Backend.exchanges`.
+
+        Args:
+            key: the shard's.
+            owners: first owner bucket of the ids that it is asked for, and the one past the last.
+        """
+        raise NotImplementedError
+
+    def ids(self, key: str, batch: int) -> Iterator[torch.Tensor]:
+        """The ids that a shard holds, int64, at most ``batch`` at a time, in host memory."""
+        raise ValueError(f"{type(self).__name__} does not give its rows by id.")
+
+    def rows_of(self, key: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of ids as an evaluation would look them up, float32 ``[n, dim]``, in host memory.
+
+        Args:
+            key: the shard's.
+            ids: int64 ``[n]``, in host memory.
+        """
+        raise ValueError(f"{type(self).__name__} does not give its rows by id.")
+
+    def put_rows(
+        self,
+        key: str,
+        batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        owners: tuple[int, int],
+    ) -> int:
+        """Sets the rows of ids; their optimizer states start anew.
+
+        Args:
+            key: the shard's.
+            batches: ids, int64 ``[n]``, and whole rows, ``[n, embedding_dim]``, in host memory. The
+                shard takes the ids that it is asked for, and its columns.
+            owners: as in :class:`SavedShard`.
+
+        Returns:
+            How many of its ids found no place.
+
+        Raises:
+            ValueError: the backend can't have such rows.
+        """
+        raise ValueError(f"{type(self).__name__} does not take rows by id.")
+
+    def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
+        """Writes a shard to a new folder, in bounded memory, where :meth:`Backend.saves_files`.
+
+        Raises:
+            OSError: writing failed.
+        """
+        raise NotImplementedError
+
+    def open_files(
+        self,
+        saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
+        options: FileOptions,
+    ) -> TablesLoad:
+        """The load of all tables of the group that :meth:`Backend.saves_files`.
+
+        Args:
+            saved: by the key of a shard here, all shards of the saved table, and the owner buckets
+                of the ids that this shard is asked for, as in :class:`SavedShard`.
+            options: of the load.
+        """
+        raise NotImplementedError
+
+    def digest(self, key: str) -> tuple[int, int]:
+        """Number of entries of a shard, and a sum of hashes of all of their values, where
+        :meth:`Backend.saves_files`: sums over the shards of a table are the same for the same
+        entries, however they are spread. Shards of the same entries' other columns count 0 entries.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def counters(self, key: str) -> dict[str, int]:
         """Counts of a shard since creation, by name (a host synchronisation on a GPU). Hash
@@ -309,6 +390,48 @@ class Backend(abc.ABC):
         do. Its state is ``"weight"`` alone then, a tensor by row number, and
         :meth:`GroupLookup.dense_states` has the rest."""
         return False
+
+    def identity(self, shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Any]:
+        """What a saved table and the one that loads it must have in common, in JSON's types and by
+        names that users know. The same for all shards of a table."""
+        return {
+            "dim": shard.embedding_dim,
+            "dtype": str(shard.dtype).removeprefix("torch."),
+            "optimizer": None if optimizer is None else optimizer.kind,
+        }
+
+    def exchanges(self, options: BackendOptions) -> bool:
+        """Whether the state of a table has sizes that don't depend on the ranks, so that a rank may
+        load places of other ranks' ids. Then tensors of one dimension belong to shards of the first
+        column, ``"occupied"`` among them says which places are taken, and ``"table_state"`` is with
+        the first shard."""
+        return False
+
+    def state_geometry(self, shard: TableShard, optimizer: OptimizerSpec | None) -> tuple[int, ...]:
+        """Numbers that are equal where a shard's places mean the same, where :meth:`exchanges`."""
+        return ()
+
+    def saves_files(self, options: BackendOptions) -> bool:
+        """Whether checkpoints have files of a table's own (:meth:`GroupLookup.save_files`), which
+        are written in bounded memory and loaded under any sharding; otherwise its state is in the
+        ``state_dict``."""
+        return False
+
+    def saved_files(self, folder: Path) -> list[str]:
+        """The names of the files that :meth:`verify_file` reads of a shard's folder.
+
+        Raises:
+            ValueError: the folder is damaged.
+        """
+        return []
+
+    def verify_file(self, folder: Path, file: str, options: FileOptions) -> None:
+        """Reads a file of a shard's folder.
+
+        Raises:
+            ValueError: it is missing or damaged; the sentence names it.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
+from torchrec_hkv.backends.row_numbers import collect_rows
 from torchrec_hkv.backends.tt_caches import PREFIX, TTCaches
 from torchrec_hkv.backends.tt_options import TTOptions
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
@@ -28,6 +29,8 @@ from torchrec_hkv.tensor_train import (
     TTGroup,
     TTShape,
     initial_cores,
+    rows_of,
+    tt_svd,
 )
 from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
 from torchrec_hkv.tensor_train.hot_rows import HotRows
@@ -234,6 +237,33 @@ class TTLookup(GroupLookup):
     def _spec(self, name: str) -> dict[str, TensorSpec]:
         return TTBackend.state_of(self._shards[name], self._optimizer)
 
+    def ids(self, name: str, batch: int) -> Iterator[Tensor]:
+        return iter(torch.arange(self._shards[name].num_embeddings).split(batch))
+
+    def rows_of(self, name: str, ids: Tensor) -> Tensor:
+        shape, cores = self._group.shapes[self._index[name]], self.cores(name)
+        ids = ids.to(cores[0].device)
+        rows = rows_of(shape, cores, ids)
+        if (hot := self._hot_rows_of(name)) is not None:
+            places, found = hot.look_up(ids)
+            rows[found] = hot.rows.detach()[places[found]].to(rows.dtype)
+        return rows.cpu()
+
+    def put_rows(
+        self, name: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
+    ) -> int:
+        """The cores of the same ranks that are nearest to the rows; all rows must come."""
+        shape, cores = self._group.shapes[self._index[name]], self.cores(name)
+        dense = collect_rows(name, shape.num_embeddings, shape.embedding_dim, batches)
+        made = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
+        for own, core in zip(cores, made.cores, strict=True):
+            own.copy_(core)
+        for state in self._states[self._group.cores_of(self._index[name])]:
+            state.zero_()
+        if (hot := self._hot_rows_of(name)) is not None:
+            hot.clear()  # its rows are those of before
+        return 0
+
     def _tensors(self, name: str) -> dict[str, Tensor]:
         """What the state of a table is copied from, and more; caches as a copy."""
         table = self._index[name]
@@ -259,10 +289,13 @@ class TTLookup(GroupLookup):
         Raises:
             ValueError: it has none.
         """
-        table = self._index[name]
-        if self._caches is None or table not in self._caches.by_table:
+        hot = self._hot_rows_of(name)
+        if hot is None:
             raise ValueError(f"table '{name}' has no cache: give its TTOptions a cache_size.")
-        return self._caches.by_table[table]
+        return hot
+
+    def _hot_rows_of(self, name: str) -> HotRows | None:
+        return None if self._caches is None else self._caches.by_table.get(self._index[name])
 
     def cores(self, name: str) -> list[Tensor]:
         """The cores of a table, not copied."""

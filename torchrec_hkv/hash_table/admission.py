@@ -40,7 +40,7 @@ class MinFrequency(Admission):
       ``sketch_bytes / 8``. Nothing leaves a sketch but by ``halve_every``: without it, it fills up
       in time and admits every id.
 
-    The counts belong to the table: they count in its memory, ``clear`` forgets them, files do not
+    The counts belong to the table: they count in its memory, ``clear`` forgets them, files
     hold them.
 
     Attributes:

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.counts_files import (
+    SavedCounts,
+    load_counts,
+    verify_counts,
+    write_counts,
+)
+from torchrec_hkv.hash_table.file_tables import (
+    Source,
+    Target,
+    plan_shards,
+    verify_shard,
+    write_shards,
+)
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.manifest import (
     OWNERS,
     Manifest,
-    Shard,
+    counts_name,
     prepare_folder,
     remove_others,
-    shard_name,
     sync_folder,
 )
-from torchrec_hkv.hash_table.shard_files import (
-    ShardReader,
-    ShardWriter,
-    entry_bytes,
-    fields_of,
-)
+from torchrec_hkv.hash_table.shard_files import ShardReader, entry_bytes
 from torchrec_hkv.hash_table.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
@@ -37,13 +41,8 @@ BATCH_BYTES = 64 << 20
 #: Size that shards keep below.
 SHARD_BYTES = 1 << 30
 
-# Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
-# read, what it displaces, and what that displaces.
-_COPIES = 3
-# Bytes a slot that looking for the entries of a shard takes.
-_SCAN_BYTES = 32
-# Nothing is evicted before a table is this full (promise 7).
-_SAFE_LOAD = 0.95
+#: Nothing is evicted before a table is this full (promise 7).
+SAFE_LOAD = 0.95
 
 # A spec's fields that may differ between a table and its file.
 _FREE_FIELDS = (
@@ -55,8 +54,6 @@ _FREE_FIELDS = (
     "strict",
     "remember_evicted",
 )
-
-_ops = torch.ops.torchrec_hkv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +77,7 @@ def save(
     epoch: int = 0,
     batch_bytes: int = BATCH_BYTES,
     shard_bytes: int = SHARD_BYTES,
+    threads: int = 1,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
@@ -92,19 +90,23 @@ def save(
         epoch: of the epoch policies.
         batch_bytes: memory the save may take, on the host and on the device.
         shard_bytes: size that files keep below.
+        threads: that write files at the same time; they share ``batch_bytes``.
 
     Raises:
         ValueError: ``path`` is something else than a saved table, or a size is not positive.
         OSError: writing failed; the last save is whole.
     """
-    _check_positive(batch_bytes=batch_bytes, shard_bytes=shard_bytes)
-    source = _Source(group, table, batch_bytes)
+    _check_positive(batch_bytes=batch_bytes, shard_bytes=shard_bytes, threads=threads)
+    source = Source(group, table, max(1, batch_bytes // threads))
     folder = Path(path)
     prepare_folder(folder)
     plan = plan_shards(source.count_owners(), max(1, shard_bytes // entry_bytes(source.fields)))
     written: list[Path] = []
+    save_name = os.urandom(4).hex()
     try:
-        shards = tuple(_write_shards(source, plan, folder, written))
+        shards = tuple(write_shards(source, plan, folder, save_name, written, threads))
+        written.append(folder / counts_name(save_name))
+        counts = write_counts(group, table, folder, save_name, batch_bytes)
         manifest = Manifest(
             table=describe(group, table),
             capacity=group.tables[table].capacity,
@@ -117,6 +119,7 @@ def save(
             state_layout=group.state_layout,
             entries=sum(shard.entries for shard in shards),
             shards=shards,
+            counts=counts,
         )
         manifest.write(folder)
     except BaseException:
@@ -158,14 +161,13 @@ def load(
     _check_positive(batch_bytes=batch_bytes)
     folder = Path(path)
     manifest = Manifest.read(folder)
-    target = _Target(group, table, batch_bytes)
+    target = Target(group, table, batch_bytes)
     _check_same_table(folder, manifest, describe(group, table))
     _check_same_optimizer(folder, manifest, group, table)
     exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
         _check_room(folder, manifest, target)
-    for shard in manifest.shards:
-        _verify(folder, manifest, shard, target)
+    verify(folder, manifest, batch_bytes)
     clock = group.clock
     group.set_clock(manifest.clock)
     try:
@@ -176,9 +178,10 @@ def load(
     group.clear_table(table)
     try:
         lost = 0
+        memory = target.memory()
         for shard in manifest.shards:
             with ShardReader(folder / shard.file, target.fields, shard) as reader:
-                for batch in reader.batches(target.memory):
+                for batch in reader.batches(memory):
                     lost += target.restore(batch, exact)
         if exact and lost:
             raise ValueError(f"{folder} contradicts itself: {lost} of its slots are taken twice.")
@@ -190,9 +193,24 @@ def load(
     except BaseException:
         group.clear_table(table)
         raise
+    if manifest.counts is not None:
+        saved = SavedCounts(folder, manifest.counts, (0, OWNERS))
+        load_counts(group, table, [saved], (0, OWNERS), batch_bytes)
     group.fill_frames(table)
     group.optimizer_steps[table] = manifest.optimizer_step
     return Loaded(manifest.epoch, lost)
+
+
+def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> None:
+    """Reads all files of a saved table.
+
+    Raises:
+        ValueError: one is missing, damaged, or contradicts the manifest.
+    """
+    for shard in manifest.shards:
+        verify_shard(folder, manifest, shard, batch_bytes)
+    if manifest.counts is not None:
+        verify_counts(folder, manifest.counts, batch_bytes)
 
 
 def describe(group: TableGroup, table: int) -> dict[str, Any]:
@@ -233,148 +251,6 @@ def _check_positive(**sizes: int) -> None:
             raise ValueError(f"{what} is {size}, but must be at least 1.")
 
 
-class _Table:
-    """A table of a group as files see it."""
-
-    def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:
-        self.group = group
-        self.table = table
-        self.name = group.tables[table].name
-        layout = _C.table_layout(group.handle, table)
-        *self._layout, self.keeps_scores, self.buckets, self.bucket_slots = layout
-        self.fields = fields_of(*self._layout, self.keeps_scores)
-        self.slots = self.buckets * self.bucket_slots
-        self.batch = max(1, batch_bytes // (_COPIES * entry_bytes(self.fields)))
-        self.scan = max(1, batch_bytes // (2 * _SCAN_BYTES))
-
-
-class _Source(_Table):
-    """A table that is saved."""
-
-    def _owners(self) -> Iterator[tuple[int, Tensor]]:
-        """The owner bucket of each slot, -1 where it is free, in pieces with their first slot."""
-        for first in range(0, self.slots, self.scan):
-            n = min(self.scan, self.slots - first)
-            counters = self.group.counter_tensor
-            yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
-
-    def count_owners(self) -> Tensor:
-        """Entries of each owner bucket, int64 ``[65536]``."""
-        counts = torch.zeros(OWNERS + 1, dtype=torch.int64)
-        for _, owners in self._owners():
-            counts += torch.bincount(owners + 1, minlength=OWNERS + 1).cpu()
-        return counts[1:]
-
-    def batches(self, begin: int, end: int) -> Iterator[dict[str, Tensor]]:
-        """Entries of a range of owner buckets, in the order of their slots, in host memory."""
-        for first, owners in self._owners():
-            slots = ((owners >= begin) & (owners < end)).nonzero().flatten() + first
-            for part in slots.split(self.batch) if slots.numel() else ():
-                yield self._read(part)
-
-    def _read(self, slots: Tensor) -> dict[str, Tensor]:
-        names = ("ids", "rows", "last_steps", "scores", "states")
-        read = _ops.read_slots(self.group.handle, self.table, slots)
-        batch = {"slots": slots, **dict(zip(names, read, strict=True))}
-        return {field.name: batch[field.name].cpu() for field in self.fields}
-
-
-class _Target(_Table):
-    """A table that is loaded."""
-
-    def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:
-        super().__init__(group, table, batch_bytes)
-        self.memory = {
-            field.name: torch.empty(field.shape(self.batch), dtype=field.dtype)
-            for field in self.fields
-        }
-        self.capacity = group.full_slots(table)
-
-    def can_have(self, buckets: int, bucket_slots: int) -> bool:
-        """Whether the table has this geometry, or can grow to it."""
-        most = self.capacity // self.bucket_slots
-        sizes = [self.buckets << k for k in range(64) if self.buckets << k <= most]
-        return bucket_slots == self.bucket_slots and buckets in sizes
-
-    def grow(self, manifest: Manifest, exact: bool) -> None:
-        """Grows to the saved table's geometry, or to where all of its entries fit."""
-        if exact:
-            self.group.reserve_buckets(self.table, manifest.buckets, manifest.bucket_slots)
-        else:
-            self.group.reserve(self.table, min(manifest.entries, self.capacity))
-
-    def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
-        """Puts entries into the table; returns how many found no place."""
-        n = batch["ids"].numel()
-        moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
-        ids, device = moved["ids"], self.group.device
-        entries = (
-            ids,
-            moved["rows"],
-            moved["last_steps"],
-            moved.get("scores", torch.empty(0, dtype=torch.int64, device=device)),
-            moved.get("states", torch.empty((n, 0), device=device)),
-        )
-        place = (self.group.counter_tensor, self.group.handle, self.table)
-        if exact:
-            placed = _ops.restore_slots(*place, moved["slots"], *entries)
-            return 0 if placed.all() else n - int(placed.sum())
-        lost = 0
-        while entries[0].numel():
-            *displaced, counts = _ops.restore_entries(*place, *entries)
-            again, refused = counts.tolist()
-            lost += refused
-            # What another entry took the place of may still have one in its other bucket.
-            entries = tuple(tensor[:again] for tensor in displaced)
-        return lost
-
-
-def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
-    """Cuts the owner buckets into ranges of at most ``most`` entries.
-
-    Args:
-        counts: entries of each owner bucket.
-        most: entries a shard may hold.
-
-    Returns:
-        ``(begin, end, entries)`` of each shard, ascending and disjoint; but a bucket of more
-        entries is a range of its own, cut into several shards.
-    """
-    ends = counts.cumsum(0).tolist()  # entries up to the end of each bucket
-    plan = []
-    begin, before = 0, 0
-    while before < ends[-1]:
-        end = max(begin + 1, bisect.bisect_right(ends, before + most))
-        held = ends[end - 1] - before
-        plan += [(begin, end, min(most, held - first)) for first in range(0, held, most)]
-        begin, before = end, ends[end - 1]
-    return plan
-
-
-def _write_shards(
-    source: _Source, plan: list[tuple[int, int, int]], folder: Path, written: list[Path]
-) -> Iterator[Shard]:
-    save_name = os.urandom(4).hex()
-    index = 0
-    for begin, end in dict.fromkeys((begin, end) for begin, end, _ in plan):
-        sizes = [entries for first, _, entries in plan if first == begin]
-        batches = source.batches(begin, end)
-        rest: dict[str, Tensor] = {}
-        for entries in sizes:
-            path = folder / shard_name(save_name, index)
-            index += 1
-            written.append(path)
-            with ShardWriter(path, source.fields, (begin, end), entries) as writer:
-                while room := writer.room:
-                    batch = rest or next(batches, None)
-                    if batch is None:
-                        raise RuntimeError(f"table {source.name!r} changed while it was saved.")
-                    writer.append({name: tensor[:room] for name, tensor in batch.items()})
-                    more = batch["ids"].numel() > room
-                    rest = {name: tensor[room:] for name, tensor in batch.items()} if more else {}
-                yield writer.finish()
-
-
 def _check_same_table(folder: Path, manifest: Manifest, here: dict[str, Any]) -> None:
     for what in (*here, *manifest.table):
         saved, own = manifest.table.get(what), here.get(what)
@@ -396,34 +272,13 @@ def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, t
         )
 
 
-def _check_room(folder: Path, manifest: Manifest, target: _Target) -> None:
+def _check_room(folder: Path, manifest: Manifest, target: Target) -> None:
     # With one bucket or two, every entry may take every slot.
     slots = target.capacity
-    safe = slots if slots <= 2 * target.bucket_slots else int(_SAFE_LOAD * slots)
+    safe = slots if slots <= 2 * target.bucket_slots else int(SAFE_LOAD * slots)
     if manifest.entries > safe:
         raise ValueError(
             f"{folder} holds {manifest.entries} entries, but table {target.name!r} has "
             f"{slots} slots and surely takes {safe}: give it a larger capacity, or pass "
             "allow_loss=True to leave out those of the lowest scores."
-        )
-
-
-def _verify(folder: Path, manifest: Manifest, shard: Shard, target: _Target) -> None:
-    path = folder / shard.file
-    misplaced = 0
-    with ShardReader(path, target.fields, shard) as reader:
-        for batch in reader.verified_batches(target.memory):
-            wrong = _ops.find_misplaced(
-                batch["ids"],
-                batch["slots"],
-                manifest.buckets,
-                manifest.bucket_slots,
-                shard.owner_begin,
-                shard.owner_end,
-            )
-            misplaced += int(wrong.sum()) if wrong.any() else 0
-    if misplaced:
-        raise ValueError(
-            f"{path} contradicts itself: {misplaced} of its {shard.entries} ids are not in their "
-            "own buckets."
         )

@@ -351,8 +351,7 @@ class HashTable:
         """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
 
         ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole. The
-        table must not be changed meanwhile. Counts of ids that are not admitted are not saved:
-        after a load they start anew.
+        table must not be changed meanwhile. Counts of ids that are not admitted are saved, too.
 
         Args:
             path: a folder; an earlier save in it is replaced.
@@ -374,7 +373,8 @@ class HashTable:
         """Replaces all that the table holds by what was saved.
 
         Where the tables have the same capacity, all is as it was, to the slot of each id. In a
-        table of another capacity ids are placed anew.
+        table of another capacity ids are placed anew. Counts of ids that are not admitted come
+        where the table counts as the saved one did: in cells, or in a sketch of the same size.
 
         Args:
             path: as it was saved to.

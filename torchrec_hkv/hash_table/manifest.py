@@ -16,7 +16,8 @@ VERSION = 1
 #: Owner buckets, which the ranges of all shards together cover.
 OWNERS = 1 << 16
 
-_NAME = re.compile(r"shard-[0-9a-f]{8}-\d{5,}\.safetensors")
+_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-\d{5,}\.safetensors")
+_COUNTS_NAME = re.compile(r"counts-[0-9a-f]{8}\.bin")
 _UNFINISHED = f".{MANIFEST}.saving"
 
 
@@ -42,6 +43,25 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
+class Counts:
+    """The file of the counts of ids that are not admitted.
+
+    Attributes:
+        file: its name.
+        kind: ``"cells"`` or ``"sketch"``.
+        cell_bits: bits of a cell.
+        bytes: size of the file.
+        crc32: its checksum.
+    """
+
+    file: str
+    kind: str
+    cell_bits: int
+    bytes: int
+    crc32: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """All of a saved table but its entries.
 
@@ -58,6 +78,7 @@ class Manifest:
             had no optimizer.
         entries: in all shards.
         shards: in the order of their owner buckets.
+        counts: of ids that are not admitted; None where the table counted none.
     """
 
     table: dict[str, Any]
@@ -71,6 +92,7 @@ class Manifest:
     entries: int
     shards: tuple[Shard, ...]
     initial_capacity: int | None = None
+    counts: Counts | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
@@ -118,7 +140,9 @@ class Manifest:
             )
         try:
             shards = tuple(Shard(**shard) for shard in content.pop("shards"))
+            counts = content.pop("counts", None)
             fields = {key: content[key] for key in content if key not in ("format", "version")}
+            fields["counts"] = None if counts is None else Counts(**counts)
             manifest = Manifest(**fields, shards=shards)
             manifest._check()
         except (KeyError, TypeError, ValueError) as error:
@@ -131,8 +155,15 @@ class Manifest:
         if self.entries > self.buckets * self.bucket_slots:
             raise ValueError(f"{self.entries} entries do not fit into its slots")
         for shard in self.shards:
-            if not _NAME.fullmatch(shard.file):
+            if not _SHARD_NAME.fullmatch(shard.file):
                 raise ValueError(f"{shard.file!r} is no name of a shard")
+        if self.counts is not None and not _COUNTS_NAME.fullmatch(self.counts.file):
+            raise ValueError(f"{self.counts.file!r} is no name of a file of counts")
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files but the manifest itself."""
+        return [part.file for part in (*self.shards, self.counts) if part is not None]
 
 
 def _checksum(content: dict[str, Any]) -> int:
@@ -154,6 +185,15 @@ def shard_name(save: str, index: int) -> str:
     return f"shard-{save}-{index:05d}.safetensors"
 
 
+def counts_name(save: str) -> str:
+    """The file of a save's counts; ``save`` is 8 hexadecimal digits of its own."""
+    return f"counts-{save}.bin"
+
+
+def _is_ours(name: str) -> bool:
+    return bool(_SHARD_NAME.fullmatch(name) or _COUNTS_NAME.fullmatch(name))
+
+
 def prepare_folder(folder: Path) -> None:
     """Makes the folder of a saved table, or clears it of what killed saves left.
 
@@ -164,7 +204,7 @@ def prepare_folder(folder: Path) -> None:
         raise ValueError(f"{folder} is a file, but a table is saved to a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(os.listdir(folder)):
-        if name not in (MANIFEST, _UNFINISHED) and not _NAME.fullmatch(name):
+        if name not in (MANIFEST, _UNFINISHED) and not _is_ours(name):
             raise ValueError(
                 f"{folder} holds {name!r}, which is not of a saved table: name a folder that "
                 "doesn't exist, or of an earlier save."
@@ -177,8 +217,8 @@ def prepare_folder(folder: Path) -> None:
 
 
 def remove_others(folder: Path, manifest: Manifest) -> None:
-    """Removes the shards that are not of a manifest."""
-    named = {shard.file for shard in manifest.shards}
+    """Removes the shards and counts that are not of a manifest."""
+    named = set(manifest.files)
     for name in os.listdir(folder):
-        if _NAME.fullmatch(name) and name not in named:
+        if _is_ours(name) and name not in named:
             (folder / name).unlink()

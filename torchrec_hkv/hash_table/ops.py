@@ -182,6 +182,21 @@ def _(
     return torch.empty_like(ids, dtype=torch.bool)
 
 
+@torch.library.register_fake("torchrec_hkv::overwrite_slots")
+def _(
+    counters: Tensor,
+    group: int,
+    table: int,
+    slots: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+    last_steps: Tensor,
+    scores: Tensor,
+    states: Tensor,
+) -> None:
+    return None
+
+
 @torch.library.register_fake("torchrec_hkv::restore_entries")
 def _(
     counters: Tensor,

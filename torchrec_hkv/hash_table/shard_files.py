@@ -94,7 +94,7 @@ def _starts(fields: Sequence[Field], shard: Shard, header: bytes) -> dict[str, i
     return starts
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def host_memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor of host memory, which must outlive them."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
@@ -134,7 +134,7 @@ class ShardWriter:
     def append(self, batch: dict[str, Tensor]) -> None:
         """Writes entries: contiguous tensors in host memory, by name."""
         for field in self._fields:
-            data = _memory(batch[field.name])
+            data = host_memory(batch[field.name])
             self._crc32[field.name] = zlib.crc32(data, self._crc32[field.name])
             self._write(data, self._at[field.name])
             self._at[field.name] += data.nbytes
@@ -209,12 +209,17 @@ class ShardReader:
         """
         longest = memory["ids"].shape[0]
         for first in range(0, self._shard.entries, longest):
-            n = min(longest, self._shard.entries - first)
-            batch = {field.name: memory[field.name][:n] for field in self._fields}
-            for field in self._fields:
+            yield self.read(first, min(longest, self._shard.entries - first), memory)
+
+    def read(self, first: int, n: int, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``n`` entries from the one numbered ``first``: views of the memory of the fields that are
+        in it."""
+        batch = {name: tensor[:n] for name, tensor in memory.items()}
+        for field in self._fields:
+            if field.name in batch:
                 at = self._starts[field.name] + first * field.entry_bytes
-                self._read(_memory(batch[field.name]), at)
-            yield batch
+                self._read(host_memory(batch[field.name]), at)
+        return batch
 
     def _read(self, data: memoryview, at: int) -> None:
         while data.nbytes:
@@ -232,7 +237,7 @@ class ShardReader:
         crc32 = {field.name: 0 for field in self._fields}
         for batch in self.batches(memory):
             for name, tensor in batch.items():
-                crc32[name] = zlib.crc32(_memory(tensor), crc32[name])
+                crc32[name] = zlib.crc32(host_memory(tensor), crc32[name])
             yield batch
         for name, value in crc32.items():
             expected = self._shard.crc32.get(name)

@@ -443,6 +443,18 @@ class TableGroup:
         """Forgets all ids of a table. Counters go on."""
         self._group.clear_table(table)
 
+    def read_admission(self, table: int, first: int, n: int) -> Tensor:
+        """A copy of ``n`` bytes of a table's counts of ids that are not admitted, from ``first``.
+
+        Returns:
+            uint8 on the table's device; what they are says ``csrc/hash_table/admission.h``.
+        """
+        return self._group.read_admission(table, first, n)
+
+    def write_admission(self, table: int, first: int, counts: Tensor) -> None:
+        """Overwrites such bytes."""
+        self._group.write_admission(table, first, counts)
+
     def fill_frames(self, table: int) -> None:
         """Brings the rows of the highest rank into HBM, as far as there is room.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +15,51 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.sharding.exchange import exchange
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
 from torchrec_hkv.sharding.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state import TableState
 from torchrec_hkv.sharding.validation import PlannedTable
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundTable:
+    """A table of ours in a model.
+
+    Attributes:
+        collection: that it is in.
+        name: the table's.
+        planned: as it was planned.
+        state: how it lies over the ranks.
+        has_files: whether checkpoints have files of its own (:meth:`Backend.saves_files`).
+    """
+
+    collection: BackendCollection
+    name: str
+    planned: PlannedTable
+    state: TableState
+    has_files: bool
+
+
+# While tables are set aside: those that a state_dict has met, by their names in it.
+_aside: ContextVar[dict[str, FoundTable] | None] = ContextVar("tables aside", default=None)
+
+
+@contextlib.contextmanager
+def tables_with_files_aside() -> Iterator[dict[str, FoundTable]]:
+    """Within it, ``state_dict`` and ``load_state_dict`` pass over tables that have files of their
+    own in checkpoints.
+
+    Yields:
+        All tables of ours that a ``state_dict`` has met since, by the part of their keys before
+        ``.weight``.
+    """
+    token = _aside.set({})
+    try:
+        yield _aside.get()
+    finally:
+        _aside.reset(token)
 
 
 class BackendCollection:
@@ -106,6 +149,21 @@ class BackendCollection:
         if not skip_registering:
             self._register_state_dict_hook(_export_tables)
 
+    def found_tables(self) -> dict[str, FoundTable]:
+        """The tables of ours, on whatever rank, by name."""
+        return {name: self._found(name) for name in self._planned}
+
+    def _found(self, name: str) -> FoundTable:
+        planned = self._planned[name]
+        backend = registry.get(planned.backend)
+        return FoundTable(
+            self,
+            name,
+            planned,
+            self._table_states[name],
+            backend.saves_files(planned.shards[0].options),
+        )
+
     def _table_module(self, name: str) -> nn.Module:
         return getattr(self, self.tables_attribute)[name]
 
@@ -120,21 +178,29 @@ class BackendCollection:
             missing_keys: gets the names of tensors that are not there.
         """
         loads: list[tuple[str, dict[str, torch.Tensor]]] = []
+        exchanged: dict[str, dict[str, torch.Tensor]] = {}
         taken: list[str] = []
         for name, state in self._table_states.items():
             table_prefix = f"{prefix}{self.tables_attribute}.{name}."
             present = {key: f"{table_prefix}{key}" for key in state.keys}
             present = {key: path for key, path in present.items() if path in state_dict}
             taken.extend(present.values())
+            if _aside.get() is not None and self._found(name).has_files:
+                continue
             if not self._is_built and not state.is_dense:
                 # TorchRec copies the rows of the unsharded module here; ours start empty.
                 continue
             if present:
                 tensors = {key: state_dict[path] for key, path in present.items()}
-                loads.extend(state.local_states(dist.get_rank(), tensors).items())
+                if state.layout is None:
+                    loads.extend(state.local_states(dist.get_rank(), tensors).items())
+                else:
+                    exchanged[name] = tensors
             else:
                 missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
         lookups = self.group_lookups()
+        if exchanged:
+            self._exchange(exchanged)
         for key, local in loads:
             lookups[key].load_table(key, local)
         for path in taken:
@@ -143,6 +209,25 @@ class BackendCollection:
         for name in self._table_states:
             parameter = self._table_module(name).weight
             state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()
+
+    def _exchange(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Loads tables of which ranks may have each other's places, all checked before."""
+        pg, rank, lookups = self._env.process_group, dist.get_rank(), self.group_lookups()
+        local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+
+        def check() -> None:
+            for name, its in tensors.items():
+                local[name] = self._table_states[name].local_states(rank, its)
+
+        on_every_rank(check, pg)
+        for name, shards in local.items():
+            state = self._table_states[name]
+            loads = {
+                shard.key: lookups[shard.key].open_entries(shard.key, state.owners(shard))
+                for shard, holder in zip(state.shards, state.ranks, strict=True)
+                if holder == rank
+            }
+            exchange(state, shards, loads, self._device or torch.device("cpu"), pg)
 
 
 def _export_tables(
@@ -153,7 +238,14 @@ def _export_tables(
 ) -> None:
     lookups = module.group_lookups()
     rank = dist.get_rank()
+    aside = _aside.get()
     for name, state in module._table_states.items():
+        if aside is not None:
+            found = module._found(name)
+            aside[f"{prefix}{module.tables_attribute}.{name}"] = found
+            if found.has_files:
+                destination.pop(f"{prefix}{module.tables_attribute}.{name}.weight", None)
+                continue
         exported = {key: lookups[key].export_table(key) for key in state.keys_on(rank)}
         table_prefix = f"{prefix}{module.tables_attribute}.{name}."
         destination.pop(f"{table_prefix}weight", None)

@@ -7,6 +7,7 @@ Everything a rank must know of the others follows from the plan, so that one ran
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,12 @@ from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard, T
 #: global size is that number, so that loading at another world size fails before anything is read.
 SHARDS_KEY = "shards"
 
+#: Ranges of these are what ranks own of a table that is routed by hash.
+OWNER_BUCKETS = 1 << 16
+
+#: In the state of a table that is exchanged, in the place of that: how it lay over the ranks.
+LAYOUT_KEY = "layout"
+
 _SHARDS_SPEC = TensorSpec(shape=(1,), dtype=torch.int64)
 
 
@@ -44,6 +51,8 @@ class TableState:
         placements: where TorchRec placed each shard.
         specs: the tensors of each shard.
         is_dense: whether it looks as the state of a stock table: the weight alone, by row number.
+        layout: where ranks may load each other's places, a number that is equal where a table lies
+            over the ranks in the same way; else None.
     """
 
     name: str
@@ -52,6 +61,7 @@ class TableState:
     placements: tuple[_remote_device, ...]
     specs: tuple[Mapping[str, TensorSpec], ...]
     is_dense: bool
+    layout: int | None = None
 
     @classmethod
     def of(
@@ -67,15 +77,21 @@ class TableState:
             ValueError: the backend names a tensor as this module does.
         """
         is_dense = backend.is_dense(shards[0].options)
+        exchanges = backend.exchanges(shards[0].options)
         specs = []
         for shard in shards:
             spec = dict(backend.state_spec(shard, optimizer))
-            if SHARDS_KEY in spec:
-                raise ValueError(
-                    f"Backend {backend.name!r} calls a tensor of its state {SHARDS_KEY!r}: "
-                    "that name is taken."
-                )
-            specs.append(spec if is_dense else {**spec, SHARDS_KEY: _SHARDS_SPEC})
+            for name in (SHARDS_KEY, LAYOUT_KEY):
+                if name in spec:
+                    raise ValueError(
+                        f"Backend {backend.name!r} calls a tensor of its state {name!r}: "
+                        "that name is taken."
+                    )
+            if exchanges and shard.row_offset == shard.column_offset == 0:
+                spec[LAYOUT_KEY] = _SHARDS_SPEC
+            if not is_dense and not exchanges:
+                spec[SHARDS_KEY] = _SHARDS_SPEC
+            specs.append(spec)
         placements = tuple(_placement(shard) for shard in sharding.sharding_spec.shards)
         return cls(
             name=shards[0].name,
@@ -84,12 +100,20 @@ class TableState:
             placements=placements,
             specs=tuple(specs),
             is_dense=is_dense,
+            layout=_layout_number(backend, shards, optimizer) if exchanges else None,
         )
 
     @property
     def keys(self) -> list[str]:
-        """The names of the tensors."""
-        return list(self.specs[0])
+        """The names of the tensors; not every shard need have all."""
+        return list({key: None for spec in self.specs for key in spec})
+
+    def owners(self, shard: TableShard) -> tuple[int, int]:
+        """First owner bucket of the ids that come to a shard of a table that is routed by hash, and
+        the one past the last: shards of rows share all of them in contiguous ranges."""
+        offsets = sorted({shard.row_offset for shard in self.shards})
+        at, count = offsets.index(shard.row_offset), len(offsets)
+        return -(-at * OWNER_BUCKETS // count), -(-(at + 1) * OWNER_BUCKETS // count)
 
     def keys_on(self, rank: int) -> list[str]:
         """The keys of the shards that a rank holds."""
@@ -105,14 +129,18 @@ class TableState:
             rank: this rank.
             exported: the backend's export of each shard that this rank holds, by the shard's key.
         """
-        count = torch.tensor([len(self.specs)], dtype=torch.int64)
+        own = {
+            SHARDS_KEY: torch.tensor([len(self.specs)], dtype=torch.int64),
+            LAYOUT_KEY: torch.tensor([self.layout or 0], dtype=torch.int64),
+        }
         return {
             key: self._sharded_tensor(
                 key,
                 rank,
                 {
-                    shard: count if key == SHARDS_KEY else tensors[key]
+                    shard: own[key] if key in own else tensors[key]
                     for shard, tensors in exported.items()
+                    if key in own or key in tensors
                 },
             )
             for key in self.keys
@@ -125,6 +153,8 @@ class TableState:
         metadata: list[ShardMetadata] = []
         local_shards: list[Shard] = []
         for index, shard in enumerate(self.shards):
+            if key not in self.specs[index]:
+                continue
             placement = self.placements[index]
             tensor = local.get(shard.key) if placement.rank() == rank else None
             if tensor is not None and tensor.device.type != placement.device().type:
@@ -139,32 +169,41 @@ class TableState:
             )
             if tensor is not None:
                 local_shards.append(Shard(tensor=tensor, metadata=metadata[-1]))
+        metadata_dtype = next(spec[key].dtype for spec in self.specs if key in spec)
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             local_shards=local_shards,
             sharded_tensor_metadata=ShardedTensorMetadata(
                 shards_metadata=metadata,
                 size=torch.Size(size),
-                tensor_properties=TensorProperties(dtype=self.specs[0][key].dtype),
+                tensor_properties=TensorProperties(dtype=metadata_dtype),
             ),
         )
 
-    def _layout(self, key: str) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-        """The offsets of each shard's tensor in the whole, and the size of that."""
-        shapes = [spec[key].shape for spec in self.specs]
-        if len(shapes[0]) == 1:
-            bounds = _starts([shape[0] for shape in shapes])
-            return [(start,) for start in bounds[:-1]], (bounds[-1],)
-        rows = _starts_by(
-            {shard.row_offset: s[0] for shard, s in zip(self.shards, shapes, strict=True)}
+    def _layout(self, key: str) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+        """The offsets of each shard's tensor in the whole, by index, and the size of that."""
+        having = sorted(
+            (index for index, spec in enumerate(self.specs) if key in spec),
+            key=lambda i: (self.shards[i].row_offset, self.shards[i].column_offset),
         )
-        columns = _starts_by(
-            {shard.column_offset: s[1] for shard, s in zip(self.shards, shapes, strict=True)}
-        )
-        offsets = [
-            (rows[0][shard.row_offset], columns[0][shard.column_offset], *[0] * (len(shape) - 2))
-            for shard, shape in zip(self.shards, shapes, strict=True)
-        ]
-        return offsets, (rows[1], columns[1], *shapes[0][2:])
+        shapes = {index: self.specs[index][key].shape for index in having}
+        first = shapes[having[0]]
+        if len(first) == 1:
+            bounds = _starts([shapes[index][0] for index in having])
+            return {i: (start,) for i, start in zip(having, bounds[:-1], strict=True)}, (
+                bounds[-1],
+            )
+        shards = {index: self.shards[index] for index in having}
+        rows = _starts_by({shards[i].row_offset: shapes[i][0] for i in having})
+        columns = _starts_by({shards[i].column_offset: shapes[i][1] for i in having})
+        offsets = {
+            i: (
+                rows[0][shards[i].row_offset],
+                columns[0][shards[i].column_offset],
+                *[0] * (len(shapes[i]) - 2),
+            )
+            for i in having
+        }
+        return offsets, (rows[1], columns[1], *first[2:])
 
     def local_states(
         self, rank: int, tensors: Mapping[str, Any]
@@ -190,12 +229,14 @@ class TableState:
         for key in self.keys:
             self._check_sharding(key, tensors[key])
         held = [index for index, holder in enumerate(self.ranks) if holder == rank]
-        local = {key: self._local_tensors(key, tensors[key], held) for key in self.keys}
-        states: dict[str, dict[str, torch.Tensor]] = {}
-        for position, index in enumerate(held):
-            state = {key: local[key][position] for key in self.keys}
-            self._check_tensors(rank, self.specs[index], state)
-            states[self.shards[index].key] = state
+        states: dict[str, dict[str, torch.Tensor]] = {self.shards[i].key: {} for i in held}
+        for key in self.keys:
+            having = [index for index in held if key in self.specs[index]]
+            local = self._local_tensors(key, tensors[key], having)
+            for index, tensor in zip(having, local, strict=True):
+                states[self.shards[index].key][key] = tensor
+        for index in held:
+            self._check_tensors(rank, self.specs[index], states[self.shards[index].key])
         return states
 
     def _check_tensors(
@@ -208,7 +249,7 @@ class TableState:
                     f"and dtype {tensor.dtype} on rank {rank}: needed are {spec[key].shape} and "
                     f"{spec[key].dtype}."
                 )
-        if self.is_dense:
+        if self.is_dense or self.layout is not None:
             return
         saved_shards = int(state.pop(SHARDS_KEY))
         if saved_shards != len(self.specs):
@@ -223,7 +264,7 @@ class TableState:
                 f"needed is a ShardedTensor of {len(self.specs)} shards."
             )
         count = len(tensor.metadata().shards_metadata)
-        if count != len(self.specs):
+        if count != sum(key in spec for spec in self.specs):
             raise ValueError(self.other_world_size(count))
 
     def _local_tensors(self, key: str, tensor: Any, held: list[int]) -> list[torch.Tensor]:
@@ -274,3 +315,20 @@ def _starts_by(sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
 def _placement(shard: ShardMetadata) -> _remote_device:
     placement = shard.placement
     return placement if isinstance(placement, _remote_device) else _remote_device(placement)
+
+
+def _layout_number(
+    backend: Backend, shards: list[TableShard], optimizer: OptimizerSpec | None
+) -> int:
+    """Equal where places mean the same on the same rows and columns."""
+    described = sorted(
+        (
+            shard.row_offset,
+            shard.capacity,
+            shard.column_offset,
+            shard.dim,
+            *backend.state_geometry(shard, optimizer),
+        )
+        for shard in shards
+    )
+    return zlib.crc32(repr(described).encode())

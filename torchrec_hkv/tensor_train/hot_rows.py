@@ -97,15 +97,27 @@ class HotRows(nn.Module):
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """``(places, found)`` of ids, int64 and bool ``[n]``; the place of one that is not there
-        means nothing."""
-        at = torch.searchsorted(self.sorted_ids, ids).clamp(max=self.size - 1)
-        found = self.sorted_ids[at] == ids
+        means nothing. Counted in the hit rate."""
+        places, found = self.look_up(ids)
         self.tally[0] += ids.numel()
         hits = found.sum()
         self.tally[1] += hits
         if self.training:
             self.training_hits += hits
-        return self.sorted_places[at], found
+        return places, found
+
+    def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`find`, and counts nothing."""
+        at = torch.searchsorted(self.sorted_ids, ids).clamp(max=self.size - 1)
+        return self.sorted_places[at], self.sorted_ids[at] == ids
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Forgets all rows: what they have learned is lost. Counts of frequencies stay."""
+        self.ids.fill_(_NO_ID)
+        self.sorted_ids.fill_(_NO_ID)
+        self.rows.zero_()
+        self.states.zero_()
 
     def count(self, ids: Tensor) -> None:
         """Counts the occurrences of ids."""

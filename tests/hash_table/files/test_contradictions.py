@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from tests.support.saved_tables import assert_refused, filled, like
-from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.manifest import Manifest
-from torchrec_hkv.hash_table.shard_files import ShardReader, ShardWriter
+from torchrec_hkv.hash_table.shard_files import ShardReader, ShardWriter, fields_of
 
 
 def rewrite(folder, change):
     """Writes the only shard of a table anew, with right checksums."""
     manifest = Manifest.read(folder)
     (shard,) = manifest.shards
-    fields = files.fields_of(4, torch.float32, 0, False)
+    fields = fields_of(4, torch.float32, 0, False)
     memory = {f.name: torch.empty(f.shape(shard.entries), dtype=f.dtype) for f in fields}
     with ShardReader(folder / shard.file, fields, shard) as reader:
         list(reader.batches(memory))

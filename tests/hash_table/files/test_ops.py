@@ -41,6 +41,19 @@ def test_restore_slots(table):
     torch.library.opcheck(ops.restore_slots, (*place(table), slots, *given(table)))
 
 
+def test_overwrite_slots(table):
+    group = table._group
+    slots = group.select_slots(0)[:20]
+    ids, rows, steps, scores, states = ops.read_slots(group.handle, 0, slots)
+    ids = torch.cat([ids[:10], ids[10:] ^ 1])  # the last ten are not what stands there
+    other = rows.neg(), steps + 1, scores + 1, states.neg()
+    torch.library.opcheck(ops.overwrite_slots, (*place(table), slots, ids, *other))
+    now = ops.read_slots(group.handle, 0, slots)
+    for kept, given, found in zip((rows, steps, scores, states), other, now[1:], strict=True):
+        expected = torch.cat([given[:10], kept[10:]]) if kept.numel() else kept
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_restore_entries(table):
     # What is displaced, of which there is nothing here, is left unwritten.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

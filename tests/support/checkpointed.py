@@ -1,0 +1,176 @@
+"""A model to save under one sharding and to load under another, and all that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from tests.support.models import local_tables, make_model, shard_model
+from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions
+from torchrec_hkv.hash_table import MinFrequency
+
+ROWS, DIMS, BATCH = 640, {"lru": 12, "lfu": 8}, 8
+#: Optimizer and its arguments, quantities of state that each column has, and that a row has once.
+OPTIMIZERS = {
+    "adam": (torch.optim.Adam, {"lr": 0.05}, 2, 0),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}, 1, 0),
+    "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}, 0, 1),
+}
+
+
+def make_tables(
+    world_size: int,
+    device: torch.device,
+    sharding_type: str,
+    optimizer: str = "adam",
+    *,
+    rows: int = ROWS,
+    dims: dict[str, int] | None = None,
+    admission: MinFrequency | None = None,
+    kinds: dict[str, str] | None = None,
+    eviction: str = "lfu",
+    seed: int = 3,
+    dense: bool = False,
+    tt_rank: int = 4,
+    tt_dtype: str = "fp32",
+) -> DistributedModelParallel:
+    """Hash tables ``lru`` and ``lfu``, the second of which grows, beside ``tt`` and ``stock``.
+
+    Args:
+        world_size: number of ranks.
+        device: of the tables.
+        sharding_type: of hash tables and the stock one.
+        optimizer: a key of :data:`OPTIMIZERS`.
+        rows: of each hash table, over all ranks.
+        dims: of the hash tables.
+        admission: of ``lru``.
+        kinds: kernels of tables that are to have another than their own.
+        eviction: of ``lfu``.
+        seed: of ``lru``.
+        dense: whether ``lru`` has rows by number.
+        tt_rank: of ``tt``.
+        tt_dtype: of ``tt``.
+    """
+    dims = dims or DIMS
+    kernels = {"lru": "hkv", "lfu": "hkv", "tt": "tt", "stock": "fused", **(kinds or {})}
+    sizes = {"lru": (rows, dims["lru"]), "lfu": (rows, dims["lfu"])}
+    # Hash tables have a place for every row only where there are some more.
+    sizes |= {"tt": (160 if kernels["tt"] == "hkv" else 64, 8), "stock": (64, 8)}
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=n,
+            embedding_dim=dim,
+            feature_names=[name],
+            data_type=DataType(tt_dtype.upper() if name == "tt" else "FP32"),
+        )
+        for name, (n, dim) in sizes.items()
+    ]
+    options: dict[str, Any] = {
+        "lru": HKVOptions(seed=seed, admission=admission, dense=dense),
+        "lfu": HKVOptions(eviction=eviction, initial_capacity=128),
+        "tt": TTOptions(ranks=tt_rank),
+    }
+    constraints = {
+        name: ParameterConstraints(
+            compute_kernels=[kernel],
+            sharding_types=["table_wise" if kernel == "tt" else sharding_type],
+            min_partition=4,
+            options=options.get(name) if name not in (kinds or {}) else None,
+        )
+        for name, kernel in kernels.items()
+    }
+    model = make_model(tables, None)
+    kind, arguments, *_ = OPTIMIZERS[optimizer]
+    for name, kernel in kernels.items():
+        weight = [model.ebc.embedding_bags[name].weight]
+        if kernel == "fused":  # has no Adam on a CPU, and row-wise states by column shard
+            apply_optimizer_in_backward(torch.optim.Adagrad, weight, {"lr": 0.1, "eps": 1e-6})
+        else:
+            apply_optimizer_in_backward(kind, weight, dict(arguments))
+    return shard_model(model, constraints, world_size, device)
+
+
+def features(
+    device: torch.device, seed: int, ids: int = 260, names: tuple[str, ...] = ("lru", "lfu")
+) -> KeyedJaggedTensor:
+    """A batch: raw ids for hash tables, row numbers for the others."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = ["lru", "lfu", "tt", "stock"]
+    lengths = torch.randint(0, 5, (len(keys) * BATCH,), generator=generator)
+    values = []
+    for key, n in zip(keys, lengths.view(len(keys), BATCH).sum(1).tolist(), strict=True):
+        drawn = torch.randint(0, ids if key in names else 64, (n,), generator=generator)
+        values.append(drawn * 0x9E3779B97F4A7C1 - 2**62 if key in names else drawn)
+    return KeyedJaggedTensor(
+        keys=keys, values=torch.cat(values).to(device), lengths=lengths.to(device)
+    )
+
+
+def train(
+    model: DistributedModelParallel, rank: int, device: torch.device, steps: range
+) -> torch.Tensor:
+    """Trains; gives all outputs, in host memory."""
+    outputs = []
+    for step in steps:
+        output = model(features(device, 1000 * rank + step))
+        output.square().sum().backward()
+        outputs.append(output.detach().cpu())
+    return torch.cat(outputs)
+
+
+def evaluate(model: DistributedModelParallel, device: torch.device) -> torch.Tensor:
+    """The same outputs on every rank, of any model that holds the same."""
+    model.eval()
+    with torch.no_grad():
+        outputs = [model(features(device, 77 + step)).cpu() for step in range(4)]
+    model.train()
+    return torch.cat(outputs)
+
+
+def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
+    """All values that the hash tables of this rank hold, each with its table, id and place; read
+    from the tables past all that saves and loads."""
+    *_, of_columns, of_rows = OPTIMIZERS[optimizer]
+    values = []
+    for key, lookup in local_tables(model).items():
+        if not hasattr(lookup, "_group") or not hasattr(lookup._group, "sizes"):
+            continue
+        shard, index = lookup._shards[key], lookup._index[key]
+        state = lookup._group.export_table(index)
+        slots = state.occupied.nonzero().flatten()
+        ids = state.ids[slots].tolist()
+        rows = state.rows[slots].cpu().view(torch.int32).tolist()
+        states = state.states[slots].cpu().contiguous().view(torch.int32)
+        states = states.tolist() if states.numel() else [[]] * len(ids)
+        steps = state.last_steps[slots].tolist()
+        scores = state.scores[slots].tolist() if state.scores.numel() else [None] * len(ids)
+        for i, id_ in enumerate(ids):
+            if shard.column_offset == 0:
+                values.append((shard.name, id_, "entry", steps[i], scores[i]))
+                step = int(state.optimizer_step)
+                values.append((shard.name, "all", "step", step, lookup._group.clock))
+            for c in range(shard.dim):
+                at = shard.column_offset + c
+                values.append((shard.name, id_, at, "row", rows[i][c]))
+                for k in range(of_columns):
+                    values.append((shard.name, id_, at, k, states[i][k * shard.dim + c]))
+                for k in range(of_rows):
+                    value = states[i][of_columns * shard.dim + k]
+                    values.append((shard.name, id_, at, "of the row", value))
+    return values
+
+
+def joined(results: list[list[tuple]]) -> list[tuple]:
+    """What all ranks hold, sorted; what is said of a whole table once."""
+    everything = [value for values in results for value in values]
+    once = {value for value in everything if value[1] == "all"}
+    entries = [value for value in everything if value[1] != "all"]
+    assert len(set(entries)) == len(entries)
+    return sorted([*once, *entries], key=repr)

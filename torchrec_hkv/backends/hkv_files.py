@@ -1,0 +1,77 @@
+"""Shards of hash tables in the files of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchrec_hkv.backends.saved import FileOptions, SavedShard, TablesLoad
+from torchrec_hkv.hash_table import TableGroup, files
+from torchrec_hkv.hash_table.counts_files import verify_counts
+from torchrec_hkv.hash_table.file_tables import verify_shard
+from torchrec_hkv.hash_table.manifest import Manifest
+from torchrec_hkv.hash_table.parts import Part, PartsLoad
+
+
+def save_table(group: TableGroup, table: int, folder: Path, options: FileOptions) -> None:
+    """As :meth:`GroupLookup.save_files`."""
+    files.save(group, table, folder, batch_bytes=options.batch_bytes, threads=options.threads)
+
+
+class HashTablesLoad(TablesLoad):
+    """Tables of one group.
+
+    Args:
+        group: theirs.
+        saved: by a table's index: the index of a feature of its, all shards of the saved table, and
+            the owner buckets of the ids that the table is asked for.
+        options: of the load.
+    """
+
+    def __init__(
+        self,
+        group: TableGroup,
+        saved: Mapping[int, tuple[int, Sequence[SavedShard], tuple[int, int]]],
+        options: FileOptions,
+    ) -> None:
+        self._group = group
+        self._loads = [
+            PartsLoad(
+                group,
+                table,
+                feature,
+                [Part(s.folder, s.owners, Manifest.read(s.folder)) for s in shards],
+                owners,
+                allow_loss=options.allow_loss,
+                batch_bytes=options.batch_bytes,
+                threads=options.threads,
+            )
+            for table, (feature, shards, owners) in saved.items()
+        ]
+
+    def check(self) -> None:
+        for load in self._loads:
+            load.check()
+
+    def run(self) -> int:
+        if not self._loads:
+            return 0
+        # All tables of a group count steps together.
+        self._group.set_clock(max(load.clock for load in self._loads))
+        return sum(load.run() for load in self._loads)
+
+
+def saved_files(folder: Path) -> list[str]:
+    """As :meth:`Backend.saved_files`."""
+    return Manifest.read(folder).files
+
+
+def verify_file(folder: Path, file: str, options: FileOptions) -> None:
+    """As :meth:`Backend.verify_file`."""
+    manifest = Manifest.read(folder)
+    batch_bytes = options.batch_bytes // options.threads
+    if manifest.counts is not None and file == manifest.counts.file:
+        verify_counts(folder, manifest.counts, batch_bytes)
+    for shard in manifest.shards:
+        if file == shard.file:
+            verify_shard(folder, manifest, shard, batch_bytes)

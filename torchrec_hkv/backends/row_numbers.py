@@ -1,0 +1,63 @@
+"""Rows that come by number, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def put_row_numbers(
+    weight: Tensor, batches: Iterable[tuple[Tensor, Tensor]], first_row: int, first_column: int
+) -> None:
+    """Writes the rows of a shard.
+
+    Args:
+        weight: ``[rows, columns]``, the shard's.
+        batches: row numbers, int64 ``[n]``, and whole rows.
+        first_row: of the shard.
+        first_column: of the shard.
+    """
+    for numbers, rows in batches:
+        mine = (numbers >= first_row) & (numbers < first_row + weight.shape[0])
+        at = (numbers[mine] - first_row).to(weight.device)
+        part = rows[mine][:, first_column : first_column + weight.shape[1]]
+        weight[at] = part.to(weight)
+
+
+def collect_rows(
+    table: str, num_rows: int, dim: int, batches: Iterable[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """All rows of a table, float32 ``[num_rows, dim]``.
+
+    Raises:
+        ValueError: a row number is none of the table's, or a row doesn't come.
+    """
+    dense = torch.empty(num_rows, dim)
+    has_come = torch.zeros(num_rows, dtype=torch.bool)
+    for numbers, rows in batches:
+        check_row_numbers(table, numbers, num_rows)
+        dense[numbers] = rows.float()
+        has_come[numbers] = True
+    missing = int((~has_come).sum())
+    if missing:
+        raise ValueError(
+            f"table {table!r}: {missing} of {num_rows} rows were not given, the first being "
+            f"{int((~has_come).nonzero()[0])}, but it needs all of them."
+        )
+    return dense
+
+
+def check_row_numbers(table: str, numbers: Tensor, num_rows: int) -> None:
+    """Refuses ids that are no rows.
+
+    Raises:
+        ValueError: naming one.
+    """
+    outside = (numbers < 0) | (numbers >= num_rows)
+    if outside.any():
+        raise ValueError(
+            f"table {table!r} has no row {int(numbers[outside][0])}: allowed are row numbers from "
+            f"0 to {num_rows - 1}."
+        )

@@ -1,0 +1,99 @@
+"""What backends and checkpoints say to each other of saved tables."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedShard:
+    """A shard of a table in a checkpoint, whatever the sharding of the table was.
+
+    Attributes:
+        folder: that :meth:`GroupLookup.save_files` wrote.
+        owners: first owner bucket of the ids that the shard was asked for, and the one past the
+            last; of 65,536.
+    """
+
+    folder: Path
+    owners: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileOptions:
+    """How files of tables are written and read.
+
+    Attributes:
+        batch_bytes: memory it may take, on the host and on the device.
+        threads: that write or read files at the same time.
+        allow_loss: load also into tables that are too small; what ranks lowest is left out.
+    """
+
+    batch_bytes: int
+    threads: int
+    allow_loss: bool = False
+
+
+class TablesLoad(abc.ABC):
+    """Tables of one group that are going to be replaced by saved ones."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Refuses what can't be loaded, before anything changes.
+
+        Raises:
+            ValueError: one sentence naming the table, what is saved and what is needed.
+        """
+
+    @abc.abstractmethod
+    def run(self) -> int:
+        """Loads them; returns how many entries found no place.
+
+        Raises:
+            ValueError: files contradict themselves, or entries found no place that were expected
+                to; the table is left empty then.
+        """
+
+
+class EntriesLoad(abc.ABC):
+    """A table that is going to be filled from the state of all shards of a saved one."""
+
+    @abc.abstractmethod
+    def check(self, table_state: torch.Tensor) -> None:
+        """Refuses a state before anything changes.
+
+        Args:
+            table_state: the tensor of that name, of the first shard.
+
+        Raises:
+            ValueError: it can't be loaded.
+        """
+
+    @abc.abstractmethod
+    def load_same(self, table_state: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Loads the tensors of a shard of the same rows and columns, all of them."""
+
+    @abc.abstractmethod
+    def begin(self, table_state: torch.Tensor) -> None:
+        """Empties the table, to be filled entry by entry."""
+
+    @abc.abstractmethod
+    def put(self, entries: Mapping[str, torch.Tensor]) -> None:
+        """Takes those entries whose ids the table is asked for.
+
+        Args:
+            entries: by the names of its state, with the columns of the table's own shard.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Ends what :meth:`begin` began.
+
+        Raises:
+            ValueError: entries found no place; the table is left empty.
+        """

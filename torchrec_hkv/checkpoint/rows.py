@@ -1,0 +1,258 @@
+"""Rows of tables by id, over all ranks: out of any kind of table, and into any other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardedTensor
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.protocol import TableShard
+from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
+
+#: Rows of a batch.
+BATCH = 1 << 16
+
+
+def export_rows(
+    model: nn.Module, table: str, *, batch: int = BATCH
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """All ids of a table and their rows, the same on every rank.
+
+    Works for hash tables, Tensor-Train tables and stock ones, however they are sharded. An id that
+    a shard of other columns lacks has its initial row there. Every rank must iterate to the end: it
+    is a collective call.
+
+    Args:
+        model: sharded.
+        table: its name, or the part of its key in the ``state_dict`` before ``.weight``.
+        batch: ids to yield at a time, at most.
+
+    Yields:
+        Ids, int64 ``[n]``, and rows, float32 ``[n, embedding_dim]``, in host memory.
+
+    Raises:
+        ValueError: there is no such table, or its rows can't be had by id.
+    """
+    if batch < 1:
+        raise ValueError(f"batch is {batch}, but must be at least 1.")
+    part = _find(model, table)
+    device = _wire_device()
+    for shards in part.rows:
+        first = shards[0]
+        held = part.ids(first, batch) if first.is_here else iter(())
+        while True:
+            ids = _broadcast_ids(next(held, None) if first.is_here else None, first.rank, device)
+            if ids is None:
+                break
+            columns = [
+                _broadcast(
+                    part.rows_of(shard, ids) if shard.is_here else None,
+                    (ids.numel(), shard.columns),
+                    shard.rank,
+                    device,
+                )
+                for shard in shards
+            ]
+            yield ids, torch.cat(columns, dim=1)
+
+
+def import_rows(
+    model: nn.Module,
+    table: str,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    allow_loss: bool = False,
+) -> int:
+    """Sets rows of a table by id; a collective call.
+
+    Ids that a hash table has not are added to it as if they had been looked up once. Optimizer
+    states of the rows start anew. A Tensor-Train table needs all of its rows and gets the cores
+    nearest to them (TT-SVD) of the ranks that it has. For a dense table ``weight`` the batches are
+    ``[(torch.arange(len(weight)), weight)]``.
+
+    Args:
+        model: sharded.
+        table: as for :func:`export_rows`.
+        batches: ids, int64 ``[n]``, and rows, ``[n, embedding_dim]``; all of them on every rank.
+        allow_loss: whether ids may find no place in a hash table; those of the lowest scores don't.
+
+    Returns:
+        How many ids found no place, column shards counted each.
+
+    Raises:
+        ValueError: there is no such table, ids or rows don't fit it, or there was no place; what
+            came before is in the table then.
+    """
+    part = _find(model, table)
+
+    def run() -> int:
+        # An iterator that is read once serves one shard; a rank may hold several.
+        here = [shard for shards in part.rows for shard in shards if shard.is_here]
+        checked = _checked(batches, part, table)
+        if not here:
+            return sum(0 for _ in checked)  # it may be a collective call
+        kept = list(checked) if len(here) > 1 else checked
+        return sum(part.put_rows(shard, kept) for shard in here)
+
+    lost = sum(on_every_rank(run))
+    if lost and not allow_loss:
+        raise ValueError(
+            f"table {table!r}: {lost} ids found no place: give it a larger num_embeddings, or pass "
+            "allow_loss=True."
+        )
+    return lost
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A shard of a table: its rank, how many columns it has, and what its table knows it by."""
+
+    rank: int
+    columns: int
+    place: TableShard | int
+
+    @property
+    def is_here(self) -> bool:
+        return self.rank == (dist.get_rank() if dist.is_initialized() else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A table: shards by rows, in each of these by columns, and how to reach those of this rank."""
+
+    rows: Sequence[Sequence[_Shard]]
+    num_rows: int | None  # where ids are row numbers
+    ids: Callable[[_Shard, int], Iterator[Tensor]]
+    rows_of: Callable[[_Shard, Tensor], Tensor]
+    put_rows: Callable[[_Shard, Iterable[tuple[Tensor, Tensor]]], int]
+
+
+def _find(model: nn.Module, table: str) -> _Part:
+    with tables_with_files_aside() as ours:
+        state = model.state_dict()
+    stock = {
+        key.removesuffix(".weight"): value
+        for key, value in state.items()
+        if key.endswith(".weight")
+        and isinstance(value, ShardedTensor)
+        and key.removesuffix(".weight") not in ours
+    }
+    names = [key for key in (*ours, *stock) if key == table or key.rsplit(".", 1)[-1] == table]
+    if len(names) != 1:
+        raise ValueError(
+            f"The model has {len(names)} tables {table!r}: name one of {sorted([*ours, *stock])}."
+        )
+    (name,) = names
+    return _of_backend(ours[name]) if name in ours else _of_stock(stock[name])
+
+
+def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:
+    """From row and column offsets."""
+    rows: dict[int, list[_Shard]] = {}
+    for row, _, shard in sorted(shards, key=lambda item: item[:2]):
+        rows.setdefault(row, []).append(shard)
+    return list(rows.values())
+
+
+def _of_backend(found: FoundTable) -> _Part:
+    lookups, state = found.collection.group_lookups(), found.state
+    shards = zip(state.shards, state.ranks, strict=True)
+    routes_by_hash = registry.get(found.planned.backend).routes_by_hash(state.shards[0].options)
+    return _Part(
+        _by_rows(
+            (shard.row_offset, shard.column_offset, _Shard(rank, shard.dim, shard))
+            for shard, rank in shards
+        ),
+        None if routes_by_hash else state.shards[0].num_embeddings,
+        lambda shard, batch: lookups[shard.place.key].ids(shard.place.key, batch),
+        lambda shard, ids: lookups[shard.place.key].rows_of(shard.place.key, ids),
+        lambda shard, batches: lookups[shard.place.key].put_rows(
+            shard.place.key, batches, state.owners(shard.place)
+        ),
+    )
+
+
+def _of_stock(weight: ShardedTensor) -> _Part:
+    metadata = weight.metadata().shards_metadata
+    local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in weight.local_shards()}
+
+    def tensor_of(shard: _Shard) -> tuple[Tensor, list[int]]:
+        offsets = metadata[shard.place].shard_offsets
+        return local[tuple(offsets)].detach(), offsets
+
+    def ids(shard: _Shard, batch: int) -> Iterator[Tensor]:
+        tensor, offsets = tensor_of(shard)
+        return iter(torch.arange(offsets[0], offsets[0] + tensor.shape[0]).split(batch))
+
+    def rows_of(shard: _Shard, numbers: Tensor) -> Tensor:
+        tensor, offsets = tensor_of(shard)
+        return tensor[(numbers - offsets[0]).to(tensor.device)].float().cpu()
+
+    def put_rows(shard: _Shard, batches: Iterable[tuple[Tensor, Tensor]]) -> int:
+        tensor, offsets = tensor_of(shard)
+        put_row_numbers(tensor, batches, *offsets)
+        return 0
+
+    shards = _by_rows(
+        (*shard.shard_offsets, _Shard(shard.placement.rank(), shard.shard_sizes[1], index))
+        for index, shard in enumerate(metadata)
+        if 0 not in shard.shard_sizes
+    )
+    return _Part(shards, weight.size()[0], ids, rows_of, put_rows)
+
+
+def _checked(
+    batches: Iterable[tuple[Tensor, Tensor]], part: _Part, table: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    dim = sum(shard.columns for shard in part.rows[0])
+    for ids, rows in batches:
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise ValueError(
+                f"table {table!r}: ids have dtype {ids.dtype} and shape {tuple(ids.shape)}, but "
+                "must be int64 of one dimension."
+            )
+        if not rows.is_floating_point() or tuple(rows.shape) != (ids.numel(), dim):
+            raise ValueError(
+                f"table {table!r}: rows have dtype {rows.dtype} and shape {tuple(rows.shape)}, but "
+                f"must be floats of shape {(ids.numel(), dim)}."
+            )
+        if part.num_rows is not None:
+            check_row_numbers(table, ids, part.num_rows)
+        yield ids.cpu(), rows.detach().cpu()
+
+
+def _wire_device() -> torch.device:
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _broadcast(
+    tensor: Tensor | None, shape: tuple[int, ...], rank: int, device: torch.device
+) -> Tensor:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tensor
+    sent = torch.empty(shape, device=device) if tensor is None else tensor.to(device).contiguous()
+    dist.broadcast(sent, rank)
+    return sent.cpu()
+
+
+def _broadcast_ids(ids: Tensor | None, rank: int, device: torch.device) -> Tensor | None:
+    """None where the holder has no more."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ids
+    count = torch.tensor([-1 if ids is None else ids.numel()], device=device)
+    dist.broadcast(count, rank)
+    if int(count) < 0:
+        return None
+    sent = torch.empty(int(count), dtype=torch.int64) if ids is None else ids
+    sent = sent.to(device).contiguous()
+    dist.broadcast(sent, rank)
+    return sent.cpu()

@@ -1,0 +1,189 @@
+"""The tensors of a checkpoint, by :mod:`torch.distributed.checkpoint`: all but tables with files of
+their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torchrec.optim.keyed import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+)
+
+from torchrec_hkv.checkpoint.record import FileRecord
+from torchrec_hkv.sharding.state import SHARDS_KEY
+
+#: Their folder in a checkpoint.
+TENSORS = "tensors"
+
+_SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")
+_PIECE = 16 << 20
+
+
+def save_tensors(folder: Path, state: dict[str, Any]) -> None:
+    """Saves a state; a collective call.
+
+    Raises:
+        CheckpointException: a rank could not write.
+    """
+    dcp.save(state, checkpoint_id=folder)
+
+
+class TensorsLoad:
+    """Loads tensors into a model and an optimizer.
+
+    Args:
+        folder: of :func:`save_tensors`.
+        model: sharded.
+        optimizer: or None.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None) -> None:
+        self._folder, self._model, self._optimizer = folder, model, optimizer
+        self._state = {"model": model.state_dict()}
+
+    def check(self) -> None:
+        """Refuses what doesn't match, before anything changes.
+
+        Raises:
+            ValueError: one sentence naming the tensor, what is saved and what is needed.
+        """
+        metadata = dcp.FileSystemReader(self._folder).read_metadata()
+        _check_match(self._folder, metadata, _flat("model", self._state["model"]))
+        if self._optimizer is not None:
+            _initialise(self._optimizer)
+            self._state.update(optimizer_state(self._optimizer))
+            wanted = _flat("optimizer", self._state.get("optimizer", {}))
+            _check_match(self._folder, metadata, wanted)
+
+    def run(self) -> None:
+        """Loads; a collective call."""
+        dcp.load(self._state, checkpoint_id=self._folder)
+        self._model.load_state_dict(self._state["model"])
+        if self._optimizer is not None and "optimizer" in self._state:
+            self._optimizer.load_state_dict(self._state["optimizer"])
+
+
+def optimizer_state(optimizer: KeyedOptimizer) -> dict[str, Any]:
+    """Nothing on a rank that holds none of the parameters: an empty state would be missed."""
+    state = optimizer.state_dict()
+    return {"optimizer": state} if _flat("optimizer", state) else {}
+
+
+def check_optimizer(optimizer: KeyedOptimizer | None) -> None:
+    """Refuses optimizers whose states have no names.
+
+    Raises:
+        ValueError: it is none of TorchRec's.
+    """
+    if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
+        raise ValueError(
+            f"The optimizer is a {type(optimizer).__name__}: it must be a KeyedOptimizer of "
+            "TorchRec's, such as KeyedOptimizerWrapper or CombinedOptimizer."
+        )
+
+
+def file_record(path: Path) -> FileRecord:
+    """Size and checksum of a file, read in pieces."""
+    crc32 = size = 0
+    buffer = bytearray(_PIECE)
+    with open(path, "rb", buffering=0) as file:
+        while n := file.readinto(buffer):
+            crc32 = zlib.crc32(memoryview(buffer)[:n], crc32)
+            size += n
+    return FileRecord(size, crc32)
+
+
+def verify_file(path: Path, record: FileRecord) -> None:
+    """Reads a file.
+
+    Raises:
+        ValueError: it is not as recorded.
+    """
+    try:
+        size = os.stat(path).st_size
+        if size != record.bytes:
+            what = "cut short" if size < record.bytes else "too long"
+            raise ValueError(f"{path} is {what}: it has {size} bytes instead of {record.bytes}.")
+        found = file_record(path)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    if found.crc32 != record.crc32:
+        raise ValueError(
+            f"{path} is damaged: its checksum is {found.crc32}, but the checkpoint's record names "
+            f"{record.crc32}."
+        )
+
+
+def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
+    saved = metadata.state_dict_metadata
+    missing = [key for key in wanted if key not in saved]
+    if missing:
+        raise ValueError(
+            f"The checkpoint {folder} lacks {len(missing)} of the tensors to load, the first being "
+            f"{missing[0]!r}: load it into what it was saved from."
+        )
+    # World sizes first: at another one most shapes differ too.
+    for key in sorted(wanted, key=lambda key: _SHARDS_PATTERN.search(key) is None):
+        entry, value = saved[key], wanted[key]
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
+            continue
+        if entry.size == value.size():
+            if entry.properties.dtype != value.dtype:
+                raise ValueError(
+                    f"In the checkpoint {folder}, {key!r} has dtype {entry.properties.dtype} and "
+                    f"here {value.dtype}: load it into what it was saved from."
+                )
+            continue
+        table = _SHARDS_PATTERN.search(key)
+        if table is not None:
+            raise ValueError(
+                f"The checkpoint {folder} holds table {table['table']!r} in {entry.size[0]} shards "
+                f"and the model has {value.size()[0]}: load it with the number of ranks and the "
+                "sharding type it was saved with."
+            )
+        raise ValueError(
+            f"In the checkpoint {folder}, {key!r} has shape {tuple(entry.size)} and here "
+            f"{tuple(value.size())}: load it into what it was saved from."
+        )
+
+
+def _initialise(optimizer: KeyedOptimizer) -> None:
+    """Makes the lazy states of dense optimizers, which TorchRec loads in place."""
+    for leaf in _leaves(optimizer):
+        if isinstance(leaf, KeyedOptimizerWrapper) and not leaf.state:
+            before = [parameter.detach().clone() for parameter in leaf.params.values()]
+            leaf.init_state()  # a step on zero gradients, in which weight decay would count
+            leaf.zero_grad()
+            for parameter, value in zip(leaf.params.values(), before, strict=True):
+                parameter.detach().copy_(value)
+
+
+def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of nested mappings, by their path."""
+    leaves: dict[str, Any] = {}
+    for key, value in state.items():
+        path = f"{prefix}.{key}"
+        leaves.update(_flat(path, value) if isinstance(value, Mapping) else {path: value})
+    return leaves
+
+
+def _leaves(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            yield from _leaves(part)
+    elif isinstance(optimizer, OptimizerWrapper):
+        yield from _leaves(optimizer._optimizer)
+    else:
+        yield optimizer
