@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
+from torchrec_hkv.backends.calibration import CalibrationCase
+from torchrec_hkv.backends.hkv_cost import hkv_cases, hkv_work
 from torchrec_hkv.backends.hkv_dense import DenseRows, dense_capacity
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
@@ -22,6 +24,7 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
+from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import (
     Admission,
     Initializer,
@@ -428,6 +431,19 @@ class HKVBackend(Backend):
         # A lookup reads an id's line of digests and its id besides the row: about half as much
         # again for the rows of 256 to 512 bytes that are usual.
         return (hbm_bw if device_type == "cuda" else host_bw) / 1.5
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        memory = _memory(shard, optimizer)
+        return hkv_work(memory, shard.dim, load, _options(shard).hbm_bytes, device_type)
+
+    def calibration_cases(self, device_type: str) -> list[CalibrationCase]:
+        return hkv_cases(HKVOptions, device_type)
 
     @staticmethod
     def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:

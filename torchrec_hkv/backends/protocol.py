@@ -17,7 +17,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.ragged import ragged_lookup
+from torchrec_hkv.backends.workload import Work, Workload, row_work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +306,34 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
-        """Bytes of rows a millisecond that a lookup reaches, from the topology's bandwidths."""
+        """Bytes of rows a millisecond that a lookup reaches, from the topology's bandwidths.
+
+        The planner's estimate where nothing was measured (:meth:`calibration_cases`).
+        """
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        """What a step does to a shard, as counts that measured constants are per.
+
+        The default is that of tables that read and write whole rows.
+
+        Args:
+            shard: the table's part.
+            optimizer: None where it is not trained.
+            load: what the step asks of it.
+            device_type: where it lives.
+        """
+        storage = self.storage(shard, optimizer, device_type)
+        return row_work(load, shard.dim, (storage.hbm + storage.host) / shard.capacity)
+
+    def calibration_cases(self, device_type: str) -> Sequence[CalibrationCase]:
+        """The tables that ``torchrec-hkv calibrate`` times to fit constants to; none by default."""
+        return ()
 
     @abc.abstractmethod
     def state_spec(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
+from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -20,6 +21,8 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
+from torchrec_hkv.backends.tt_cost import tt_cases, tt_work
+from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.tensor_train import (
@@ -358,6 +361,18 @@ class TTBackend(Backend):
         # A row costs arithmetic, not traffic: on a GPU about six times a row's bytes, on a CPU,
         # where some thousand operations make a value of a row, a hundred times.
         return hbm_bw / 6 if device_type == "cuda" else host_bw / 100
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        return tt_work(_shape(shard), load, device_type)
+
+    def calibration_cases(self, device_type: str) -> list[CalibrationCase]:
+        return tt_cases(TTOptions, device_type)
 
     @staticmethod
     def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:

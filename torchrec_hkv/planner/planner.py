@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner as StockEmbeddingShardingPlanner
-from torchrec.distributed.planner.types import Enumerator, ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.planner.types import ParameterConstraints as StockParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.collective import on_leader
-from torchrec_hkv.planner.constraints import Assignment, assignments, translated
+from torchrec_hkv.planner.alternatives import why_rejected
+from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest
+from torchrec_hkv.planner.calibration import Calibration, calibration_for
+from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.enumerator import BackendEnumerator
-from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.options import is_ours, kernel_of
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import BACKEND_SHARDERS, get_default_sharders
@@ -44,6 +54,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         batch_size: int | None = None,
         enumerator: Enumerator | None = None,
         constraints: dict[str, StockParameterConstraints] | None = None,
+        calibration: Calibration | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         """
@@ -51,27 +62,35 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             topology: of the ranks; TorchRec's guess when None.
             batch_size: on each rank.
             enumerator: None: it is this package's, which knows backends.
-            constraints: by table; compute kernels may name a backend.
+            constraints: by table; compute kernels may name backends, and the planner takes the
+                fastest that fits.
+            calibration: measured constants that times are estimated from, or their file, as
+                ``torchrec-hkv calibrate`` writes it. None: the file of the default place
+                (:func:`torchrec_hkv.planner.default_path`), and where there is none, bandwidths.
             kwargs: the other arguments of TorchRec's planner.
 
         Raises:
-            ValueError: an enumerator was given, or a constraint is refused (see
-                :func:`torchrec_hkv.planner.constraints.assignments`).
+            ValueError: an enumerator was given, a constraint is refused (see
+                :func:`torchrec_hkv.planner.constraints.choices`), or the calibration.
         """
         if enumerator is not None:
             raise ValueError(
                 f"The planner was given enumerator {type(enumerator).__name__}, which doesn't know "
                 "backends: leave it None."
             )
-        self._assigned = assignments(constraints)
-        constraints = translated(constraints, self._assigned)
+        self._choices = choices(constraints)
+        constraints = translated(constraints, self._choices)
         # TorchRec logs a report of its own, where all backends look alike; the plan prints ours.
         kwargs.setdefault("stats", [])
         super().__init__(
             topology=topology, batch_size=batch_size, constraints=constraints, **kwargs
         )
         self._enumerator: BackendEnumerator = BackendEnumerator(
-            self._topology, self._batch_size, constraints, self._assigned
+            self._topology,
+            self._batch_size,
+            constraints,
+            self._choices,
+            calibration_for(self._topology.compute_device, calibration),
         )
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
@@ -83,14 +102,17 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
 
         Raises:
             ValueError: a table can't be served by the backend that its constraint names.
-            PlannerError: no plan fits.
+            PlannerError: no plan fits; the message names tables and the bytes that are missing.
         """
         self._check_model(module, sharders)
-        plan = super().plan(module, sharders)
+        try:
+            plan = super().plan(module, sharders)
+        except PlannerError as error:
+            raise self._explained(error, module, sharders) from error
         options = {(option.path, option.name): option for option in self._best_plan or []}
         plan = ShardingPlan(
             {
-                path: self._module_plan(path, module_plan, options, sharders)
+                path: self._module_plan(path, module_plan, options, module, sharders)
                 for path, module_plan in plan.plan.items()
             }
         )
@@ -130,10 +152,10 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 pending.extend((prefix + name, m) for name, m in child.named_children())
                 continue
             for table in sharder.shardable_parameters(child):
-                if table in self._assigned:
+                if table in self._choices:
                     found.add(table)
                     self._check_table(table, path, child, sharder)
-        missing = sorted(set(self._assigned) - found)
+        missing = sorted(set(self._choices) - found)
         if missing:
             raise ValueError(
                 f"Tables {missing} are constrained to backends and the model has no such tables."
@@ -142,27 +164,68 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     def _check_table(
         self, table: str, path: str, module: nn.Module, sharder: ModuleSharder[nn.Module]
     ) -> None:
-        assignment = self._assigned[table]
+        choice = self._choices[table]
+        backends = list(choice.backends)
         if isinstance(sharder, BACKEND_SHARDERS):
             check_config(table_configs(module)[table])
             constraint = (self._constraints or {}).get(table)
-            if assignment.is_only_choice and constraint is not None and constraint.sharding_types:
+            if choice.is_settled and constraint is not None and constraint.sharding_types:
                 check_sharding_type(
-                    table, assignment.backend, constraint.sharding_types, sharder.module_type
+                    table, backends[0], constraint.sharding_types, sharder.module_type
                 )
-        elif assignment.is_only_choice:
+        elif not choice.has_stock:
             raise ValueError(
-                f"Table {table!r} is constrained to backend {assignment.backend!r} and belongs to "
+                f"Table {table!r} is constrained to backend {backends[0]!r} and belongs to "
                 f"{type(module).__name__} {path!r}, sharded by {type(sharder).__name__}: backends "
                 "serve tables of EmbeddingBagCollections and EmbeddingCollections, sharded by "
                 "those of torchrec_hkv.get_default_sharders()."
             )
+
+    def _explained(
+        self, error: PlannerError, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> PlannerError:
+        """TorchRec's error, or one that names tables and missing bytes where these are why."""
+        room = self._storage_reservation.last_reserved_topology
+        kinds = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
+        if error.error_type not in kinds or room is None:
+            return error
+        options = smallest(self._enumerator.enumerate(module, sharders), room)
+        missing = missing_bytes(options, room)
+        if not missing:
+            return error
+        return PlannerError(
+            error_type=PlannerErrorType.INSUFFICIENT_STORAGE, message=refusal(missing, room)
+        )
+
+    def _rejected(
+        self, chosen: ShardingOption, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> dict[str, str]:
+        """Why other kernels do not serve a table that left the choice open."""
+        choice = self._choices.get(chosen.name)
+        room = self._storage_reservation.last_reserved_topology
+        if choice is None or choice.is_settled or room is None:
+            return {}
+        options = [
+            option
+            for option in self._enumerator.enumerate(module, sharders)
+            if (option.path, option.name) == (chosen.path, chosen.name)
+        ]
+        return why_rejected(
+            chosen,
+            self._best_plan or [],
+            options,
+            self._enumerator.refused[chosen.path, chosen.name],
+            room,
+            self._partitioner,
+            self._perf_model,
+        )
 
     def _module_plan(
         self,
         path: str,
         module_plan: dict[str, ParameterSharding],
         options: dict[tuple[str, str], ShardingOption],
+        module: nn.Module,
         sharders: list[ModuleSharder[nn.Module]],
     ) -> ReportedModulePlan:
         shardings: dict[str, ParameterSharding] = {}
@@ -173,16 +236,16 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         }
         for table, sharding in module_plan.items():
             option = options[path, table]
-            assignment: Assignment | None = self._assigned.get(table) if is_ours(option) else None
             described = ""
-            if assignment is not None:
+            if is_ours(option):
                 sharding = BackendParameterSharding.wrap(
-                    sharding, assignment.backend, assignment.options
+                    sharding, option.backend, option.backend_options
                 )
-                described = registry.get(assignment.backend).describe(assignment.options)
+                described = registry.get(option.backend).describe(option.backend_options)
             shardings[table] = sharding
+            kernel = kernel_of(option)
             reports[table] = TableReport(
-                kernel=assignment.backend if assignment else option.compute_kernel,
+                kernel=kernel,
                 sharding_type=option.sharding_type,
                 ranks=tuple(sharding.ranks or ()),
                 rows=tuple(shard.size[0] for shard in option.shards),
@@ -193,5 +256,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                     )
                 ),
                 options=described,
+                times=tuple(shard.perf for shard in option.shards if shard.perf is not None),
+                group_time=self._enumerator.perf_estimator.group_time(kernel),
+                rejected=self._rejected(option, module, sharders),
             )
         return ReportedModulePlan(shardings, reports)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from torchrec.distributed.planner.types import Perf
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 
 from torchrec_hkv.backends.protocol import StorageBytes
+from torchrec_hkv.backends.workload import StepTime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,10 @@ class TableReport:
         dim: columns over all ranks.
         bytes: of each shard: rows, optimizer states and index, without communication buffers.
         options: those that differ from their defaults.
+        times: estimates for each shard, in milliseconds a step: lookup, backward, exchanges.
+        group_time: what a group of tables on this kernel takes besides, once; None where nothing
+            was measured and ``times`` come from bandwidths.
+        rejected: other kernels that the table's constraint names, and why they were not chosen.
     """
 
     kernel: str
@@ -31,6 +37,9 @@ class TableReport:
     dim: int
     bytes: tuple[StorageBytes, ...]
     options: str
+    times: tuple[Perf, ...] = ()
+    group_time: StepTime | None = None
+    rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class ReportedModulePlan(EmbeddingModuleShardingPlan):
@@ -55,7 +64,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
 
     def __str__(self) -> str:
         header = ("table", "kernel", "sharding", "ranks", "rows", "dim")
-        header += ("HBM per rank", "host per rank", "options")
+        header += ("HBM per rank", "host per rank", "ms a step", "options")
         lines = [header]
         for name, report in self.reports.items():
             lines.append(
@@ -68,10 +77,20 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
                     str(report.dim),
                     _joined([format_bytes(part.hbm) for part in report.bytes]),
                     _joined([format_bytes(part.host) for part in report.bytes]),
+                    _joined([f"{perf.total:.3g}" for perf in report.times]),
                     report.options,
                 )
             )
-        return "\n\n" + _columns(lines) + "\n"
+        return "\n\n" + _columns(lines) + "\n" + self._choices()
+
+    def _choices(self) -> str:
+        """A line for each table whose constraint left the choice open."""
+        lines = []
+        for name, report in self.reports.items():
+            if report.rejected:
+                rejected = [f"{kernel} rejected: {why}" for kernel, why in report.rejected.items()]
+                lines.append(f"{name}: {report.kernel} chosen; {'; '.join(rejected)}")
+        return "\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def format_bytes(count: int) -> str:
