@@ -287,6 +287,16 @@ class TTLookup(GroupLookup):
         lookups = int(self._lookups[self._index[name]])
         return {"lookups": lookups, "size": rows, "capacity": rows}
 
+    def memory(self, name: str) -> StorageBytes:
+        """Bytes of cores, optimizer states, and the float32 gradient of all cores."""
+        cores = self._group.cores_of(self._index[name])
+        tensors = [*self._cores[cores], *self._states[cores]]
+        count = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        on_gpu = tensors[0].device.type == "cuda"
+        if on_gpu or self._group.optimizer is not None:
+            count += 4 * sum(core.numel() for core in self._cores[cores])
+        return StorageBytes(count, 0) if on_gpu else StorageBytes(0, count)
+
     def cores(self, name: str) -> list[Tensor]:
         """The cores of a table, not copied."""
         return self._cores[self._group.cores_of(self._index[name])]

@@ -4,9 +4,9 @@
     torchrec-hkv calibrate --device cpu --threads 8 --out constants.json
 
 Tables of each backend and of TorchRec's fused kernel are timed, in about a minute; they take up to
-16 GiB of a GPU, 2 GiB of a host. Nothing else should run on the device. Planners read the file from
-its default place: what TORCHREC_HKV_CALIBRATION names, else ~/.cache/torchrec_hkv/. Another place is
-their argument `calibration`.
+16 GiB of a GPU, 2 GiB of a host. Nothing else should run on the device. Planners read the file in
+its default place: what TORCHREC_HKV_CALIBRATION names, else ~/.cache/torchrec_hkv/. Their argument
+`calibration` names another.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     measured = Calibration.measured(
         torch.device(device_type, index),
         arguments.kernel,
-        lambda line: print(line, file=sys.stderr, flush=True)
+        lambda line: print(line, file=sys.stderr, flush=True),
     )
     measured.save(path)
     content = {
