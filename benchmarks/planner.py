@@ -4,8 +4,9 @@
     torchrun --nproc_per_node 2 -m benchmarks.planner --out benchmarks/results/planner_2.csv
 
 Tables of one kernel are planned and sharded, and the parts of their steps are timed: lookup and
-backward, which the planner knows from measured constants, and the exchanges, which it knows from
-the topology's bandwidths. The backward is timed with the exchange of its gradients. Times are of
+backward, which the planner knows from measured constants, and the exchanges, of which it knows what
+they take on one rank and the topology's bandwidths. The backward is timed with the exchange of its
+gradients. Times are of
 rank 0: on a GPU the medians of the device's, on a CPU the least (with one thread of processor
 time). Bytes are the tables' own counts, and on a GPU what PyTorch's allocator gave, in all and at
 the peak of a step.
@@ -77,13 +78,12 @@ def plan_and_shard(
     model = EmbeddingBagCollection(tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 1e-3})
     sample = draw(min(1 << 24, 20 * args.rows), args.rows, power, torch.device("cpu"))
-    is_stock = kernel == "fused"
     constraint = ParameterConstraints(
         compute_kernels=[kernel],
         sharding_types=["table_wise" if kernel == "tt" else args.sharding_type],
         pooling_factors=[float(bag)],
         options=TTOptions(ranks=args.tt_rank) if kernel == "tt" else None,
-        frequencies=None if is_stock or not power else IdFrequencies.of_ids(sample),
+        frequencies=IdFrequencies.of_ids(sample) if power else None,
     )
     sharders = get_default_sharders()
     world_size = dist.get_world_size()
@@ -149,13 +149,15 @@ def step(module: Any, features: KeyedJaggedTensor, clock: Clock) -> list[float]:
     clock.begin()
     received = module.input_dist(context, features).wait().wait()
     clock.mark()
+    (exchange,) = clock.between()
+    clock.begin()  # the exchange has waited for the device
     rows = module.compute(context, received)
     clock.mark()
     pooled = module.output_dist(context, rows).wait().values()
     clock.mark()
     pooled.backward(torch.ones_like(pooled))
     clock.mark()
-    return clock.between()
+    return [exchange, *clock.between()]
 
 
 def fill(module: Any, args: argparse.Namespace, bag: int) -> None:
@@ -164,24 +166,6 @@ def fill(module: Any, args: argparse.Namespace, bag: int) -> None:
     for first in range(0, args.rows, count):
         ids = (first + torch.arange(count, device=args.device)) % args.rows
         step(module, keyed(args, [ids] * args.tables, bag), Clock(torch.device("cpu")))
-
-
-def predicted(plan: ReportedModulePlan, rank: int) -> dict[str, float]:
-    """Milliseconds of a rank's parts."""
-    found = dict.fromkeys(PARTS, 0.0)
-    group = None
-    for table in plan.reports.values():
-        for owner, perf in zip(table.ranks, table.times, strict=True):
-            if owner == rank:
-                group = table.group_time
-                found["input_dist"] += perf.input_dist_comms
-                found["forward"] += perf.fwd_compute
-                found["output_dist"] += perf.fwd_comms
-                found["backward"] += perf.bwd_compute + perf.bwd_comms
-    if group is not None:  # the tables are alike, so that they are one group
-        found["forward"] += group.forward
-        found["backward"] += group.backward
-    return found
 
 
 def table_bytes(module: Any, kernel: str) -> int:
@@ -240,16 +224,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                     "threads": torch.get_num_threads(),
                 }
                 measured = dict(zip(PARTS, map(typical, zip(*times, strict=True)), strict=True))
-                said = predicted(plan, rank)
+                said = plan.step_times(rank)
                 for part in PARTS:
                     row[f"{part}_predicted_ms"] = round(said[part], 4)
                     row[f"{part}_ms"] = round(measured[part], 4)
                 for part in ("forward", "backward"):
                     row[f"{part}_ratio"] = round(said[part] / measured[part], 3)
-                both = ("forward", "backward")
-                row["ratio"] = round(
-                    sum(said[part] for part in both) / sum(measured[part] for part in both), 3
-                )
+                row["step_ratio"] = round(sum(said.values()) / sum(measured.values()), 3)
                 row["table_bytes_predicted"] = sum(
                     part.hbm + part.host
                     for table in plan.reports.values()

@@ -1,4 +1,4 @@
-"""Constants are fitted to timed steps: none is negative, and steps that follow them are explained."""
+"""Constants fitted to timed steps: none is negative, and they explain steps that follow them."""
 
 from __future__ import annotations
 

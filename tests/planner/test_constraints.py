@@ -34,10 +34,6 @@ CPU = torch.device("cpu")
         ),
         ({"compute_kernels": ["hkv"], "frequencies": [1, 2]}, "must be an IdFrequencies"),
         (
-            {"compute_kernels": ["fused"], "frequencies": IdFrequencies.of_counts([1])},
-            "no backend that would take",
-        ),
-        (
             {"compute_kernels": ["toy"], "options": HKVOptions()},
             "backend 'toy' and has options HKVOptions: that backend takes ToyOptions",
         ),
@@ -81,11 +77,13 @@ def test_backends_become_the_kernel_that_torchrec_knows():
         "ours": ParameterConstraints(compute_kernels=["toy"], options=options),
         "either": ParameterConstraints(compute_kernels=["fused", "toy"]),
         "any": ParameterConstraints(compute_kernels=["toy", "hkv"], options=[HKVOptions(seed=5)]),
+        "counted": ParameterConstraints(frequencies=IdFrequencies.of_counts([1])),
         "stock": StockParameterConstraints(compute_kernels=["fused"]),
         "free": StockParameterConstraints(),
     }
     found = choices(constraints)
-    assert set(found) == {"ours", "either", "any"}
+    assert set(found) == {"ours", "either", "any", "counted"}
+    assert found["counted"].backends == {}
     assert found["ours"].backends == {"toy": options}
     assert found["ours"].is_settled
     assert found["either"].backends == {"toy": ToyOptions()}
@@ -98,6 +96,7 @@ def test_backends_become_the_kernel_that_torchrec_knows():
         "ours": ["customized_kernel"],
         "either": ["fused", "customized_kernel"],
         "any": ["customized_kernel"],
+        "counted": None,
         "stock": ["fused"],
         "free": None,
     }

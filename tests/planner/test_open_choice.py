@@ -1,4 +1,4 @@
-"""Tables whose constraint names several kernels get the fastest that fits, and the plan says why."""
+"""A table whose constraint names several kernels gets the fastest that fits; the plan says why."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ def calibration(device_type: str = "cpu", **per_id: float) -> Calibration:
         threads=1,
         versions={},
         constants={
-            kernel: Constants(
-                (Fit(1.0, {"ids": cost, FIXED: 0.25}, {"ids": cost, FIXED: 0.5}),)
-            )
+            kernel: Constants((Fit(1.0, {"ids": cost, FIXED: 0.25}, {"ids": cost, FIXED: 0.5}),))
             for kernel, cost in per_id.items()
         },
     )

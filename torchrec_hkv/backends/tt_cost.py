@@ -17,7 +17,7 @@ from torchrec_hkv.tensor_train import TTShape
 _RANKS = (16, 32, 64, 128, 256)
 #: Shapes whose bounds a GPU's kernels have to look at take about so much longer.
 _BOUNDS = 1.5
-_TIMED_ROWS, _TIMED_DIM = 11_000_000, 64
+_TIMED_ROWS, _FEWER_ROWS = 11_000_000, 110_000
 _SGD, _ADAGRAD = OptimizerSpec("sgd"), OptimizerSpec("adagrad")
 
 
@@ -76,8 +76,11 @@ def tt_cases(options: type[BackendOptions], device_type: str) -> list[Calibratio
     ranks = _RANKS[:4] if device_type == "cpu" else _RANKS[1:]
     # The ids of a batch that rank 32 does in some ten milliseconds on a CPU.
     base = 4096 if device_type == "cpu" else 65536
+    timed = [(rank, 64, _TIMED_ROWS, _SGD) for rank in ranks]
+    timed += [(rank, 64, _FEWER_ROWS, _ADAGRAD) for rank in ranks]
+    timed += [(32, dim, _FEWER_ROWS, _SGD) for dim in (16, 32, 128)]
     cases = []
-    for rank in ranks:
+    for rank, dim, rows, optimizer in timed:
         most = max(256, base * 32 // max(rank, 32))
         batches = (
             Batch(most // 8, 1),
@@ -85,16 +88,7 @@ def tt_cases(options: type[BackendOptions], device_type: str) -> list[Calibratio
             Batch(most // 8, 16),
             Batch(most // 8, 16, skew=4.0),
         )
-        for rows, optimizer in ((_TIMED_ROWS, _SGD), (_TIMED_ROWS // 100, _ADAGRAD)):
-            cases.append(
-                CalibrationCase(
-                    options=options(ranks=rank),
-                    rows=rows,
-                    capacity=rows,
-                    dim=_TIMED_DIM,
-                    optimizer=optimizer,
-                    batches=batches,
-                    size=1.0,
-                )
-            )
+        cases.append(
+            CalibrationCase(options(ranks=rank), rows, rows, dim, optimizer, batches, size=1.0)
+        )
     return cases

@@ -16,6 +16,7 @@ from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.calibration import calibrated
 from torchrec_hkv.backends.constants import Constants
+from torchrec_hkv.planner.stages import stage_times
 from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
 
 _FORMAT = 1
@@ -33,6 +34,8 @@ class Calibration:
         threads: of the CPU, as torch had them.
         versions: of what was measured.
         constants: by the name of a backend, or of a stock kernel.
+        stages: milliseconds that the parts of a step take whatever is looked up
+            (:data:`torchrec_hkv.planner.stages.STAGES`), without the kernels' own.
     """
 
     device_type: str
@@ -40,6 +43,7 @@ class Calibration:
     threads: int
     versions: dict[str, str]
     constants: dict[str, Constants]
+    stages: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def measured(
@@ -75,12 +79,20 @@ class Calibration:
                 constants[name] = found
             elif names is not None:
                 raise ValueError(f"Backend {name!r} says of no table how it is to be calibrated.")
+        stages: dict[str, float] = {}
+        if FUSED in constants:
+            progress("the parts of a step")
+            stages = stage_times(device)
+            kernel = constants[FUSED].group_time
+            stages["forward"] = max(stages["forward"] - kernel.forward, 0.0)
+            stages["backward"] = max(stages["backward"] - kernel.backward, 0.0)
         return cls(
             device.type,
             device_name(device),
             torch.get_num_threads(),
             {"torchrec_hkv": __version__, "torch": torch.__version__},
             constants,
+            stages,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -93,6 +105,7 @@ class Calibration:
             "device": self.device,
             "threads": self.threads,
             "versions": self.versions,
+            "stages_ms": self.stages,
             "constants_ms": {name: found.to_json() for name, found in self.constants.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +133,7 @@ class Calibration:
                     str(name): Constants.from_json(found)
                     for name, found in content["constants_ms"].items()
                 },
+                {str(name): float(value) for name, value in content["stages_ms"].items()},
             )
         except OSError as error:
             raise ValueError(

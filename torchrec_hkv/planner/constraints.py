@@ -48,7 +48,8 @@ class Choice:
     """What may serve a table.
 
     Attributes:
-        backends: those that may, by name, each with its options for this table.
+        backends: those that may, by name, each with its options for this table; none where the
+            constraint only says how often ids come.
         has_stock: whether stock kernels may, too.
         frequencies: of the table's ids, None where they are not known.
     """
@@ -66,7 +67,7 @@ class Choice:
 def choices(
     constraints: Mapping[str, StockParameterConstraints] | None,
 ) -> dict[str, Choice]:
-    """What may serve the tables whose constraints name backends.
+    """What may serve the tables whose constraints name backends, or say how often ids come.
 
     Raises:
         ValueError: an unknown compute kernel, options that no backend of the table takes, sharding
@@ -89,7 +90,7 @@ def translated(
     result: dict[str, StockParameterConstraints] = {}
     for table, constraint in (constraints or {}).items():
         choice = chosen_from.get(table)
-        if choice is not None:
+        if choice is not None and choice.backends:
             kernels = [
                 KERNEL if kernel in choice.backends else kernel
                 for kernel in constraint.compute_kernels
@@ -119,13 +120,12 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
             "an IdFrequencies or None."
         )
     if not backends:
-        for name, value in (("options", options), ("frequencies", frequencies)):
-            if value is not None:
-                raise ValueError(
-                    f"Table {table!r} has {name} {type(value).__name__} and no backend that would "
-                    f"take them: name one of {registry.names()} in compute_kernels."
-                )
-        return None
+        if options is not None:
+            raise ValueError(
+                f"Table {table!r} has options {type(options).__name__} and no backend that would "
+                f"take them: name one of {registry.names()} in compute_kernels."
+            )
+        return None if frequencies is None else Choice({}, True, frequencies)
     choice = Choice(
         _options(table, backends, options), len(backends) < len(set(kernels)), frequencies
     )

@@ -160,7 +160,7 @@ class BackendEnumerator(EmbeddingEnumerator):
                 kind for backend in choice.backends for kind in served_sharding_types(backend)
             }
             allowed = [sharding_type for sharding_type in allowed if sharding_type in served]
-        elif choice is None and not self._names_types(name):
+        elif not (choice and choice.backends) and not self._names_types(name):
             # Our sharder offers types for tables that share a collection with ours.
             sharder = self._sharder_map.get(args[0]) if args else None
             added = (

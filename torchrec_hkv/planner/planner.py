@@ -85,12 +85,10 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         super().__init__(
             topology=topology, batch_size=batch_size, constraints=constraints, **kwargs
         )
+        measured = calibration_for(self._topology.compute_device, calibration)
+        self._stages = {} if measured is None else measured.stages
         self._enumerator: BackendEnumerator = BackendEnumerator(
-            self._topology,
-            self._batch_size,
-            constraints,
-            self._choices,
-            calibration_for(self._topology.compute_device, calibration),
+            self._topology, self._batch_size, constraints, self._choices, measured
         )
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
@@ -155,7 +153,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 if table in self._choices:
                     found.add(table)
                     self._check_table(table, path, child, sharder)
-        missing = sorted(set(self._choices) - found)
+        ours = {table for table, choice in self._choices.items() if choice.backends}
+        missing = sorted(ours - found)
         if missing:
             raise ValueError(
                 f"Tables {missing} are constrained to backends and the model has no such tables."
@@ -260,4 +259,4 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 group_time=self._enumerator.perf_estimator.group_time(kernel),
                 rejected=self._rejected(option, module, sharders),
             )
-        return ReportedModulePlan(shardings, reports)
+        return ReportedModulePlan(shardings, reports, self._stages)

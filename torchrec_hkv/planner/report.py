@@ -10,6 +10,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
+from torchrec_hkv.planner.stages import STAGES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +50,44 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         self,
         shardings: Mapping[str, ParameterSharding],
         reports: Mapping[str, TableReport],
+        stages: Mapping[str, float] | None = None,
     ) -> None:
         """
         Args:
             shardings: by table.
             reports: by table.
+            stages: milliseconds that parts of a step take whatever is looked up; None or empty
+                where nothing was measured.
         """
         super().__init__(shardings)
         self.reports = dict(reports)
+        self.stages = dict(stages or {})
 
-    def __reduce__(self) -> tuple[type[ReportedModulePlan], tuple[dict, dict]]:
+    def step_times(self, rank: int) -> dict[str, float]:
+        """Milliseconds that parts of a step are expected to take on a rank.
+
+        Tables on one kernel are taken for one group, whose fixed part counts once. The backward is
+        with the exchange of its gradients.
+        """
+        times = {stage: self.stages.get(stage, 0.0) for stage in STAGES}
+        groups: dict[str, StepTime] = {}
+        for report in self.reports.values():
+            for owner, perf in zip(report.ranks, report.times, strict=True):
+                if owner != rank:
+                    continue
+                times["input_dist"] += perf.input_dist_comms
+                times["forward"] += perf.fwd_compute
+                times["output_dist"] += perf.fwd_comms
+                times["backward"] += perf.bwd_compute + perf.bwd_comms
+                if report.group_time is not None:
+                    groups[report.kernel] = report.group_time
+        times["forward"] += sum(group.forward for group in groups.values())
+        times["backward"] += sum(group.backward for group in groups.values())
+        return times
+
+    def __reduce__(self) -> tuple[type[ReportedModulePlan], tuple[dict, dict, dict]]:
         # A dict subclass is pickled item by item, without its __init__'s other arguments.
-        return type(self), (dict(self), self.reports)
+        return type(self), (dict(self), self.reports, self.stages)
 
     def __str__(self) -> str:
         header = ("table", "kernel", "sharding", "ranks", "rows", "dim")
@@ -81,7 +108,16 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
                     report.options,
                 )
             )
-        return "\n\n" + _columns(lines) + "\n" + self._choices()
+        return "\n\n" + _columns(lines) + "\n" + self._steps() + self._choices()
+
+    def _steps(self) -> str:
+        """A line with the parts of a step on the rank that takes longest, where it was measured."""
+        ranks = {rank for report in self.reports.values() for rank in report.ranks}
+        if not ranks or not self.stages:
+            return ""
+        slowest = max(ranks, key=lambda rank: sum(self.step_times(rank).values()))
+        parts = [f"{name} {took:.3g}" for name, took in self.step_times(slowest).items()]
+        return f"\nA step of rank {slowest}, in ms: {', '.join(parts)}\n"
 
     def _choices(self) -> str:
         """A line for each table whose constraint left the choice open."""

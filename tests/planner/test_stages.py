@@ -1,0 +1,58 @@
+"""What TorchRec's code takes in each part of a step is measured on a small collection."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.planner.types import Perf
+
+from torchrec_hkv.backends.protocol import StorageBytes
+from torchrec_hkv.backends.workload import StepTime
+from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
+from torchrec_hkv.planner.stages import STAGES, stage_times
+
+
+def test_parts_of_a_step(device_type):
+    device = torch.device(device_type, 0 if device_type == "cuda" else None)
+    times = stage_times(device)
+    assert tuple(times) == STAGES
+    assert all(0 < took < 1000 for took in times.values())
+    assert not dist.is_initialized()
+
+
+def _table(kernel, ranks, forward, group):
+    perf = Perf(
+        fwd_compute=forward, fwd_comms=0.5, bwd_compute=2.0, bwd_comms=0.25, input_dist_comms=0.125
+    )
+    return TableReport(
+        kernel=kernel,
+        sharding_type="table_wise",
+        ranks=ranks,
+        rows=(8,) * len(ranks),
+        dim=4,
+        bytes=(StorageBytes(0, 8),) * len(ranks),
+        options="",
+        times=(perf,) * len(ranks),
+        group_time=group,
+    )
+
+
+def test_a_step_is_the_sum_of_its_tables_and_groups():
+    group = StepTime(10.0, 20.0)
+    reports = {
+        "a": _table("hkv", (0,), 1.0, group),
+        "b": _table("hkv", (0, 1), 2.0, group),
+        "c": _table("fused", (1,), 3.0, StepTime(100.0, 200.0)),
+    }
+    stages = {"input_dist": 0.5, "forward": 1000.0, "output_dist": 2.0, "backward": 3000.0}
+    plan = ReportedModulePlan({}, reports, stages)
+    assert plan.step_times(0) == {
+        "input_dist": 0.75,
+        "forward": 1013.0,
+        "output_dist": 3.0,
+        "backward": 3024.5,
+    }
+    assert plan.step_times(1)["forward"] == 1115.0
+    assert plan.step_times(1)["backward"] == 3224.5
+    assert "A step of rank 1, in ms: input_dist 0.75, forward 1.12e+03" in str(plan)
+    assert "A step" not in str(ReportedModulePlan({}, reports))

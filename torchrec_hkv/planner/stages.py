@@ -1,0 +1,112 @@
+"""What TorchRec's own code takes in the parts of a step, whatever is looked up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
+
+#: Parts of a step of a sharded collection.
+STAGES = ("input_dist", "forward", "output_dist", "backward")
+_WARM, _STEPS = 5, 21
+_HIDING_CYCLES = 10_000_000
+
+
+def stage_times(device: torch.device) -> dict[str, float]:
+    """Milliseconds of each part of a step that looks up next to nothing, on one rank.
+
+    Args:
+        device: of the table. Where no process group is there, one of this process is made, and
+            ended.
+    """
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return _measured(device)
+    finally:
+        if is_alone:
+            dist.destroy_process_group()
+
+
+def _measured(device: torch.device) -> dict[str, float]:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    table = EmbeddingBagConfig(name="t", feature_names=["f"], embedding_dim=4, num_embeddings=64)
+    model = EmbeddingBagCollection([table], device=torch.device("meta"))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.0})
+    sharder = BackendEmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        model, {"t": row_wise()}, sharder, local_size=1, world_size=1, device_type=device.type
+    )
+    module: Any = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=ShardingPlan({"": plan}),
+        sharders=[sharder],
+    ).module
+    features = KeyedJaggedTensor(
+        ["f"],
+        torch.zeros(8, dtype=torch.int64, device=device),
+        lengths=torch.ones(8, dtype=torch.int64, device=device),
+    )
+    turns = [_step(module, features, device) for _ in range(_WARM + _STEPS)][_WARM:]
+    typical = statistics.median if device.type == "cuda" else min
+    return {
+        stage: typical(parts) for stage, parts in zip(STAGES, zip(*turns, strict=True), strict=True)
+    }
+
+
+def _step(module: Any, features: KeyedJaggedTensor, device: torch.device) -> list[float]:
+    context = module.create_context()
+    clock = _Clock(device)
+    received = module.input_dist(context, features).wait().wait()
+    (first,) = clock.stop()
+    clock = _Clock(device)
+    rows = module.compute(context, received)
+    clock.mark()
+    pooled = module.output_dist(context, rows).wait().values()
+    clock.mark()
+    pooled.backward(torch.ones_like(pooled))
+    return [first, *clock.stop()]
+
+
+class _Clock:
+    """Milliseconds between marks. On a GPU the device's: what the host does is hidden."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        one = torch.get_num_threads() == 1
+        self._now = time.process_time if one else time.perf_counter
+        self._marks: list[Any] = []
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(_HIDING_CYCLES)
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._on_gpu:
+            self._marks.append(self._now())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def stop(self) -> list[float]:
+        self.mark()
+        pairs = list(zip(self._marks[:-1], self._marks[1:], strict=True))
+        if not self._on_gpu:
+            return [1e3 * (end - begin) for begin, end in pairs]
+        self._marks[-1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairs]
