@@ -284,6 +284,14 @@ class Backend(abc.ABC):
         where options don't change it."""
         return self.routing == "hashed"
 
+    def on_host(self, options: BackendOptions) -> BackendOptions:
+        """These options, with the rows in host memory and none in HBM.
+
+        Raises:
+            ValueError: the backend can't; the default.
+        """
+        raise ValueError(f"Tables on backend {self.name!r} can't lie in host memory.")
+
     def is_dense(self, options: BackendOptions) -> bool:
         """Whether a table with these options takes row numbers and shows its rows as stock tables
         do. Its state is ``"weight"`` alone then, a tensor by row number, and

@@ -20,12 +20,14 @@ from torchrec.distributed.planner.types import ParameterConstraints as StockPara
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
+from torchrec_hkv import environment
 from torchrec_hkv.backends import registry
 from torchrec_hkv.collective import on_leader
 from torchrec_hkv.planner.alternatives import why_rejected
 from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
+from torchrec_hkv.planner.defaults import completed
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.options import is_ours, kernel_of
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
@@ -55,18 +57,23 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         enumerator: Enumerator | None = None,
         constraints: dict[str, StockParameterConstraints] | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
+        shard_by_batch_size: bool = False,
         **kwargs: Any,
     ) -> None:
         """
         Args:
             topology: of the ranks; TorchRec's guess when None.
-            batch_size: on each rank.
+            batch_size: on each rank; None: what ``TORCHREC_HKV_BATCH_SIZE`` says, else TorchRec's
+                512.
             enumerator: None: it is this package's, which knows backends.
             constraints: by table; compute kernels may name backends, and the planner takes the
                 fastest that fits.
             calibration: measured constants that times are estimated from, or their file, as
                 ``torchrec-hkv calibrate`` writes it. None: the file of the default place
                 (:func:`torchrec_hkv.planner.default_path`), and where there is none, bandwidths.
+            shard_by_batch_size: stock tables whose constraints leave their sharding open are
+                replicated where they have no more rows than ``batch_size``, and sharded where they
+                have more. False: the estimates decide.
             kwargs: the other arguments of TorchRec's planner.
 
         Raises:
@@ -78,18 +85,44 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 f"The planner was given enumerator {type(enumerator).__name__}, which doesn't know "
                 "backends: leave it None."
             )
-        self._choices = choices(constraints)
-        constraints = translated(constraints, self._choices)
         # TorchRec logs a report of its own, where all backends look alike; the plan prints ours.
         kwargs.setdefault("stats", [])
+        if batch_size is None:
+            batch_size = environment.number("BATCH_SIZE", None)
+        self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
+        self._choices = choices(constraints)
         super().__init__(
-            topology=topology, batch_size=batch_size, constraints=constraints, **kwargs
+            topology=topology,
+            batch_size=batch_size,
+            constraints=translated(constraints, self._choices),
+            **kwargs,
         )
-        measured = calibration_for(self._topology.compute_device, calibration)
-        self._stages = {} if measured is None else measured.stages
+        self._measured = calibration_for(self._topology.compute_device, calibration)
+        self._make_enumerator()
+
+    def _make_enumerator(self) -> None:
         self._enumerator: BackendEnumerator = BackendEnumerator(
-            self._topology, self._batch_size, constraints, self._choices, measured
+            self._topology,
+            self._batch_size,
+            self._constraints or {},
+            self._choices,
+            self._measured,
         )
+
+    def _complete(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
+        """Takes in what variables and the batch size say of the model's tables."""
+        constraints = completed(
+            self._given,
+            module,
+            sharders,
+            self._batch_size,
+            self._topology.compute_device,
+            self._shard_by_batch_size,
+        )
+        if constraints != (self._given or {}):
+            self._choices = choices(constraints)
+            self._constraints = translated(constraints, self._choices)
+            self._make_enumerator()
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plans on this process alone.
@@ -102,6 +135,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             ValueError: a table can't be served by the backend that its constraint names.
             PlannerError: no plan fits; the message names tables and the bytes that are missing.
         """
+        self._complete(module, sharders)
         self._check_model(module, sharders)
         try:
             plan = super().plan(module, sharders)
@@ -259,4 +293,6 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 group_time=self._enumerator.perf_estimator.group_time(kernel),
                 rejected=self._rejected(option, module, sharders),
             )
-        return ReportedModulePlan(shardings, reports, self._stages)
+        return ReportedModulePlan(
+            shardings, reports, None if self._measured is None else self._measured.stages
+        )
