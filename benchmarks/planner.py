@@ -5,11 +5,10 @@
 
 Tables of one kernel are planned and sharded, and the parts of their steps are timed: lookup and
 backward, which the planner knows from measured constants, and the exchanges, of which it knows what
-they take on one rank and the topology's bandwidths. The backward is timed with the exchange of its
-gradients. Times are of
-rank 0: on a GPU the medians of the device's, on a CPU the least (with one thread of processor
-time). Bytes are the tables' own counts, and on a GPU what PyTorch's allocator gave, in all and at
-the peak of a step.
+they take without ids and a bandwidth. The backward is timed with the exchange of its gradients.
+Times are of rank 0: on a GPU the medians of the device's, on a CPU the least (with one thread on
+one rank of processor time). Bytes are the tables' own counts, and on a GPU what PyTorch's allocator
+gave, in all and at the peak of a step.
 """
 
 from __future__ import annotations
@@ -115,7 +114,9 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
-        self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        # Processor time does not see a wait for other ranks.
+        alone = torch.get_num_threads() == 1 and dist.get_world_size() == 1
+        self._now = time.process_time if alone else time.perf_counter
 
     def begin(self) -> None:
         """Waits for the device, and hides what the host does from here on."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 import torch.distributed as dist
+from torchrec import EmbeddingBagConfig
 from torchrec.distributed.planner.types import Perf
 
+from tests.support.calibrations import calibration
+from tests.support.models import make_model, topology
+from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
@@ -14,10 +21,45 @@ from torchrec_hkv.planner.stages import STAGES, stage_times
 
 def test_parts_of_a_step(device_type):
     device = torch.device(device_type, 0 if device_type == "cuda" else None)
-    times = stage_times(device)
+    times, exchange = stage_times(device)
+    assert exchange is None  # there is nobody to exchange with
     assert tuple(times) == STAGES
     assert all(0 < took < 1000 for took in times.values())
     assert not dist.is_initialized()
+
+
+def _between_ranks(rank, world_size, device):
+    times, exchange = stage_times(device)
+    return min(times.values()), exchange
+
+
+def test_ranks_time_their_exchange(run_ranks):
+    for least, exchange in run_ranks(2, _between_ranks):
+        assert least > 0
+        assert 1e3 < exchange < 1e10
+
+
+def _exchanges(device_type, measured):
+    constraint = ParameterConstraints(compute_kernels=["hkv"], sharding_types=["row_wise"])
+    table = EmbeddingBagConfig(name="t", num_embeddings=640, embedding_dim=8, feature_names=["f"])
+    planner = EmbeddingShardingPlanner(
+        topology=topology(2, torch.device(device_type)),
+        constraints={"t": constraint},
+        calibration=measured,
+    )
+    plan = planner.plan(make_model([table]), get_default_sharders())
+    return planner._topology.intra_host_bw, plan.plan["ebc"].reports["t"].times[0]
+
+
+def test_exchanges_take_what_was_measured():
+    alone = calibration(hkv=1e-3)
+    bandwidth, stock = _exchanges("cpu", alone)
+    measured = dataclasses.replace(alone, exchange=bandwidth / 5)
+    _, slow = _exchanges("cpu", measured)
+    for part in ("fwd_comms", "bwd_comms", "input_dist_comms"):
+        assert getattr(slow, part) == pytest.approx(5 * getattr(stock, part))
+        assert getattr(stock, part) > 0
+    assert slow.fwd_compute == stock.fwd_compute
 
 
 def _table(kernel, ranks, forward, group):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import registry
@@ -36,6 +37,8 @@ class Calibration:
         constants: by the name of a backend, or of a stock kernel.
         stages: milliseconds that the parts of a step take whatever is looked up
             (:data:`torchrec_hkv.planner.stages.STAGES`), without the kernels' own.
+        exchange: bytes of rows a millisecond between the ranks of a host; None where one rank
+            measured.
     """
 
     device_type: str
@@ -44,6 +47,7 @@ class Calibration:
     versions: dict[str, str]
     constants: dict[str, Constants]
     stages: dict[str, float] = dataclasses.field(default_factory=dict)
+    exchange: float | None = None
 
     @classmethod
     def measured(
@@ -53,6 +57,9 @@ class Calibration:
         progress: Callable[[str], None] = lambda line: None,
     ) -> Calibration:
         """Times lookups and backwards on a device, in about a minute.
+
+        With a process group all its ranks call it: rank 0 has the constants, and the exchange
+        between them is timed, too.
 
         Args:
             device: where the tables are put.
@@ -64,25 +71,22 @@ class Calibration:
         """
         known = [FUSED, *registry.names()]
         wanted = known if names is None else list(names)
-        constants: dict[str, Constants] = {}
         for name in wanted:
             if name not in known:
                 raise ValueError(f"{name!r} can't be calibrated: allowed are {known}.")
-            if name == FUSED:
-                found = calibrated_fused(device, progress)
-            else:
-                backend = registry.get(name)
-                found = calibrated(
-                    backend, backend.calibration_cases(device.type), device, progress
-                )
+        constants: dict[str, Constants] = {}
+        for name in wanted if is_leader() else ():
+            found = _constants(name, device, progress)
             if found is not None:
                 constants[name] = found
             elif names is not None:
                 raise ValueError(f"Backend {name!r} says of no table how it is to be calibrated.")
         stages: dict[str, float] = {}
-        if FUSED in constants:
+        exchange = None
+        if FUSED in wanted:
             progress("the parts of a step")
-            stages = stage_times(device)
+            stages, exchange = stage_times(device)
+        if FUSED in constants:
             kernel = constants[FUSED].group_time
             stages["forward"] = max(stages["forward"] - kernel.forward, 0.0)
             stages["backward"] = max(stages["backward"] - kernel.backward, 0.0)
@@ -93,6 +97,7 @@ class Calibration:
             {"torchrec_hkv": __version__, "torch": torch.__version__},
             constants,
             stages,
+            exchange,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -106,6 +111,7 @@ class Calibration:
             "threads": self.threads,
             "versions": self.versions,
             "stages_ms": self.stages,
+            "exchange_bytes_per_ms": self.exchange,
             "constants_ms": {name: found.to_json() for name, found in self.constants.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +140,7 @@ class Calibration:
                     for name, found in content["constants_ms"].items()
                 },
                 {str(name): float(value) for name, value in content["stages_ms"].items()},
+                None if (rate := content["exchange_bytes_per_ms"]) is None else float(rate),
             )
         except OSError as error:
             raise ValueError(
@@ -144,6 +151,20 @@ class Calibration:
                 f"The calibration {os.fspath(path)!r} is none that torchrec-hkv calibrate wrote: "
                 f"{error}."
             ) from None
+
+
+def is_leader() -> bool:
+    """Whether this process is the only one, or rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _constants(
+    name: str, device: torch.device, progress: Callable[[str], None]
+) -> Constants | None:
+    if name == FUSED:
+        return calibrated_fused(device, progress)
+    backend = registry.get(name)
+    return calibrated(backend, backend.calibration_cases(device.type), device, progress)
 
 
 def default_path(device_type: str) -> Path | None:

@@ -57,6 +57,9 @@ class PerfEstimator(ShardEstimator):
         self._constraints = constraints
         self._choices = choices
         self._measured = {} if calibration is None else calibration.constants
+        rate = None if calibration is None else calibration.exchange
+        #: Of TorchRec's estimates of exchanges, which go by the topology's bandwidth within a host.
+        self._exchange = 1.0 if rate is None else topology.intra_host_bw / rate
         self._stock = self._estimator(topology, constraints, EmbeddingPerfEstimatorConfig())
         self._by_backend: dict[str, ShardEstimator] = {}
         for name in {name for choice in choices.values() for name in choice.backends}:
@@ -100,6 +103,9 @@ class PerfEstimator(ShardEstimator):
                 for option in ours:
                     fused_params = sharder_fused_params(option, args, kwargs)
                     _set_times(option, self._backend_times(option, fused_params))
+        if self._topology.world_size <= self._topology.local_world_size:
+            for option in sharding_options:
+                _scale_exchanges(option, self._exchange)
 
     def group_time(self, kernel: str) -> StepTime | None:
         """What a group of tables on one kernel takes whatever is looked up; None where not known.
@@ -170,6 +176,14 @@ def _set_times(option: ShardingOption, times: list[StepTime]) -> None:
     for shard, time in zip(option.shards, times, strict=True):
         assert shard.perf is not None
         shard.perf.fwd_compute, shard.perf.bwd_compute = time.forward, time.backward
+
+
+def _scale_exchanges(option: ShardingOption, factor: float) -> None:
+    for shard in option.shards:
+        if shard.perf is not None:
+            shard.perf.fwd_comms *= factor
+            shard.perf.bwd_comms *= factor
+            shard.perf.input_dist_comms *= factor
 
 
 class StorageEstimator(EmbeddingStorageEstimator):

@@ -20,46 +20,66 @@ from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
 STAGES = ("input_dist", "forward", "output_dist", "backward")
 _WARM, _STEPS = 5, 21
 _HIDING_CYCLES = 10_000_000
+_DIM = 128
+#: Of a rank, where the exchange of rows is timed.
+_BAGS = {"cpu": 8192, "cuda": 65536}
 
 
-def stage_times(device: torch.device) -> dict[str, float]:
-    """Milliseconds of each part of a step that looks up next to nothing, on one rank.
+def stage_times(device: torch.device) -> tuple[dict[str, float], float | None]:
+    """What the parts of a step take that looks up next to nothing, and how fast rows are exchanged.
+
+    With a process group of several ranks all of them call it, and exchanges are among the parts.
 
     Args:
         device: of the table. Where no process group is there, one of this process is made, and
             ended.
+
+    Returns:
+        Milliseconds of each part, and bytes a millisecond of exchanged rows, over the bytes that
+        all ranks look up for each other; None on one rank.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return _measured(device)
+        least = _measured(device, 8)
+        ranks = dist.get_world_size()
+        if ranks == 1:
+            return least, None
+        bags = _BAGS[device.type]
+        took = _measured(device, bags)["output_dist"] - least["output_dist"]
+        return least, 4.0 * ranks * bags * _DIM / took if took > 0 else None
     finally:
         if is_alone:
             dist.destroy_process_group()
 
 
-def _measured(device: torch.device) -> dict[str, float]:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    table = EmbeddingBagConfig(name="t", feature_names=["f"], embedding_dim=4, num_embeddings=64)
+def _measured(device: torch.device, bags: int) -> dict[str, float]:
+    table = EmbeddingBagConfig(name="t", feature_names=["f"], embedding_dim=_DIM, num_embeddings=64)
     model = EmbeddingBagCollection([table], device=torch.device("meta"))
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.0})
     sharder = BackendEmbeddingBagCollectionSharder()
+    ranks = dist.get_world_size()
     plan = construct_module_sharding_plan(
-        model, {"t": row_wise()}, sharder, local_size=1, world_size=1, device_type=device.type
+        model,
+        {"t": row_wise()},
+        sharder,
+        local_size=ranks,
+        world_size=ranks,
+        device_type=device.type,
     )
     module: Any = DistributedModelParallel(
         model,
-        env=ShardingEnv.from_process_group(group),
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
         plan=ShardingPlan({"": plan}),
         sharders=[sharder],
     ).module
     features = KeyedJaggedTensor(
         ["f"],
-        torch.zeros(8, dtype=torch.int64, device=device),
-        lengths=torch.ones(8, dtype=torch.int64, device=device),
+        torch.zeros(bags, dtype=torch.int64, device=device),
+        lengths=torch.ones(bags, dtype=torch.int64, device=device),
     )
     turns = [_step(module, features, device) for _ in range(_WARM + _STEPS)][_WARM:]
     typical = statistics.median if device.type == "cuda" else min
@@ -87,7 +107,8 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        one = torch.get_num_threads() == 1
+        # Processor time does not see a wait for other ranks.
+        one = torch.get_num_threads() == 1 and dist.get_world_size() == 1
         self._now = time.process_time if one else time.perf_counter
         self._marks: list[Any] = []
         if self._on_gpu:
