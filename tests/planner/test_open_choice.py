@@ -194,3 +194,13 @@ def test_a_budget_that_one_table_exceeds_names_that_one():
     with pytest.raises(PlannerError) as refusal:
         planner.plan(make_model(tables), get_default_sharders())
     assert "'large' (at least" in str(refusal.value)
+
+
+def test_many_tables_that_leave_the_choice_open():
+    names = [f"t{i}" for i in range(40)]
+    plan = _plan(1 << 30, names=names, rows=2000)
+    reports = plan.plan["ebc"].reports
+    assert {report.kernel for report in reports.values()} == {"fused"}
+    assert all(set(report.rejected) == {"hkv", "tt"} for report in reports.values())
+    # Alternatives were tried in the plan's own options, whose ranks are the plan's again.
+    assert all(rank is not None for report in reports.values() for rank in report.ranks)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.backends.constants import Constants, Sample, fit_constants
-from torchrec_hkv.backends.workload import StepTime, Work, Workload
+from torchrec_hkv.backends.workload import IdFrequencies, StepTime, Work, Workload
 
 if TYPE_CHECKING:
     from torchrec_hkv.backends.protocol import Backend, BackendOptions, OptimizerSpec
@@ -52,7 +52,8 @@ class CalibrationCase:
 
     Attributes:
         options: of the backend.
-        rows: ids it is asked for, 0 to ``rows - 1``; all are there.
+        rows: ids it is asked for, 0 to ``rows - 1``. All are there, or where they are more than
+            ``capacity``, come and go.
         capacity: ``num_embeddings``.
         dim: columns.
         optimizer: that trains it.
@@ -205,6 +206,8 @@ def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> l
     samples = []
     for batch in case.batches:
         time_taken, load = timed(step, batch, case.rows, device)
+        if case.rows > case.capacity:
+            load = dataclasses.replace(load, frequencies=IdFrequencies(((case.rows, 1.0),)))
         work: Work = backend.work(shard, case.optimizer, load, device.type)
         samples.append(Sample(work, time_taken, case.size))
     return samples

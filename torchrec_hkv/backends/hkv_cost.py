@@ -35,6 +35,9 @@ def hkv_work(
         device_type: of the tables.
     """
     work = row_work(load, dim, memory.row_bytes)
+    # Ids beyond those that the table holds are new each time, and another one leaves for them.
+    new = load.distinct_beyond(memory.num_slots, memory.num_slots)
+    work = dataclasses.replace(work, forward={**work.forward, "new": new})
     if device_type != "cuda" or gpu_table_bytes(memory, hbm_bytes)[1] == 0:
         return work
     near = hbm_slots_for(memory, hbm_bytes)
@@ -45,6 +48,10 @@ def hkv_work(
 def hkv_cases(options: type[BackendOptions], device_type: str) -> list[CalibrationCase]:
     """The tables that are timed."""
     cases = [_case(options(), *table, device_type) for table in row_tables(device_type)]
+    for size in ROW_TABLES[device_type]:
+        full = _case(options(), size, 64, "rowwise_adagrad", device_type)
+        alike = tuple(batch for batch in full.batches if batch.skew == 1.0)
+        cases.append(dataclasses.replace(full, rows=2 * full.capacity, batches=alike))
     if device_type == "cuda":
         tiered = _case(options(), _TIERED_BYTES, 64, "rowwise_adagrad", device_type)
         # The index takes less than 32 bytes a slot.

@@ -43,9 +43,6 @@ class BackendShardingOption(ShardingOption):
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.backend))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BackendShardingOption) and hash(self) == hash(other)
-
     def storage_hash(self) -> int:
         """TorchRec's, apart for each backend: what a saved plan finds its options by."""
         return super().storage_hash() ^ zlib.crc32(self.backend.encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +38,9 @@ from torchrec_hkv.sharding.tables import check_config, table_configs
 from torchrec_hkv.sharding.validation import check_sharding_type
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+#: Tables with an open choice beyond which fewer alternatives are looked at.
+_MANY = 32
 
 
 class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
@@ -142,9 +146,10 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         except PlannerError as error:
             raise self._explained(error, module, sharders) from error
         options = {(option.path, option.name): option for option in self._best_plan or []}
+        rejected = self._rejections(module, sharders)
         plan = ShardingPlan(
             {
-                path: self._module_plan(path, module_plan, options, module, sharders)
+                path: self._module_plan(path, module_plan, options, rejected, sharders)
                 for path, module_plan in plan.plan.items()
             }
         )
@@ -230,35 +235,42 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             error_type=PlannerErrorType.INSUFFICIENT_STORAGE, message=refusal(missing, room)
         )
 
-    def _rejected(
-        self, chosen: ShardingOption, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> dict[str, str]:
-        """Why other kernels do not serve a table that left the choice open."""
-        choice = self._choices.get(chosen.name)
-        room = self._storage_reservation.last_reserved_topology
-        if choice is None or choice.is_settled or room is None:
-            return {}
-        options = [
+    def _rejections(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> dict[tuple[str, str], dict[str, str]]:
+        """By path and table, why other kernels do not serve tables that left the choice open."""
+        plan, room = self._best_plan or [], self._storage_reservation.last_reserved_topology
+        left_open = [
             option
-            for option in self._enumerator.enumerate(module, sharders)
-            if (option.path, option.name) == (chosen.path, chosen.name)
+            for option in plan
+            if (choice := self._choices.get(option.name)) and not choice.is_settled
+            if choice.backends
         ]
-        return why_rejected(
-            chosen,
-            self._best_plan or [],
-            options,
-            self._enumerator.refused[chosen.path, chosen.name],
-            room,
-            self._partitioner,
-            self._perf_model,
-        )
+        if not left_open or room is None:
+            return {}
+        by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
+        for option in self._enumerator.enumerate(module, sharders):
+            by_table[option.path, option.name].append(option)
+        return {
+            (chosen.path, chosen.name): why_rejected(
+                chosen,
+                plan,
+                by_table[chosen.path, chosen.name],
+                self._enumerator.refused[chosen.path, chosen.name],
+                room,
+                self._partitioner,
+                self._perf_model,
+                are_many=len(left_open) > _MANY,
+            )
+            for chosen in left_open
+        }
 
     def _module_plan(
         self,
         path: str,
         module_plan: dict[str, ParameterSharding],
         options: dict[tuple[str, str], ShardingOption],
-        module: nn.Module,
+        rejected: dict[tuple[str, str], dict[str, str]],
         sharders: list[ModuleSharder[nn.Module]],
     ) -> ReportedModulePlan:
         shardings: dict[str, ParameterSharding] = {}
@@ -291,7 +303,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 options=described,
                 times=tuple(shard.perf for shard in option.shards if shard.perf is not None),
                 group_time=self._enumerator.perf_estimator.group_time(kernel),
-                rejected=self._rejected(option, module, sharders),
+                rejected=rejected.get((path, table), {}),
             )
         return ReportedModulePlan(
             shardings, reports, None if self._measured is None else self._measured.stages

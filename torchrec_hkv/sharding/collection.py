@@ -54,6 +54,7 @@ class BackendCollection:
         self._planned = planned
         self._exchange = exchange
         self._uniqueness = uniqueness
+        self._is_split = exchange.is_plain
         self._is_built = False
         # What looks up tables that have all their rows: feature, table and its number of rows.
         self._row_numbers = [
@@ -64,6 +65,11 @@ class BackendCollection:
         ]
         super().__init__(*args, **kwargs)
         self._is_built = True
+        if not self._is_split:
+            raise ValueError(
+                "num_groups and wire_dtype need a TorchRec whose collections have "
+                "create_grouped_sharding_infos, which this one lacks: leave them out."
+            )
         features = {
             config.name: list(config.feature_names)
             for config in getattr(self, self.configs_attribute)
@@ -85,6 +91,7 @@ class BackendCollection:
         by_type = super().create_grouped_sharding_infos(*args, **kwargs)
         if self._exchange.is_plain:
             return by_type
+        self._is_split = True
         infos = [info for own in by_type.values() for info in own]
         configs = {id(info): info.embedding_config for info in infos}
         self._exchange.check_tables([config.name for config in configs.values()])
