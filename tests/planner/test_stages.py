@@ -16,7 +16,7 @@ from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_def
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
-from torchrec_hkv.planner.stages import STAGES, stage_times
+from torchrec_hkv.planner.stages import STAGES, stage_times, step_parts
 
 
 def test_parts_of_a_step(device_type):
@@ -24,13 +24,17 @@ def test_parts_of_a_step(device_type):
     times, exchange = stage_times(device)
     assert exchange is None  # there is nobody to exchange with
     assert tuple(times) == STAGES
-    assert all(0 < took < 1000 for took in times.values())
+    for stage in STAGES:
+        parts = {"fixed", "feature", "id"} if stage == "input_dist" else {"fixed", "feature"}
+        assert set(times[stage]) == parts
+    took = step_parts(times, features=3, ids=1000)
+    assert all(0 < part < 1000 for part in took.values())
     assert not dist.is_initialized()
 
 
 def _between_ranks(rank, world_size, device):
     times, exchange = stage_times(device)
-    return min(times.values()), exchange
+    return min(step_parts(times, 1, 8).values()), exchange
 
 
 def test_ranks_time_their_exchange(run_ranks):
@@ -76,6 +80,8 @@ def _table(kernel, ranks, forward, group):
         options="",
         times=(perf,) * len(ranks),
         group_time=group,
+        features=2,
+        ids=10.0,
     )
 
 
@@ -86,7 +92,13 @@ def test_a_step_is_the_sum_of_its_tables_and_groups():
         "b": _table("hkv", (0, 1), 2.0, group),
         "c": _table("fused", (1,), 3.0, StepTime(100.0, 200.0)),
     }
-    stages = {"input_dist": 0.5, "forward": 1000.0, "output_dist": 2.0, "backward": 3000.0}
+    stages = {
+        # Six features and thirty ids.
+        "input_dist": {"fixed": 0.125, "feature": 0.03125, "id": 0.00625},
+        "forward": {"fixed": 700.0, "feature": 50.0},
+        "output_dist": {"fixed": 2.0},
+        "backward": {"fixed": 3000.0, "feature": 0.0},
+    }
     plan = ReportedModulePlan({}, reports, stages)
     assert plan.step_times(0) == {
         "input_dist": 0.75,

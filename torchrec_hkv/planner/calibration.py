@@ -17,7 +17,7 @@ from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.calibration import calibrated
 from torchrec_hkv.backends.constants import Constants
-from torchrec_hkv.planner.stages import stage_times
+from torchrec_hkv.planner.stages import StageTimes, stage_times
 from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
 
 _FORMAT = 1
@@ -35,8 +35,8 @@ class Calibration:
         threads: of the CPU, as torch had them.
         versions: of what was measured.
         constants: by the name of a backend, or of a stock kernel.
-        stages: milliseconds that the parts of a step take whatever is looked up
-            (:data:`torchrec_hkv.planner.stages.STAGES`), without the kernels' own.
+        stages: milliseconds that TorchRec's code takes in the parts of a step
+            (:func:`torchrec_hkv.planner.stages.stage_times`), without the kernels' own.
         exchange: bytes of rows a millisecond between the ranks of a host; None where one rank
             measured.
     """
@@ -46,7 +46,7 @@ class Calibration:
     threads: int
     versions: dict[str, str]
     constants: dict[str, Constants]
-    stages: dict[str, float] = dataclasses.field(default_factory=dict)
+    stages: StageTimes = dataclasses.field(default_factory=dict)
     exchange: float | None = None
 
     @classmethod
@@ -81,15 +81,15 @@ class Calibration:
                 constants[name] = found
             elif names is not None:
                 raise ValueError(f"Backend {name!r} says of no table how it is to be calibrated.")
-        stages: dict[str, float] = {}
+        stages: StageTimes = {}
         exchange = None
         if FUSED in wanted:
             progress("the parts of a step")
             stages, exchange = stage_times(device)
         if FUSED in constants:
             kernel = constants[FUSED].group_time
-            stages["forward"] = max(stages["forward"] - kernel.forward, 0.0)
-            stages["backward"] = max(stages["backward"] - kernel.backward, 0.0)
+            for stage, own in (("forward", kernel.forward), ("backward", kernel.backward)):
+                stages[stage]["fixed"] = max(stages[stage]["fixed"] - own, 0.0)
         return cls(
             device.type,
             device_name(device),
@@ -139,7 +139,10 @@ class Calibration:
                     str(name): Constants.from_json(found)
                     for name, found in content["constants_ms"].items()
                 },
-                {str(name): float(value) for name, value in content["stages_ms"].items()},
+                {
+                    str(stage): {str(name): float(cost) for name, cost in costs.items()}
+                    for stage, costs in content["stages_ms"].items()
+                },
                 None if (rate := content["exchange_bytes_per_ms"]) is None else float(rate),
             )
         except OSError as error:

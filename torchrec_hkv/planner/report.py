@@ -10,7 +10,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
-from torchrec_hkv.planner.stages import STAGES
+from torchrec_hkv.planner.stages import StageTimes, step_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,8 @@ class TableReport:
         times: estimates for each shard, in milliseconds a step: lookup, backward, exchanges.
         group_time: what a group of tables on this kernel takes besides, once; None where nothing
             was measured and ``times`` come from bandwidths.
+        features: that look the table up.
+        ids: that a rank's batch has for the table.
         rejected: other kernels that the table's constraint names, and why they were not chosen.
     """
 
@@ -40,6 +42,8 @@ class TableReport:
     options: str
     times: tuple[Perf, ...] = ()
     group_time: StepTime | None = None
+    features: int = 1
+    ids: float = 0.0
     rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -50,14 +54,14 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         self,
         shardings: Mapping[str, ParameterSharding],
         reports: Mapping[str, TableReport],
-        stages: Mapping[str, float] | None = None,
+        stages: StageTimes | None = None,
     ) -> None:
         """
         Args:
             shardings: by table.
             reports: by table.
-            stages: milliseconds that parts of a step take whatever is looked up; None or empty
-                where nothing was measured.
+            stages: what TorchRec's code takes in the parts of a step; None or empty where nothing
+                was measured.
         """
         super().__init__(shardings)
         self.reports = dict(reports)
@@ -69,7 +73,12 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         Tables on one kernel are taken for one group, whose fixed part counts once. The backward is
         with the exchange of its gradients.
         """
-        times = {stage: self.stages.get(stage, 0.0) for stage in STAGES}
+        reports = self.reports.values()
+        times = step_parts(
+            self.stages,
+            sum(report.features for report in reports),
+            sum(report.ids for report in reports),
+        )
         groups: dict[str, StepTime] = {}
         for report in self.reports.values():
             for owner, perf in zip(report.ranks, report.times, strict=True):

@@ -20,13 +20,32 @@ from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
 STAGES = ("input_dist", "forward", "output_dist", "backward")
 _WARM, _STEPS = 5, 21
 _HIDING_CYCLES = 10_000_000
-_DIM = 128
+_DIM, _FEATURES = 128, 8
 #: Of a rank, where the exchange of rows is timed.
 _BAGS = {"cpu": 8192, "cuda": 65536}
 
 
-def stage_times(device: torch.device) -> tuple[dict[str, float], float | None]:
-    """What the parts of a step take that looks up next to nothing, and how fast rows are exchanged.
+#: Milliseconds by stage: of the stage itself (``""``), a feature, and an id of a rank's batch.
+StageTimes = dict[str, dict[str, float]]
+
+
+def step_parts(stages: StageTimes, features: int, ids: float) -> dict[str, float]:
+    """Milliseconds that TorchRec's own code takes in the parts of a step.
+
+    Args:
+        stages: as :func:`stage_times` gives them; empty for zeros.
+        features: of the collection.
+        ids: of a rank's batch.
+    """
+    counts = {"fixed": 1.0, "feature": float(features), "id": ids}
+    return {
+        stage: sum(cost * counts[name] for name, cost in stages.get(stage, {}).items())
+        for stage in STAGES
+    }
+
+
+def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
+    """What TorchRec's code takes in the parts of a step, and how fast rows are exchanged.
 
     With a process group of several ranks all of them call it, and exchanges are among the parts.
 
@@ -35,28 +54,34 @@ def stage_times(device: torch.device) -> tuple[dict[str, float], float | None]:
             ended.
 
     Returns:
-        Milliseconds of each part, and bytes a millisecond of exchanged rows, over the bytes that
-        all ranks look up for each other; None on one rank.
+        Milliseconds of each part: once, for each feature, and of the input exchange for each id;
+        lookup and backward are those of next to no ids. And bytes a millisecond of exchanged rows,
+        of those that a rank looks up for all; None on one rank.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        least = _measured(device, 8)
-        ranks = dist.get_world_size()
-        if ranks == 1:
-            return least, None
-        bags = _BAGS[device.type]
-        took = _measured(device, bags)["output_dist"] - least["output_dist"]
-        return least, 4.0 * ranks * bags * _DIM / took if took > 0 else None
+        bags, ranks = _BAGS[device.type], dist.get_world_size()
+        least = _measured(device, 8, 1)
+        several = _measured(device, 8, _FEATURES)
+        many = _measured(device, bags, 1)
+        times: StageTimes = {}
+        for stage in STAGES:
+            feature = max(several[stage] - least[stage], 0.0) / (_FEATURES - 1)
+            times[stage] = {"fixed": max(least[stage] - feature, 0.0), "feature": feature}
+        times["input_dist"]["id"] = max(many["input_dist"] - least["input_dist"], 0.0) / bags
+        took = many["output_dist"] - least["output_dist"]
+        return times, 4.0 * ranks * bags * _DIM / took if ranks > 1 and took > 0 else None
     finally:
         if is_alone:
             dist.destroy_process_group()
 
 
-def _measured(device: torch.device, bags: int) -> dict[str, float]:
-    table = EmbeddingBagConfig(name="t", feature_names=["f"], embedding_dim=_DIM, num_embeddings=64)
+def _measured(device: torch.device, bags: int, num_features: int) -> dict[str, float]:
+    names = [f"f{number}" for number in range(num_features)]
+    table = EmbeddingBagConfig(name="t", feature_names=names, embedding_dim=_DIM, num_embeddings=64)
     model = EmbeddingBagCollection([table], device=torch.device("meta"))
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.0})
     sharder = BackendEmbeddingBagCollectionSharder()
@@ -77,9 +102,9 @@ def _measured(device: torch.device, bags: int) -> dict[str, float]:
         sharders=[sharder],
     ).module
     features = KeyedJaggedTensor(
-        ["f"],
-        torch.zeros(bags, dtype=torch.int64, device=device),
-        lengths=torch.ones(bags, dtype=torch.int64, device=device),
+        names,
+        torch.arange(bags * num_features, device=device) % 64,
+        lengths=torch.ones(bags * num_features, dtype=torch.int64, device=device),
     )
     turns = [_step(module, features, device) for _ in range(_WARM + _STEPS)][_WARM:]
     typical = statistics.median if device.type == "cuda" else min

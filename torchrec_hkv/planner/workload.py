@@ -26,14 +26,9 @@ def shard_workload(
         constraint: has batch sizes and numbers of poolings, where they are not the planner's.
         frequencies: of the table's ids; None: all rows come alike.
     """
-    features, rows = _num_features(option), option.tensor.shape[0]
-    lengths = _for_each(option.input_lengths, features)
-    poolings = _for_each((constraint and constraint.num_poolings) or [1.0], features)
-    sizes = _for_each((constraint and constraint.batch_sizes) or [option.batch_size], features)
-    bags = sum(size * times for size, times in zip(sizes, poolings, strict=True))
-    ids = sum(
-        size * times * length for size, times, length in zip(sizes, poolings, lengths, strict=True)
-    )
+    rows = option.tensor.shape[0]
+    bags = sum(size * times for size, times, _ in _by_feature(option, constraint))
+    ids = rank_ids(option, constraint)
     ranks = topology.world_size
     # Ids of a table reach the shards of all ranks, those of one host, or one rank's alone.
     match option.sharding_type:
@@ -46,6 +41,27 @@ def shard_workload(
         case _:
             share = 1.0
     return _asked(ids * ranks, share, bags * ranks, option.is_pooled, rows, frequencies)
+
+
+def rank_ids(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
+    """Ids that a rank's batch has for a table.
+
+    Args:
+        option: how the table is sharded.
+        constraint: as :func:`shard_workload` takes it.
+    """
+    return sum(size * times * length for size, times, length in _by_feature(option, constraint))
+
+
+def _by_feature(
+    option: ShardingOption, constraint: ParameterConstraints | None
+) -> list[tuple[float, float, float]]:
+    """For each feature samples of a batch, bags of a sample and ids of a bag."""
+    features = num_features(option)
+    lengths = _for_each(option.input_lengths, features)
+    poolings = _for_each((constraint and constraint.num_poolings) or [1.0], features)
+    sizes = _for_each((constraint and constraint.batch_sizes) or [option.batch_size], features)
+    return list(zip(sizes, poolings, lengths, strict=True))
 
 
 def _asked(
@@ -71,7 +87,8 @@ def _asked(
     )
 
 
-def _num_features(option: ShardingOption) -> int:
+def num_features(option: ShardingOption) -> int:
+    """Features that look a table up."""
     if isinstance(option.module[1], EmbeddingBagCollection | EmbeddingCollection):
         return len(config_of(option).feature_names)
     return option.num_inputs
