@@ -217,5 +217,6 @@ def _fill(step: Step, case: CalibrationCase, device: torch.device) -> None:
     """Asks for every id once, so that none is new later."""
     for first in range(0, case.rows, _FILL):
         ids = torch.arange(first, min(first + _FILL, case.rows), device=device)
-        output = step(ids, torch.tensor([0, ids.numel()], device=device), 1)
+        # Bags of one: a long bag would be summed by few threads of a GPU.
+        output = step(ids, torch.arange(ids.numel() + 1, device=device), ids.numel())
         output.backward(torch.zeros_like(output))
