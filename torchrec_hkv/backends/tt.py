@@ -137,6 +137,13 @@ def _shape(shard: TableShard) -> TTShape:
         raise ValueError(f"table '{shard.name}': {error}") from None
 
 
+def _head_bytes(shape: TTShape) -> int:
+    """What a GPU keeps of a table of four cores: the products of the first two, and gradients."""
+    if shape.num_cores != 4:
+        return 0
+    return 8 * math.prod(shape.p[:2]) * math.prod(shape.q[:2]) * shape.ranks[1]
+
+
 def _optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
     """The optimizer of slices of cores.
 
@@ -288,13 +295,16 @@ class TTLookup(GroupLookup):
         return {"lookups": lookups, "size": rows, "capacity": rows}
 
     def memory(self, name: str) -> StorageBytes:
-        """Bytes of cores, optimizer states, and the float32 gradient of all cores."""
+        """Bytes of cores, optimizer states, the float32 gradient of all cores, and on a GPU the
+        products of the first two of four cores."""
         cores = self._group.cores_of(self._index[name])
         tensors = [*self._cores[cores], *self._states[cores]]
         count = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         on_gpu = tensors[0].device.type == "cuda"
         if on_gpu or self._group.optimizer is not None:
             count += 4 * sum(core.numel() for core in self._cores[cores])
+        if on_gpu:
+            count += _head_bytes(self._group.shapes[self._index[name]])
         return StorageBytes(count, 0) if on_gpu else StorageBytes(0, count)
 
     def cores(self, name: str) -> list[Tensor]:
@@ -362,9 +372,8 @@ class TTBackend(Backend):
         if made is not None:
             for k in range(shape.num_cores):
                 count += 4 * shape.p[k] * made.state_width(shape.slice_size(k))
-        if on_gpu and shape.num_cores == 4:
-            # The products of the first two cores, and their gradients.
-            count += 8 * math.prod(shape.p[:2]) * math.prod(shape.q[:2]) * shape.ranks[1]
+        if on_gpu:
+            count += _head_bytes(shape)
         return StorageBytes(hbm=count if on_gpu else 0, host=0 if on_gpu else count)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:

@@ -181,8 +181,10 @@ def _set_times(option: ShardingOption, times: list[StepTime]) -> None:
 def _scale_exchanges(option: ShardingOption, factor: float) -> None:
     for shard in option.shards:
         if shard.perf is not None:
+            # The backward's has a copy in memory besides, which is no exchange; it sends back as
+            # much as the forward has sent.
+            shard.perf.bwd_comms += shard.perf.fwd_comms * (factor - 1)
             shard.perf.fwd_comms *= factor
-            shard.perf.bwd_comms *= factor
             shard.perf.input_dist_comms *= factor
 
 

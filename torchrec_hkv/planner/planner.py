@@ -32,7 +32,7 @@ from torchrec_hkv.planner.defaults import completed
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.options import is_ours, kernel_of
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
-from torchrec_hkv.planner.workload import num_features, rank_ids
+from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import BACKEND_SHARDERS, get_default_sharders
 from torchrec_hkv.sharding.tables import check_config, table_configs
@@ -305,6 +305,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 times=tuple(shard.perf for shard in option.shards if shard.perf is not None),
                 group_time=self._enumerator.perf_estimator.group_time(kernel),
                 features=num_features(option),
+                bags=rank_bags(option, (self._constraints or {}).get(table)),
                 ids=rank_ids(option, (self._constraints or {}).get(table)),
                 rejected=rejected.get((path, table), {}),
             )

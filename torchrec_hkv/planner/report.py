@@ -29,7 +29,8 @@ class TableReport:
         group_time: what a group of tables on this kernel takes besides, once; None where nothing
             was measured and ``times`` come from bandwidths.
         features: that look the table up.
-        ids: that a rank's batch has for the table.
+        bags: that a rank's batch has for the table.
+        ids: in them.
         rejected: other kernels that the table's constraint names, and why they were not chosen.
     """
 
@@ -43,6 +44,7 @@ class TableReport:
     times: tuple[Perf, ...] = ()
     group_time: StepTime | None = None
     features: int = 1
+    bags: float = 0.0
     ids: float = 0.0
     rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -77,6 +79,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         times = step_parts(
             self.stages,
             sum(report.features for report in reports),
+            sum(report.bags for report in reports),
             sum(report.ids for report in reports),
         )
         groups: dict[str, StepTime] = {}

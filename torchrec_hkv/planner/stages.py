@@ -20,24 +20,25 @@ from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
 STAGES = ("input_dist", "forward", "output_dist", "backward")
 _WARM, _STEPS = 5, 21
 _HIDING_CYCLES = 10_000_000
-_DIM, _FEATURES = 128, 8
+_DIM, _FEATURES, _LENGTH = 128, 8, 8
 #: Of a rank, where the exchange of rows is timed.
 _BAGS = {"cpu": 8192, "cuda": 65536}
 
 
-#: Milliseconds by stage: of the stage itself (``""``), a feature, and an id of a rank's batch.
+#: Milliseconds by stage: once (``fixed``), for a feature, a bag and an id of a rank's batch.
 StageTimes = dict[str, dict[str, float]]
 
 
-def step_parts(stages: StageTimes, features: int, ids: float) -> dict[str, float]:
+def step_parts(stages: StageTimes, features: int, bags: float, ids: float) -> dict[str, float]:
     """Milliseconds that TorchRec's own code takes in the parts of a step.
 
     Args:
         stages: as :func:`stage_times` gives them; empty for zeros.
         features: of the collection.
+        bags: of a rank's batch, over all features.
         ids: of a rank's batch.
     """
-    counts = {"fixed": 1.0, "feature": float(features), "id": ids}
+    counts = {"fixed": 1.0, "feature": float(features), "bag": bags, "id": ids}
     return {
         stage: sum(cost * counts[name] for name, cost in stages.get(stage, {}).items())
         for stage in STAGES
@@ -54,7 +55,8 @@ def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
             ended.
 
     Returns:
-        Milliseconds of each part: once, for each feature, and of the input exchange for each id;
+        Milliseconds of each part: once, for each feature, of the input exchange also for each bag
+        and id;
         lookup and backward are those of next to no ids. And bytes a millisecond of exchanged rows,
         of those that a rank looks up for all; None on one rank.
     """
@@ -67,11 +69,16 @@ def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
         least = _measured(device, 8, 1)
         several = _measured(device, 8, _FEATURES)
         many = _measured(device, bags, 1)
+        longer = _measured(device, bags // _LENGTH, 1, _LENGTH)
         times: StageTimes = {}
         for stage in STAGES:
             feature = max(several[stage] - least[stage], 0.0) / (_FEATURES - 1)
             times[stage] = {"fixed": max(least[stage] - feature, 0.0), "feature": feature}
-        times["input_dist"]["id"] = max(many["input_dist"] - least["input_dist"], 0.0) / bags
+        # As many ids in fewer bags: the difference is that of the bags.
+        by_bags = max(many["input_dist"] - longer["input_dist"], 0.0)
+        bag = by_bags / (bags - bags // _LENGTH)
+        both = max(many["input_dist"] - least["input_dist"], 0.0) / bags
+        times["input_dist"] |= {"bag": min(bag, both), "id": max(both - bag, 0.0)}
         took = many["output_dist"] - least["output_dist"]
         return times, 4.0 * ranks * bags * _DIM / took if ranks > 1 and took > 0 else None
     finally:
@@ -79,7 +86,9 @@ def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
             dist.destroy_process_group()
 
 
-def _measured(device: torch.device, bags: int, num_features: int) -> dict[str, float]:
+def _measured(
+    device: torch.device, bags: int, num_features: int, length: int = 1
+) -> dict[str, float]:
     names = [f"f{number}" for number in range(num_features)]
     table = EmbeddingBagConfig(name="t", feature_names=names, embedding_dim=_DIM, num_embeddings=64)
     model = EmbeddingBagCollection([table], device=torch.device("meta"))
@@ -103,8 +112,8 @@ def _measured(device: torch.device, bags: int, num_features: int) -> dict[str, f
     ).module
     features = KeyedJaggedTensor(
         names,
-        torch.arange(bags * num_features, device=device) % 64,
-        lengths=torch.ones(bags * num_features, dtype=torch.int64, device=device),
+        torch.arange(bags * num_features * length, device=device) % 64,
+        lengths=torch.full((bags * num_features,), length, device=device),
     )
     turns = [_step(module, features, device) for _ in range(_WARM + _STEPS)][_WARM:]
     typical = statistics.median if device.type == "cuda" else min

@@ -27,7 +27,7 @@ def shard_workload(
         frequencies: of the table's ids; None: all rows come alike.
     """
     rows = option.tensor.shape[0]
-    bags = sum(size * times for size, times, _ in _by_feature(option, constraint))
+    bags = rank_bags(option, constraint)
     ids = rank_ids(option, constraint)
     ranks = topology.world_size
     # Ids of a table reach the shards of all ranks, those of one host, or one rank's alone.
@@ -41,6 +41,16 @@ def shard_workload(
         case _:
             share = 1.0
     return _asked(ids * ranks, share, bags * ranks, option.is_pooled, rows, frequencies)
+
+
+def rank_bags(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
+    """Bags that a rank's batch has for a table.
+
+    Args:
+        option: how the table is sharded.
+        constraint: as :func:`shard_workload` takes it.
+    """
+    return sum(size * times for size, times, _ in _by_feature(option, constraint))
 
 
 def rank_ids(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
