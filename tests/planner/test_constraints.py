@@ -11,7 +11,7 @@ from tests.support.models import topology
 from tests.support.toy_backend import ToyOptions
 from torchrec_hkv import EmbeddingShardingPlanner, HKVOptions, ParameterConstraints
 from torchrec_hkv.planner import IdFrequencies
-from torchrec_hkv.planner.constraints import choices, translated
+from torchrec_hkv.planner.constraints import Candidate, choices, translated
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
             "has options ToyOptions: that backend takes HKVOptions",
         ),
         (
-            {"compute_kernels": ["hkv"], "options": [HKVOptions(), HKVOptions(seed=1)]},
-            "has options HKVOptions twice",
+            {"compute_kernels": ["hkv"], "options": [HKVOptions(seed=1), HKVOptions(seed=1)]},
+            "has equal options HKVOptions twice",
         ),
         ({"compute_kernels": ["hkv"], "frequencies": [1, 2]}, "must be an IdFrequencies"),
         (
@@ -76,19 +76,26 @@ def test_backends_become_the_kernel_that_torchrec_knows():
     constraints = {
         "ours": ParameterConstraints(compute_kernels=["toy"], options=options),
         "either": ParameterConstraints(compute_kernels=["fused", "toy"]),
-        "any": ParameterConstraints(compute_kernels=["toy", "hkv"], options=[HKVOptions(seed=5)]),
+        "any": ParameterConstraints(
+            compute_kernels=["toy", "hkv"], options=[HKVOptions(seed=5), HKVOptions()]
+        ),
         "counted": ParameterConstraints(frequencies=IdFrequencies.of_counts([1])),
         "stock": StockParameterConstraints(compute_kernels=["fused"]),
         "free": StockParameterConstraints(),
     }
     found = choices(constraints)
     assert set(found) == {"ours", "either", "any", "counted"}
-    assert found["counted"].backends == {}
-    assert found["ours"].backends == {"toy": options}
+    assert found["counted"].candidates == ()
+    assert found["ours"].candidates == (Candidate("toy", options, "toy"),)
     assert found["ours"].is_settled
-    assert found["either"].backends == {"toy": ToyOptions()}
+    assert found["either"].candidates == (Candidate("toy", ToyOptions(), "toy"),)
     assert not found["either"].is_settled
-    assert found["any"].backends == {"toy": ToyOptions(), "hkv": HKVOptions(seed=5)}
+    assert found["any"].candidates == (
+        Candidate("toy", ToyOptions(), "toy"),
+        Candidate("hkv", HKVOptions(seed=5), "hkv (seed=5)"),
+        Candidate("hkv", HKVOptions(), "hkv (defaults)"),
+    )
+    assert found["any"].backends == ["toy", "hkv"]
     assert not found["any"].has_stock
     assert not found["any"].is_settled
     kernels = {name: c.compute_kernels for name, c in translated(constraints, found).items()}

@@ -70,6 +70,11 @@ def test_a_device_for_tables(monkeypatch):
     taken = plan.reports["user"].bytes
     assert sum(part.host for part in taken) >= 1000 * 8 * 4
     assert 0 < sum(part.hbm for part in taken) < 1000 * 8 * 4
+    several = [HKVOptions(seed=3), HKVOptions(seed=3, hbm_bytes=1 << 30)]
+    constraints["user"] = ParameterConstraints(compute_kernels=["hkv"], options=several)
+    plan = _plan("cuda", constraints)
+    assert plan["user"].options == HKVOptions(seed=3, hbm_bytes="index")
+    assert plan.reports["user"].rejected == {}
     # On a CPU all tables lie in host memory.
     assert _kernels(_plan("cpu", constraints)) == {"user": "hkv", "page": "fused", "hour": "fused"}
 

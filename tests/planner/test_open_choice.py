@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pytest
@@ -20,6 +21,7 @@ from torchrec_hkv import (
     TTOptions,
     get_default_sharders,
 )
+from torchrec_hkv.backends.constants import FIXED, Constants, Fit
 from torchrec_hkv.planner import IdFrequencies
 from torchrec_hkv.sharding import BackendParameterSharding
 
@@ -204,3 +206,37 @@ def test_many_tables_that_leave_the_choice_open():
     assert all(set(report.rejected) == {"hkv", "tt"} for report in reports.values())
     # Alternatives were tried in the plan's own options, whose ranks are the plan's again.
     assert all(rank is not None for report in reports.values() for rank in report.ranks)
+
+
+@pytest.mark.parametrize(
+    ("hbm", "chosen"),
+    [(1 << 30, None), (10 << 20, 9 << 20), (7 << 20, "index")],
+)
+def test_the_tier_of_a_table(hbm, chosen):
+    """In HBM, partly in HBM, or in host memory: the fastest that a GPU has room for."""
+    options = [HKVOptions(hbm_bytes=bytes_near) for bytes_near in (None, 9 << 20, "index")]
+    constraint = ParameterConstraints(
+        compute_kernels=["hkv"], sharding_types=["table_wise"], options=options
+    )
+    moved = {"ids": 1e-3, "moved_bytes": 1e-6, FIXED: 0.0}
+    constants = Constants((Fit(1.0, moved, {"ids": 1e-3, FIXED: 0.0}),))
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=1, local_world_size=1, compute_device="cuda", hbm_cap=hbm, ddr_cap=1 << 30
+        ),
+        batch_size=8,
+        constraints={"t": constraint},
+        calibration=dataclasses.replace(calibration("cuda"), constants={"hkv": constants}),
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    table = EmbeddingBagConfig(
+        name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]
+    )
+    plan = planner.plan(make_model([table]), get_default_sharders()).plan["ebc"]
+    assert plan["t"].options.hbm_bytes == chosen
+    rejected = plan.reports["t"].rejected
+    assert len(rejected) == 2
+    assert all(label.startswith("hkv (") for label in rejected)
+    if chosen == "index":
+        assert "it does not fit" in rejected["hkv (defaults)"]
+        assert "of HBM" in rejected["hkv (defaults)"]

@@ -26,7 +26,8 @@ class ParameterConstraints(StockParameterConstraints):
 
     Attributes:
         options: of the backend, or a sequence with the options of several backends; a backend
-            without options of its own has its defaults.
+            without options of its own has its defaults. Several of one backend are several choices,
+            such as a table in HBM and one in host memory.
         frequencies: how often ids are looked up. Different ids of a step, and those that a table
             in host memory has to fetch, are estimated from it. None: all ids from 0 to
             ``num_embeddings - 1`` come alike.
@@ -44,24 +45,43 @@ class ParameterConstraints(StockParameterConstraints):
 
 
 @dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A backend that may serve a table.
+
+    Attributes:
+        backend: its name.
+        options: for this table.
+        label: the name, and the options where another candidate has the same backend.
+    """
+
+    backend: str
+    options: BackendOptions
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Choice:
     """What may serve a table.
 
     Attributes:
-        backends: those that may, by name, each with its options for this table; none where the
-            constraint only says how often ids come.
+        candidates: backends with options; none where the constraint only says how often ids come.
         has_stock: whether stock kernels may, too.
         frequencies: of the table's ids, None where they are not known.
     """
 
-    backends: dict[str, BackendOptions]
+    candidates: tuple[Candidate, ...]
     has_stock: bool
     frequencies: IdFrequencies | None = None
 
     @property
+    def backends(self) -> list[str]:
+        """The names of the backends, each once."""
+        return list(dict.fromkeys(candidate.backend for candidate in self.candidates))
+
+    @property
     def is_settled(self) -> bool:
-        """Whether nothing but one backend may serve the table."""
-        return len(self.backends) == 1 and not self.has_stock
+        """Whether nothing is left to choose."""
+        return len(self.candidates) == 1 and not self.has_stock
 
 
 def choices(
@@ -125,41 +145,45 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
                 f"Table {table!r} has options {type(options).__name__} and no backend that would "
                 f"take them: name one of {registry.names()} in compute_kernels."
             )
-        return None if frequencies is None else Choice({}, True, frequencies)
+        return None if frequencies is None else Choice((), True, frequencies)
     choice = Choice(
-        _options(table, backends, options), len(backends) < len(set(kernels)), frequencies
+        _candidates(table, backends, options), len(backends) < len(set(kernels)), frequencies
     )
     _check_sharding_types(table, choice, constraint)
     _check_stock_only_fields(table, choice, constraint)
     return choice
 
 
-def _options(
+def _candidates(
     table: str, names: Sequence[str], options: BackendOptions | Sequence[BackendOptions] | None
-) -> dict[str, BackendOptions]:
-    """The options of each backend."""
+) -> tuple[Candidate, ...]:
+    """Each backend with its options, or as often as it has some."""
     given = [options] if options is None or isinstance(options, BackendOptions) else list(options)
-    found: dict[str, BackendOptions] = {}
+    found: dict[str, list[BackendOptions]] = {name: [] for name in names}
     for one in given:
         if one is None:
             continue
         takers = [name for name in names if isinstance(one, registry.get(name).options_type)]
         if not takers:
-            wanted = ", ".join(
-                f"backend {name!r} and has options {type(one).__name__}: that backend takes "
-                f"{registry.get(name).options_type.__name__}"
-                for name in names[:1]
-            )
             others = "" if len(names) == 1 else f", and {names[1:]} don't take them either"
-            raise ValueError(f"Table {table!r} is constrained to {wanted}{others}.")
+            raise ValueError(
+                f"Table {table!r} is constrained to backend {names[0]!r} and has options "
+                f"{type(one).__name__}: that backend takes "
+                f"{registry.get(names[0]).options_type.__name__}{others}."
+            )
         for name in takers:
-            if name in found:
+            if one in found[name]:
                 raise ValueError(
-                    f"Table {table!r} has options {type(one).__name__} twice, but backend {name!r} "
-                    "takes them once."
+                    f"Table {table!r} has equal options {type(one).__name__} twice: leave one out."
                 )
-            found[name] = one
-    return {name: found.get(name) or registry.get(name).options_type() for name in names}
+            found[name].append(one)
+    candidates = []
+    for name, own in found.items():
+        for one in own or [registry.get(name).options_type()]:
+            told = registry.get(name).describe(one) or "defaults"
+            label = f"{name} ({told})" if len(own) > 1 else name
+            candidates.append(Candidate(name, one, label))
+    return tuple(candidates)
 
 
 def _check_sharding_types(
@@ -170,7 +194,7 @@ def _check_sharding_types(
         return
     served = {kind for name in choice.backends for kind in served_sharding_types(name)}
     if not served & set(asked):
-        check_sharding_type(table, next(iter(choice.backends)), asked)
+        check_sharding_type(table, choice.backends[0], asked)
 
 
 def _check_stock_only_fields(
@@ -178,7 +202,7 @@ def _check_stock_only_fields(
 ) -> None:
     if choice.has_stock:
         return
-    backend = next(iter(choice.backends))
+    backend = choice.backends[0]
     fields = ("cache_params", "enforce_hbm", "stochastic_rounding", "key_value_params")
     for field in (*fields, "bounds_check_mode"):
         value = getattr(constraint, field)

@@ -110,9 +110,9 @@ def _placed(
     options = []
     for name in names:
         backend = registry.get(name)
-        own = next((one for one in given if isinstance(one, backend.options_type)), None)
-        options.append(backend.on_host(own or backend.options_type()))
-    return dataclasses.replace(_ours(changed), options=tuple(options))
+        own = [one for one in given if isinstance(one, backend.options_type)]
+        options += [backend.on_host(one) for one in own or [backend.options_type()]]
+    return dataclasses.replace(_ours(changed), options=tuple(dict.fromkeys(options)))
 
 
 def _replicated(constraint: StockParameterConstraints, is_small: bool) -> StockParameterConstraints:

@@ -10,9 +10,8 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.planner.calibration import Calibration
-from torchrec_hkv.planner.constraints import Choice
+from torchrec_hkv.planner.constraints import Candidate, Choice
 from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
 from torchrec_hkv.planner.options import (
     BackendShardingOption,
@@ -87,25 +86,23 @@ class BackendEnumerator(EmbeddingEnumerator):
 
     def _with_backends(self, sharding_options: list[ShardingOption]) -> list[ShardingOption]:
         """Says of each option of ours whose it is: one after the other, as they were made."""
-        waiting: dict[tuple[str, str, str], list[tuple[str, BackendOptions]]] = {}
+        waiting: dict[tuple[str, str, str], list[Candidate]] = {}
         named: list[ShardingOption] = []
         for option in sharding_options:
             if option.compute_kernel == KERNEL and not is_ours(option):
                 key = (option.path, option.name, option.sharding_type)
                 if key not in waiting:
                     waiting[key] = self._served(option.name, option.sharding_type)
-                backend, options = waiting[key].pop(0)
-                option = BackendShardingOption.of(option, backend, options)
+                option = BackendShardingOption.of(option, waiting[key].pop(0))
             named.append(option)
         return named
 
-    def _served(self, name: str, sharding_type: str) -> list[tuple[str, BackendOptions]]:
+    def _served(self, name: str, sharding_type: str) -> list[Candidate]:
         choice = self._choices.get(name)
-        backends = {} if choice is None else choice.backends
         return [
-            (backend, options)
-            for backend, options in backends.items()
-            if sharding_type in served_sharding_types(backend)
+            candidate
+            for candidate in (() if choice is None else choice.candidates)
+            if sharding_type in served_sharding_types(candidate.backend)
         ]
 
     def _is_served(self, option: ShardingOption) -> bool:

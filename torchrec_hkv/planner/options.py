@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions, TableShard
+from torchrec_hkv.planner.constraints import Candidate
 from torchrec_hkv.sharding.tables import (
     SUMMED_OVER_RANKS,
     balanced_rows,
@@ -25,27 +26,28 @@ class BackendShardingOption(ShardingOption):
     Attributes:
         backend: the backend's name.
         backend_options: its options for the table.
+        label: what tells it from other choices of the table.
     """
 
     backend: str
     backend_options: BackendOptions
+    label: str
 
     @classmethod
-    def of(
-        cls, option: ShardingOption, backend: str, options: BackendOptions
-    ) -> BackendShardingOption:
+    def of(cls, option: ShardingOption, candidate: Candidate) -> BackendShardingOption:
         """What TorchRec's enumerator made, for a backend."""
         made = cls.__new__(cls)
         made.__dict__.update(option.__dict__)
-        made.backend, made.backend_options = backend, options
+        made.backend, made.backend_options = candidate.backend, candidate.options
+        made.label = candidate.label
         return made
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.backend))
+        return hash((super().__hash__(), self.label))
 
     def storage_hash(self) -> int:
         """TorchRec's, apart for each backend: what a saved plan finds its options by."""
-        return super().storage_hash() ^ zlib.crc32(self.backend.encode())
+        return super().storage_hash() ^ zlib.crc32(self.label.encode())
 
 
 def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
@@ -54,8 +56,8 @@ def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
 
 
 def kernel_of(option: ShardingOption) -> str:
-    """The backend's name, or the stock kernel's."""
-    return option.backend if is_ours(option) else option.compute_kernel
+    """The backend by its label, or the stock kernel by its name."""
+    return option.label if is_ours(option) else option.compute_kernel
 
 
 def config_of(option: ShardingOption) -> BaseEmbeddingConfig:

@@ -30,7 +30,7 @@ from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
 from torchrec_hkv.planner.enumerator import BackendEnumerator
-from torchrec_hkv.planner.options import is_ours, kernel_of
+from torchrec_hkv.planner.options import is_ours
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
 from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
@@ -204,7 +204,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self, table: str, path: str, module: nn.Module, sharder: ModuleSharder[nn.Module]
     ) -> None:
         choice = self._choices[table]
-        backends = list(choice.backends)
+        backends = choice.backends
         if isinstance(sharder, BACKEND_SHARDERS):
             check_config(table_configs(module)[table])
             constraint = (self._constraints or {}).get(table)
@@ -289,7 +289,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 )
                 described = registry.get(option.backend).describe(option.backend_options)
             shardings[table] = sharding
-            kernel = kernel_of(option)
+            kernel = option.backend if is_ours(option) else option.compute_kernel
             reports[table] = TableReport(
                 kernel=kernel,
                 sharding_type=option.sharding_type,
