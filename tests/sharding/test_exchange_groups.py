@@ -19,7 +19,7 @@ from torchrec_hkv.sharding import (
     BackendEmbeddingBagCollectionSharder,
     BackendEmbeddingCollectionSharder,
 )
-from torchrec_hkv.sharding.exchange import Exchange
+from torchrec_hkv.sharding.exchange_groups import Exchange
 
 NAMES = ["a", "b", "c", "d", "e"]
 ROWS, BATCH, DIMS = 400, 8, [8, 16, 4, 12, 8]

@@ -13,7 +13,7 @@ from torch import nn
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.compat import to_keyed_jagged_tensor
-from torchrec_hkv.sharding.exchange import Exchange
+from torchrec_hkv.sharding.exchange_groups import Exchange
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
 from torchrec_hkv.sharding.state import TableState
 from torchrec_hkv.sharding.uniqueness import Uniqueness, check_batch

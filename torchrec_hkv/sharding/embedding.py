@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import SEQUENCE_SHARDINGS
-from torchrec_hkv.sharding.exchange import codecs_of
+from torchrec_hkv.sharding.exchange_groups import codecs_of
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.index_dedup import deduplicate
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding

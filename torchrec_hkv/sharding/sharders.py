@@ -28,7 +28,7 @@ from torchrec_hkv import environment
 from torchrec_hkv.sharding.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
-from torchrec_hkv.sharding.exchange import Exchange, wire_dtypes
+from torchrec_hkv.sharding.exchange_groups import Exchange, wire_dtypes
 from torchrec_hkv.sharding.optimizer import name_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.tables import Collection, table_weight
