@@ -41,7 +41,10 @@ def shard(**changes) -> TableShard:
     ("options", "match"),
     [
         ({"eviction": "fifo"}, r"eviction is 'fifo', but must be 'lru' or 'lfu'"),
-        ({"hbm_bytes": 0}, r"hbm_bytes is 0, but must be None or a positive number of bytes"),
+        (
+            {"hbm_bytes": 0},
+            r"hbm_bytes is 0, but must be None, 'index' or a positive number of bytes",
+        ),
         ({"hbm_bytes": -5}, r"hbm_bytes is -5"),
         ({"hbm_bytes": 1.5}, r"hbm_bytes is 1.5"),
         ({"seed": 2**63}, r"seed is 9223372036854775808, but must be an integer from -2\^63"),

@@ -10,7 +10,8 @@ from torchrec.modules.embedding_configs import DataType
 from tests.support.models import topology
 from tests.support.toy_backend import ToyOptions
 from torchrec_hkv import EmbeddingShardingPlanner, HKVOptions, ParameterConstraints
-from torchrec_hkv.planner.constraints import assignments, translated
+from torchrec_hkv.planner import IdFrequencies
+from torchrec_hkv.planner.constraints import Candidate, choices, translated
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,15 @@ CPU = torch.device("cpu")
             r"compute kernel 'hkw', which is neither a registered backend \(\[.*'hkv'.*\]\)",
         ),
         ({"compute_kernels": ["customized_kernel"]}, "compute kernel 'customized_kernel'"),
-        ({"compute_kernels": ["hkv", "toy"]}, "allowed is one"),
+        (
+            {"compute_kernels": ["hkv", "tt"], "options": ToyOptions()},
+            "has options ToyOptions: that backend takes HKVOptions",
+        ),
+        (
+            {"compute_kernels": ["hkv"], "options": [HKVOptions(seed=1), HKVOptions(seed=1)]},
+            "has equal options HKVOptions twice",
+        ),
+        ({"compute_kernels": ["hkv"], "frequencies": [1, 2]}, "must be an IdFrequencies"),
         (
             {"compute_kernels": ["toy"], "options": HKVOptions()},
             "backend 'toy' and has options HKVOptions: that backend takes ToyOptions",
@@ -67,19 +76,34 @@ def test_backends_become_the_kernel_that_torchrec_knows():
     constraints = {
         "ours": ParameterConstraints(compute_kernels=["toy"], options=options),
         "either": ParameterConstraints(compute_kernels=["fused", "toy"]),
+        "any": ParameterConstraints(
+            compute_kernels=["toy", "hkv"], options=[HKVOptions(seed=5), HKVOptions()]
+        ),
+        "counted": ParameterConstraints(frequencies=IdFrequencies.of_counts([1])),
         "stock": StockParameterConstraints(compute_kernels=["fused"]),
         "free": StockParameterConstraints(),
     }
-    assigned = assignments(constraints)
-    assert set(assigned) == {"ours", "either"}
-    assert assigned["ours"].options == options
-    assert assigned["ours"].is_only_choice
-    assert assigned["either"].options == ToyOptions()
-    assert not assigned["either"].is_only_choice
-    kernels = {name: c.compute_kernels for name, c in translated(constraints, assigned).items()}
+    found = choices(constraints)
+    assert set(found) == {"ours", "either", "any", "counted"}
+    assert found["counted"].candidates == ()
+    assert found["ours"].candidates == (Candidate("toy", options, "toy"),)
+    assert found["ours"].is_settled
+    assert found["either"].candidates == (Candidate("toy", ToyOptions(), "toy"),)
+    assert not found["either"].is_settled
+    assert found["any"].candidates == (
+        Candidate("toy", ToyOptions(), "toy"),
+        Candidate("hkv", HKVOptions(seed=5), "hkv (seed=5)"),
+        Candidate("hkv", HKVOptions(), "hkv (defaults)"),
+    )
+    assert found["any"].backends == ["toy", "hkv"]
+    assert not found["any"].has_stock
+    assert not found["any"].is_settled
+    kernels = {name: c.compute_kernels for name, c in translated(constraints, found).items()}
     assert kernels == {
         "ours": ["customized_kernel"],
         "either": ["fused", "customized_kernel"],
+        "any": ["customized_kernel"],
+        "counted": None,
         "stock": ["fused"],
         "free": None,
     }

@@ -31,7 +31,7 @@ def test_tables_and_buffers(planned_for, backend, sharding_type):
     options = planner._enumerator.enumerate(model, get_default_sharders())
     (ours,) = [option for option in options if is_ours(option)]
     (stock,) = [option for option in options if option.compute_kernel == "fused"]
-    shards = shards_of(ours, planner._assigned["t"])
+    shards = shards_of(ours)
     for mine, theirs, counted, shard in zip(
         ours.shards, stock.shards, stock_table_bytes(stock), shards, strict=True
     ):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
+from torchrec_hkv.backends.calibration import CalibrationCase
+from torchrec_hkv.backends.hkv_cost import hkv_cases, hkv_work
 from torchrec_hkv.backends.hkv_dense import DenseRows, dense_capacity
 from torchrec_hkv.backends.hkv_files import (
     HashTablesLoad,
@@ -32,6 +34,7 @@ from torchrec_hkv.backends.protocol import (
     TensorSpec,
 )
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
+from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import (
     Admission,
     Initializer,
@@ -64,7 +67,8 @@ class HKVOptions(BackendOptions):
         hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
             and optimizer states don't all fit there has all of them in host memory, and those of
             the highest score in HBM too: lookups in training bring them there. None: all in the
-            GPU's memory. On a CPU a table lies in host memory whatever this says.
+            GPU's memory. ``"index"``: the least, the index; all rows are read from host memory. On
+            a CPU a table lies in host memory whatever this says.
         seed: of the initial rows, any int64. Equal seeds, table names and ids give equal rows, at
             any world size.
         initializer: distribution of the values of initial rows: a
@@ -97,7 +101,7 @@ class HKVOptions(BackendOptions):
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
-    hbm_bytes: int | None = None
+    hbm_bytes: int | Literal["index"] | None = None
     seed: int = 0
     initializer: Initializer | None = None
     admission: Admission | None = None
@@ -112,10 +116,12 @@ class HKVOptions(BackendOptions):
             raise ValueError(
                 f"HKVOptions: eviction is {self.eviction!r}, but must be 'lru' or 'lfu'."
             )
-        if self.hbm_bytes is not None and not (_is_int(self.hbm_bytes) and self.hbm_bytes > 0):
+        if self.hbm_bytes not in (None, "index") and not (
+            _is_int(self.hbm_bytes) and self.hbm_bytes > 0
+        ):
             raise ValueError(
-                f"HKVOptions: hbm_bytes is {self.hbm_bytes!r}, but must be None or a positive "
-                "number of bytes."
+                f"HKVOptions: hbm_bytes is {self.hbm_bytes!r}, but must be None, 'index' or a "
+                "positive number of bytes."
             )
         if not (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
             raise ValueError(
@@ -189,6 +195,11 @@ def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
     )
 
 
+def _hbm_bytes(shard: TableShard, optimizer: OptimizerSpec | None) -> int | None:
+    told = _options(shard).hbm_bytes
+    return _memory(shard, optimizer).least_hbm_bytes if told == "index" else told
+
+
 def _slots_wanted(shard: TableShard) -> int:
     return dense_capacity(shard.capacity) if _options(shard).dense else shard.capacity
 
@@ -223,7 +234,7 @@ class HKVLookup(RowsById, GroupLookup):
         self._feature_tables = tuple(feature_tables)
         self._mean = shards[0].pooling == "mean"
         self._group = TableGroup(
-            [_table_spec(shard) for shard in shards],
+            [_table_spec(shard, optimizer) for shard in shards],
             feature_tables,
             optimizer=hash_table_optimizer(optimizer),
             device=device,
@@ -347,14 +358,14 @@ class HKVLookup(RowsById, GroupLookup):
         return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))
 
 
-def _table_spec(shard: TableShard) -> TableSpec:
+def _table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec:
     options = _options(shard)
     return TableSpec(
         name=shard.name,
         capacity=_slots_wanted(shard),
         dim=shard.dim,
         eviction=options.eviction,
-        hbm_bytes=options.hbm_bytes,
+        hbm_bytes=_hbm_bytes(shard, optimizer),
         seed=options.seed,
         initializer=_initializer(shard),
         column_offset=shard.column_offset,
@@ -403,15 +414,19 @@ class HKVBackend(Backend):
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
         least = _memory(shard, optimizer).least_hbm_bytes
-        if options.hbm_bytes is not None and options.hbm_bytes < least:
+        hbm_bytes = _hbm_bytes(shard, optimizer)
+        if hbm_bytes is not None and hbm_bytes < least:
             raise ValueError(
-                f"table '{shard.name}': hbm_bytes is {options.hbm_bytes}, but {shard.capacity} "
+                f"table '{shard.name}': hbm_bytes is {hbm_bytes}, but {shard.capacity} "
                 f"rows on a rank need at least {least}: their index, and one bucket with its rows."
             )
         _initializer(shard)
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)
+
+    def on_host(self, options: BackendOptions) -> BackendOptions:
+        return dataclasses.replace(options, hbm_bytes="index")
 
     def is_dense(self, options: BackendOptions) -> bool:
         return isinstance(options, HKVOptions) and options.dense
@@ -458,13 +473,27 @@ class HKVBackend(Backend):
         memory = _memory(shard, optimizer)
         if device_type != "cuda":
             return StorageBytes(hbm=0, host=memory.bytes)
-        hbm, host = gpu_table_bytes(memory, _options(shard).hbm_bytes)
+        hbm, host = gpu_table_bytes(memory, _hbm_bytes(shard, optimizer))
         return StorageBytes(hbm=hbm, host=host)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
         # A lookup reads an id's line of digests and its id besides the row: about half as much
         # again for the rows of 256 to 512 bytes that are usual.
         return (hbm_bw if device_type == "cuda" else host_bw) / 1.5
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        memory = _memory(shard, optimizer)
+        hbm_bytes = _hbm_bytes(shard, optimizer)
+        return hkv_work(memory, shard.dim, load, hbm_bytes, device_type)
+
+    def calibration_cases(self, device_type: str) -> list[CalibrationCase]:
+        return hkv_cases(HKVOptions, device_type)
 
     @staticmethod
     def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.ragged import ragged_lookup
 from torchrec_hkv.backends.saved import EntriesLoad, FileOptions, SavedShard, TablesLoad
+from torchrec_hkv.backends.workload import Work, Workload, row_work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,6 +387,14 @@ class Backend(abc.ABC):
         where options don't change it."""
         return self.routing == "hashed"
 
+    def on_host(self, options: BackendOptions) -> BackendOptions:
+        """These options, with the rows in host memory and none in HBM.
+
+        Raises:
+            ValueError: the backend can't; the default.
+        """
+        raise ValueError(f"Tables on backend {self.name!r} can't lie in host memory.")
+
     def is_dense(self, options: BackendOptions) -> bool:
         """Whether a table with these options takes row numbers and shows its rows as stock tables
         do. Its state is ``"weight"`` alone then, a tensor by row number, and
@@ -449,7 +459,34 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
-        """Bytes of rows a millisecond that a lookup reaches, from the topology's bandwidths."""
+        """Bytes of rows a millisecond that a lookup reaches, from the topology's bandwidths.
+
+        The planner's estimate where nothing was measured (:meth:`calibration_cases`).
+        """
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        """What a step does to a shard, as counts that measured constants are per.
+
+        The default is that of tables that read and write whole rows.
+
+        Args:
+            shard: the table's part.
+            optimizer: None where it is not trained.
+            load: what the step asks of it.
+            device_type: where it lives.
+        """
+        storage = self.storage(shard, optimizer, device_type)
+        return row_work(load, shard.dim, (storage.hbm + storage.host) / shard.capacity)
+
+    def calibration_cases(self, device_type: str) -> Sequence[CalibrationCase]:
+        """The tables that ``torchrec-hkv calibrate`` times to fit constants to; none by default."""
+        return ()
 
     @abc.abstractmethod
     def state_spec(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.types import ShardingType
 
+from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -22,7 +23,9 @@ from torchrec_hkv.backends.protocol import (
 )
 from torchrec_hkv.backends.row_numbers import collect_rows
 from torchrec_hkv.backends.tt_caches import PREFIX, TTCaches
+from torchrec_hkv.backends.tt_cost import tt_cases, tt_work
 from torchrec_hkv.backends.tt_options import TTOptions
+from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.tensor_train import (
@@ -58,6 +61,13 @@ def _shape(shard: TableShard) -> TTShape:
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"table '{shard.name}': {error}") from None
+
+
+def _head_bytes(shape: TTShape) -> int:
+    """What a GPU keeps of a table of four cores: the products of the first two, and gradients."""
+    if shape.num_cores != 4:
+        return 0
+    return 8 * math.prod(shape.p[:2]) * math.prod(shape.q[:2]) * shape.ranks[1]
 
 
 def _optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
@@ -297,6 +307,21 @@ class TTLookup(GroupLookup):
     def _hot_rows_of(self, name: str) -> HotRows | None:
         return None if self._caches is None else self._caches.by_table.get(self._index[name])
 
+    def memory(self, name: str) -> StorageBytes:
+        """Bytes of cores, optimizer states, the float32 gradient of all cores, the cache, and on a
+        GPU the products of the first two of four cores."""
+        cores = self._group.cores_of(self._index[name])
+        tensors = [*self._cores[cores], *self._states[cores]]
+        count = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        on_gpu = tensors[0].device.type == "cuda"
+        if on_gpu or self._group.optimizer is not None:
+            count += 4 * sum(core.numel() for core in self._cores[cores])
+        if on_gpu:
+            count += _head_bytes(self._group.shapes[self._index[name]])
+        if (cache := _options(self._shards[name]).cache) is not None:
+            count += cache.num_bytes(self._group.shapes[self._index[name]], self._group.optimizer)
+        return StorageBytes(count, 0) if on_gpu else StorageBytes(0, count)
+
     def cores(self, name: str) -> list[Tensor]:
         """The cores of a table, not copied."""
         return self._cores[self._group.cores_of(self._index[name])]
@@ -377,9 +402,8 @@ class TTBackend(Backend):
         if made is not None:
             for k in range(shape.num_cores):
                 count += 4 * shape.p[k] * made.state_width(shape.slice_size(k))
-        if on_gpu and shape.num_cores == 4:
-            # The products of the first two cores, and their gradients.
-            count += 8 * math.prod(shape.p[:2]) * math.prod(shape.q[:2]) * shape.ranks[1]
+        if on_gpu:
+            count += _head_bytes(shape)
         if (cache := _options(shard).cache) is not None:
             count += cache.num_bytes(shape, made)
         return StorageBytes(hbm=count if on_gpu else 0, host=0 if on_gpu else count)
@@ -388,6 +412,18 @@ class TTBackend(Backend):
         # A row costs arithmetic, not traffic: on a GPU about six times a row's bytes, on a CPU,
         # where some thousand operations make a value of a row, a hundred times.
         return hbm_bw / 6 if device_type == "cuda" else host_bw / 100
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        return tt_work(_shape(shard), load, device_type)
+
+    def calibration_cases(self, device_type: str) -> list[CalibrationCase]:
+        return tt_cases(TTOptions, device_type)
 
     @staticmethod
     def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:

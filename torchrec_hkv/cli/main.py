@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torchrec_hkv import __version__
-from torchrec_hkv.cli import env, plan
+from torchrec_hkv.cli import calibrate, env, plan
 
-_VERBS = {"env": env, "plan": plan}
+_VERBS = {"calibrate": calibrate, "env": env, "plan": plan}
 
 
 class _Parser(argparse.ArgumentParser):

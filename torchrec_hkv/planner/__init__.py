@@ -1,6 +1,14 @@
 """Planning: constraints that name backends, costs beside stock kernels, the report."""
 
+from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.planner.calibration import Calibration, default_path
 from torchrec_hkv.planner.constraints import ParameterConstraints
 from torchrec_hkv.planner.planner import EmbeddingShardingPlanner
 
-__all__ = ["EmbeddingShardingPlanner", "ParameterConstraints"]
+__all__ = [
+    "Calibration",
+    "EmbeddingShardingPlanner",
+    "IdFrequencies",
+    "ParameterConstraints",
+    "default_path",
+]

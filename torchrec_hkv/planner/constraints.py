@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import ParameterConstraints as StockParameterConstraints
@@ -11,8 +11,9 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
+from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
-from torchrec_hkv.sharding.validation import check_sharding_type
+from torchrec_hkv.sharding.validation import check_sharding_type, served_sharding_types
 
 _STOCK_KERNELS: frozenset[str] = frozenset(
     kernel.value for kernel in EmbeddingComputeKernel if kernel.value != KERNEL
@@ -21,70 +22,107 @@ _STOCK_KERNELS: frozenset[str] = frozenset(
 
 @dataclasses.dataclass
 class ParameterConstraints(StockParameterConstraints):
-    """TorchRec's constraints of a table, where ``compute_kernels`` may name a backend.
+    """TorchRec's constraints of a table, where ``compute_kernels`` may name backends.
 
     Attributes:
-        options: the backend's options, its defaults when None.
+        options: of the backend, or a sequence with the options of several backends; a backend
+            without options of its own has its defaults. Several of one backend are several choices,
+            such as a table in HBM and one in host memory.
+        frequencies: how often ids are looked up. Different ids of a step, and those that a table
+            in host memory has to fetch, are estimated from it. None: all ids from 0 to
+            ``num_embeddings - 1`` come alike.
     """
 
-    options: BackendOptions | None = None
+    options: BackendOptions | Sequence[BackendOptions] | None = None
+    frequencies: IdFrequencies | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.options, list):
+            self.options = tuple(self.options)
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.options))
+        return hash((super().__hash__(), self.options, self.frequencies))
 
 
 @dataclasses.dataclass(frozen=True)
-class Assignment:
-    """The backend that may serve a table.
+class Candidate:
+    """A backend that may serve a table.
 
     Attributes:
         backend: its name.
         options: for this table.
-        is_only_choice: False where stock kernels are allowed too.
+        label: the name, and the options where another candidate has the same backend.
     """
 
     backend: str
     options: BackendOptions
-    is_only_choice: bool
+    label: str
 
 
-def assignments(
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What may serve a table.
+
+    Attributes:
+        candidates: backends with options; none where the constraint only says how often ids come.
+        has_stock: whether stock kernels may, too.
+        frequencies: of the table's ids, None where they are not known.
+    """
+
+    candidates: tuple[Candidate, ...]
+    has_stock: bool
+    frequencies: IdFrequencies | None = None
+
+    @property
+    def backends(self) -> list[str]:
+        """The names of the backends, each once."""
+        return list(dict.fromkeys(candidate.backend for candidate in self.candidates))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to choose."""
+        return len(self.candidates) == 1 and not self.has_stock
+
+
+def choices(
     constraints: Mapping[str, StockParameterConstraints] | None,
-) -> dict[str, Assignment]:
-    """The backends that constraints ask for, by table.
+) -> dict[str, Choice]:
+    """What may serve the tables whose constraints name backends, or say how often ids come.
 
     Raises:
-        ValueError: an unknown compute kernel, two backends for one table, options that no backend
-            of the table takes, a sharding type that the backend can't serve, or a constraint that
-            only stock kernels honour.
+        ValueError: an unknown compute kernel, options that no backend of the table takes, sharding
+            types that none of the backends can serve, or a constraint that only stock kernels
+            honour.
     """
-    found: dict[str, Assignment] = {}
+    found: dict[str, Choice] = {}
     for table, constraint in (constraints or {}).items():
-        assignment = _assignment(table, constraint)
-        if assignment is not None:
-            found[table] = assignment
+        choice = _choice(table, constraint)
+        if choice is not None:
+            found[table] = choice
     return found
 
 
 def translated(
     constraints: Mapping[str, StockParameterConstraints] | None,
-    assigned: Mapping[str, Assignment],
+    chosen_from: Mapping[str, Choice],
 ) -> dict[str, StockParameterConstraints]:
     """Constraints as TorchRec's planner understands them: its placeholder for our kernels."""
     result: dict[str, StockParameterConstraints] = {}
     for table, constraint in (constraints or {}).items():
-        assignment = assigned.get(table)
-        if assignment is not None:
+        choice = chosen_from.get(table)
+        if choice is not None and choice.backends:
             kernels = [
-                KERNEL if kernel == assignment.backend else kernel
+                KERNEL if kernel in choice.backends else kernel
                 for kernel in constraint.compute_kernels
             ]
-            constraint = dataclasses.replace(constraint, compute_kernels=kernels)
+            constraint = dataclasses.replace(
+                constraint, compute_kernels=list(dict.fromkeys(kernels))
+            )
         result[table] = constraint
     return result
 
 
-def _assignment(table: str, constraint: StockParameterConstraints) -> Assignment | None:
+def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
     kernels = constraint.compute_kernels or []
     options = getattr(constraint, "options", None)
     for kernel in kernels:
@@ -94,11 +132,12 @@ def _assignment(table: str, constraint: StockParameterConstraints) -> Assignment
                 f"registered backend ({registry.names()}) nor a kernel of TorchRec's "
                 f"({sorted(_STOCK_KERNELS)})."
             )
-    backends = [kernel for kernel in kernels if kernel in registry.names()]
-    if len(backends) > 1:
+    backends = list(dict.fromkeys(kernel for kernel in kernels if kernel in registry.names()))
+    frequencies = getattr(constraint, "frequencies", None)
+    if frequencies is not None and not isinstance(frequencies, IdFrequencies):
         raise ValueError(
-            f"Table {table!r} is constrained to backends {backends}: allowed is one, alone or with "
-            "stock kernels."
+            f"Table {table!r} has frequencies of type {type(frequencies).__name__}: they must be "
+            "an IdFrequencies or None."
         )
     if not backends:
         if options is not None:
@@ -106,54 +145,79 @@ def _assignment(table: str, constraint: StockParameterConstraints) -> Assignment
                 f"Table {table!r} has options {type(options).__name__} and no backend that would "
                 f"take them: name one of {registry.names()} in compute_kernels."
             )
-        return None
-    name = backends[0]
-    assignment = Assignment(name, _options(table, name, options), len(kernels) == 1)
-    _check_sharding_types(table, assignment, constraint)
-    _check_stock_only_fields(table, assignment, constraint)
-    return assignment
+        return None if frequencies is None else Choice((), True, frequencies)
+    choice = Choice(
+        _candidates(table, backends, options), len(backends) < len(set(kernels)), frequencies
+    )
+    _check_sharding_types(table, choice, constraint)
+    _check_stock_only_fields(table, choice, constraint)
+    return choice
 
 
-def _options(table: str, name: str, options: BackendOptions | None) -> BackendOptions:
-    options_type = registry.get(name).options_type
-    if options is None:
-        return options_type()
-    if not isinstance(options, options_type):
-        raise ValueError(
-            f"Table {table!r} is constrained to backend {name!r} and has options "
-            f"{type(options).__name__}: that backend takes {options_type.__name__}."
-        )
-    return options
+def _candidates(
+    table: str, names: Sequence[str], options: BackendOptions | Sequence[BackendOptions] | None
+) -> tuple[Candidate, ...]:
+    """Each backend with its options, or as often as it has some."""
+    given = [options] if options is None or isinstance(options, BackendOptions) else list(options)
+    found: dict[str, list[BackendOptions]] = {name: [] for name in names}
+    for one in given:
+        if one is None:
+            continue
+        takers = [name for name in names if isinstance(one, registry.get(name).options_type)]
+        if not takers:
+            others = "" if len(names) == 1 else f", and {names[1:]} don't take them either"
+            raise ValueError(
+                f"Table {table!r} is constrained to backend {names[0]!r} and has options "
+                f"{type(one).__name__}: that backend takes "
+                f"{registry.get(names[0]).options_type.__name__}{others}."
+            )
+        for name in takers:
+            if one in found[name]:
+                raise ValueError(
+                    f"Table {table!r} has equal options {type(one).__name__} twice: leave one out."
+                )
+            found[name].append(one)
+    candidates = []
+    for name, own in found.items():
+        for one in own or [registry.get(name).options_type()]:
+            told = registry.get(name).describe(one) or "defaults"
+            label = f"{name} ({told})" if len(own) > 1 else name
+            candidates.append(Candidate(name, one, label))
+    return tuple(candidates)
 
 
 def _check_sharding_types(
-    table: str, assignment: Assignment, constraint: StockParameterConstraints
+    table: str, choice: Choice, constraint: StockParameterConstraints
 ) -> None:
     asked = constraint.sharding_types
-    if assignment.is_only_choice and asked:
-        check_sharding_type(table, assignment.backend, asked)
+    if choice.has_stock or not asked:
+        return
+    served = {kind for name in choice.backends for kind in served_sharding_types(name)}
+    if not served & set(asked):
+        check_sharding_type(table, choice.backends[0], asked)
 
 
 def _check_stock_only_fields(
-    table: str, assignment: Assignment, constraint: StockParameterConstraints
+    table: str, choice: Choice, constraint: StockParameterConstraints
 ) -> None:
-    if not assignment.is_only_choice:
+    if choice.has_stock:
         return
+    backend = choice.backends[0]
     fields = ("cache_params", "enforce_hbm", "stochastic_rounding", "key_value_params")
     for field in (*fields, "bounds_check_mode"):
         value = getattr(constraint, field)
         if value is not None:
             raise ValueError(
-                f"Table {table!r} is constrained to backend {assignment.backend!r} and has "
+                f"Table {table!r} is constrained to backend {backend!r} and has "
                 f"{field}={value}, which only stock kernels honour: leave it None."
             )
     if constraint.use_virtual_table:
         raise ValueError(
-            f"Table {table!r} is constrained to backend {assignment.backend!r} and has "
+            f"Table {table!r} is constrained to backend {backend!r} and has "
             "use_virtual_table=True, which only stock kernels honour: leave it False."
         )
     if constraint.output_dtype not in (None, DataType.FP32):
         raise ValueError(
-            f"Table {table!r} is constrained to backend {assignment.backend!r} and has "
+            f"Table {table!r} is constrained to backend {backend!r} and has "
             f"output_dtype={constraint.output_dtype}: backends give float32."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,17 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.planner.constraints import Assignment
+from torchrec_hkv.planner.calibration import Calibration
+from torchrec_hkv.planner.constraints import Candidate, Choice
 from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
-from torchrec_hkv.planner.options import balance, is_ours, shards_of
+from torchrec_hkv.planner.options import (
+    BackendShardingOption,
+    balance,
+    config_of,
+    is_ours,
+    kernel_of,
+    shards_of,
+)
 from torchrec_hkv.sharding.optimizer import applied_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
@@ -19,56 +28,136 @@ from torchrec_hkv.sharding.validation import served_sharding_types
 
 
 class BackendEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator for constraints that were translated for it."""
+    """TorchRec's enumerator for constraints that were translated for it.
+
+    Attributes:
+        refused: by path and table, why kernels can't serve it, by the kernel's name.
+    """
 
     def __init__(
         self,
         topology: Topology,
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
-        assigned: Mapping[str, Assignment],
+        choices: Mapping[str, Choice],
+        calibration: Calibration | None = None,
     ) -> None:
         """
         Args:
             topology: of the ranks.
             batch_size: on each rank.
             constraints: as TorchRec's planner understands them.
-            assigned: the backends, by table.
+            choices: what may serve each table.
+            calibration: measured constants; None: the topology's bandwidths count.
         """
-        self.storage_estimator = StorageEstimator(topology, constraints, assigned)
+        self.storage_estimator = StorageEstimator(topology, constraints)
+        self.perf_estimator = PerfEstimator(topology, constraints, choices, calibration)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
             constraints=constraints,
-            estimator=[PerfEstimator(topology, constraints, assigned), self.storage_estimator],
+            estimator=[self.perf_estimator, self.storage_estimator],
         )
-        self._assigned = assigned
+        self._choices = choices
+        self.refused: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """TorchRec's hook: called with the options of all tables before any is chosen.
 
+        Args:
+            sharding_options: each of ours once for every backend that may serve it so. Those that
+                can't are taken out.
+
         Raises:
-            ValueError: a backend can't serve its table so.
+            ValueError: no kernel that a table is constrained to can serve it.
         """
-        for option in filter(is_ours, sharding_options):
-            assignment = self._assigned[option.name]
-            balance(option, assignment)
-            backend = registry.get(assignment.backend)
-            fused_params = self._sharder_map[option.module_type_key].fused_params
-            optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-            for shard in shards_of(option, assignment):
-                backend.check(shard, optimizer, self._compute_device)
+        named = self._with_backends(sharding_options)
+        kept = [option for option in named if self._is_served(option)]
+        tables = {(option.path, option.name) for option in kept}
+        for option in named:
+            if (option.path, option.name) not in tables:
+                reasons = self.refused[option.path, option.name]
+                raise ValueError(
+                    f"Table {option.name!r} can't be served by any of its compute kernels: "
+                    + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+                )
+        sharding_options[:] = kept
         super().populate_estimates(sharding_options)
+
+    def _with_backends(self, sharding_options: list[ShardingOption]) -> list[ShardingOption]:
+        """Says of each option of ours whose it is: one after the other, as they were made."""
+        waiting: dict[tuple[str, str, str], list[Candidate]] = {}
+        named: list[ShardingOption] = []
+        for option in sharding_options:
+            if option.compute_kernel == KERNEL and not is_ours(option):
+                key = (option.path, option.name, option.sharding_type)
+                if key not in waiting:
+                    waiting[key] = self._served(option.name, option.sharding_type)
+                option = BackendShardingOption.of(option, waiting[key].pop(0))
+            named.append(option)
+        return named
+
+    def _served(self, name: str, sharding_type: str) -> list[Candidate]:
+        choice = self._choices.get(name)
+        return [
+            candidate
+            for candidate in (() if choice is None else choice.candidates)
+            if sharding_type in served_sharding_types(candidate.backend)
+        ]
+
+    def _is_served(self, option: ShardingOption) -> bool:
+        """Whether the option's kernel can serve its table; where not, why is kept.
+
+        Raises:
+            ValueError: it can't, and is the table's only one.
+        """
+        choice = self._choices.get(option.name)
+        if choice is None:
+            return True
+        try:
+            self._check_ids(option, choice)
+            if is_ours(option):
+                self._check_backend(option)
+        except ValueError as error:
+            if choice.is_settled:
+                raise
+            self.refused[option.path, option.name][kernel_of(option)] = str(error)
+            return False
+        return True
+
+    def _check_backend(self, option: BackendShardingOption) -> None:
+        balance(option)
+        fused_params = self._sharder_map[option.module_type_key].fused_params
+        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+        for shard in shards_of(option):
+            registry.get(option.backend).check(shard, optimizer, self._compute_device)
+
+    def _check_ids(self, option: ShardingOption, choice: Choice) -> None:
+        """Refuses a kernel whose ids are row numbers for a table that has other ids."""
+        seen = choice.frequencies
+        if seen is None or seen.lowest is None or seen.highest is None:
+            return
+        if is_ours(option) and registry.get(option.backend).routes_by_hash(option.backend_options):
+            return
+        rows = config_of(option).num_embeddings
+        outside = seen.lowest if seen.lowest < 0 else seen.highest
+        if not 0 <= outside < rows:
+            raise ValueError(
+                f"table '{option.name}': its frequencies have id {outside}, but {kernel_of(option)}"
+                f" takes row numbers from 0 to {rows - 1}."
+            )
 
     def _filter_sharding_types(
         self, name: str, allowed_sharding_types: list[str], *args: Any
     ) -> list[str]:
-        assignment = self._assigned.get(name)
+        choice = self._choices.get(name)
         allowed = allowed_sharding_types
-        if assignment is not None and assignment.is_only_choice:
-            served = served_sharding_types(assignment.backend)
+        if choice is not None and not choice.has_stock:
+            served = {
+                kind for backend in choice.backends for kind in served_sharding_types(backend)
+            }
             allowed = [sharding_type for sharding_type in allowed if sharding_type in served]
-        elif assignment is None and not self._names_types(name):
+        elif not (choice and choice.backends) and not self._names_types(name):
             # Our sharder offers types for tables that share a collection with ours.
             sharder = self._sharder_map.get(args[0]) if args else None
             added = (
@@ -86,10 +175,9 @@ class BackendEnumerator(EmbeddingEnumerator):
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
-        # TorchRec lets a table without constraints have any kernel that the sharder knows.
-        assignment = self._assigned.get(name)
-        is_served = assignment is not None and sharding_type in served_sharding_types(
-            assignment.backend
-        )
-        allowed = [kernel for kernel in allowed_compute_kernels if kernel != KERNEL or is_served]
-        return super()._filter_compute_kernels(name, allowed, sharding_type)
+        # TorchRec lets a table without constraints have any kernel that the sharder knows. It makes
+        # an option for each kernel of the list: one for each backend.
+        served = self._served(name, sharding_type)
+        allowed = [kernel for kernel in allowed_compute_kernels if kernel != KERNEL or served]
+        kernels = super()._filter_compute_kernels(name, allowed, sharding_type)
+        return [kernel for kernel in kernels for _ in (served if kernel == KERNEL else [None])]

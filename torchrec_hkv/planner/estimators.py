@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,32 +21,48 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import StorageBytes
+from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
-from torchrec_hkv.planner.constraints import Assignment
-from torchrec_hkv.planner.options import is_ours, shards_of
+from torchrec_hkv.planner.calibration import Calibration
+from torchrec_hkv.planner.constraints import Choice
+from torchrec_hkv.planner.options import BackendShardingOption, is_ours, shards_of
+from torchrec_hkv.planner.stock_kernels import FUSED, fused_work
+from torchrec_hkv.planner.workload import shard_workload
 from torchrec_hkv.sharding.optimizer import applied_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 
 
 class PerfEstimator(ShardEstimator):
-    """TorchRec's time estimate, where each backend says how fast it reads rows."""
+    """TorchRec's time estimate, where lookups and backwards take what was measured.
+
+    Exchanges are TorchRec's estimate. Without measured constants each backend says how fast it
+    reads rows.
+    """
 
     def __init__(
         self,
         topology: Topology,
         constraints: dict[str, ParameterConstraints],
-        assigned: Mapping[str, Assignment],
+        choices: Mapping[str, Choice],
+        calibration: Calibration | None = None,
     ) -> None:
         """
         Args:
             topology: of the ranks.
             constraints: as TorchRec's planner understands them.
-            assigned: the backends, by table.
+            choices: what may serve each table.
+            calibration: measured constants, None for none.
         """
-        self._assigned = assigned
+        self._topology = topology
+        self._constraints = constraints
+        self._choices = choices
+        self._measured = {} if calibration is None else calibration.constants
+        rate = None if calibration is None else calibration.exchange
+        #: Of TorchRec's estimates of exchanges, which go by the topology's bandwidth within a host.
+        self._exchange = 1.0 if rate is None else topology.intra_host_bw / rate
         self._stock = self._estimator(topology, constraints, EmbeddingPerfEstimatorConfig())
         self._by_backend: dict[str, ShardEstimator] = {}
-        for name in {assignment.backend for assignment in assigned.values()}:
+        for name in {name for choice in choices.values() for name in choice.backends}:
             config = EmbeddingPerfEstimatorConfig()
             bandwidth = registry.get(name).lookup_bandwidth(
                 topology.compute_device, topology.hbm_mem_bw, topology.ddr_mem_bw
@@ -77,13 +94,98 @@ class PerfEstimator(ShardEstimator):
         """
         stock = [option for option in sharding_options if not is_ours(option)]
         self._stock.estimate(stock, *args, **kwargs)
+        if FUSED in self._measured:
+            self._measure_stock(stock, args, kwargs)
         for name, estimator in self._by_backend.items():
-            ours = [
-                option
-                for option in sharding_options
-                if is_ours(option) and self._assigned[option.name].backend == name
-            ]
+            ours = [o for o in sharding_options if is_ours(o) and o.backend == name]
             estimator.estimate(ours, *args, **kwargs)
+            if name in self._measured:
+                for option in ours:
+                    fused_params = sharder_fused_params(option, args, kwargs)
+                    _set_times(option, self._backend_times(option, fused_params))
+        if self._topology.world_size <= self._topology.local_world_size:
+            for option in sharding_options:
+                _scale_exchanges(option, self._exchange)
+
+    def group_time(self, kernel: str) -> StepTime | None:
+        """What a group of tables on one kernel takes whatever is looked up; None where not known.
+
+        Args:
+            kernel: a backend's name, or a stock kernel's.
+        """
+        found = self._measured.get(kernel)
+        return None if found is None else found.group_time
+
+    def _backend_times(
+        self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
+    ) -> list[StepTime]:
+        backend, device_type = registry.get(option.backend), self._topology.compute_device
+        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+        choice = self._choices[option.name]
+        load = shard_workload(
+            option, self._topology, self._constraints.get(option.name), choice.frequencies
+        )
+        times = []
+        for shard in shards_of(option):
+            storage = backend.storage(shard, optimizer, device_type)
+            times.append(
+                self._measured[option.backend].time(
+                    backend.work(shard, optimizer, load, device_type),
+                    max(storage.hbm + storage.host, 1),
+                )
+            )
+        return times
+
+    def _measure_stock(
+        self, options: list[ShardingOption], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Stock tables by the constants of ``fused``. Those of other kernels take by so much more
+        or less as TorchRec's estimates say that they do."""
+        twins = [copy.deepcopy(option) for option in options]
+        for twin in twins:
+            twin.compute_kernel = FUSED
+        self._stock.estimate(twins, *args, **kwargs)
+        for option, twin in zip(options, twins, strict=True):
+            measured = self._fused_times(option)
+            times = []
+            for shard, fused, time in zip(option.shards, twin.shards, measured, strict=True):
+                assert shard.perf is not None
+                assert fused.perf is not None
+                forward = shard.perf.fwd_compute / max(fused.perf.fwd_compute, 1e-30)
+                backward = shard.perf.bwd_compute / max(fused.perf.bwd_compute, 1e-30)
+                times.append(StepTime(time.forward * forward, time.backward * backward))
+            _set_times(option, times)
+
+    def _fused_times(self, option: ShardingOption) -> list[StepTime]:
+        choice = self._choices.get(option.name)
+        load = shard_workload(
+            option,
+            self._topology,
+            self._constraints.get(option.name),
+            None if choice is None else choice.frequencies,
+        )
+        return [
+            self._measured[FUSED].time(
+                fused_work(load, shard.size[1], count, shard.size[0]), max(count, 1)
+            )
+            for shard, count in zip(option.shards, stock_table_bytes(option), strict=True)
+        ]
+
+
+def _set_times(option: ShardingOption, times: list[StepTime]) -> None:
+    for shard, time in zip(option.shards, times, strict=True):
+        assert shard.perf is not None
+        shard.perf.fwd_compute, shard.perf.bwd_compute = time.forward, time.backward
+
+
+def _scale_exchanges(option: ShardingOption, factor: float) -> None:
+    for shard in option.shards:
+        if shard.perf is not None:
+            # The backward's has a copy in memory besides, which is no exchange; it sends back as
+            # much as the forward has sent.
+            shard.perf.bwd_comms += shard.perf.fwd_comms * (factor - 1)
+            shard.perf.fwd_comms *= factor
+            shard.perf.input_dist_comms *= factor
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -92,20 +194,13 @@ class StorageEstimator(EmbeddingStorageEstimator):
     The communication buffers are TorchRec's count for both kinds of tables.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: dict[str, ParameterConstraints],
-        assigned: Mapping[str, Assignment],
-    ) -> None:
+    def __init__(self, topology: Topology, constraints: dict[str, ParameterConstraints]) -> None:
         """
         Args:
             topology: of the ranks.
             constraints: as TorchRec's planner understands them.
-            assigned: the backends, by table.
         """
         super().__init__(topology=topology, constraints=constraints)
-        self._assigned = assigned
         self._device_type = topology.compute_device
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
@@ -140,13 +235,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
         """
         if not is_ours(option):
             return [self._stock_bytes(option, count) for count in stock_table_bytes(option)]
-        assignment = self._assigned[option.name]
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        backend = registry.get(assignment.backend)
-        return [
-            backend.storage(shard, optimizer, self._device_type)
-            for shard in shards_of(option, assignment)
-        ]
+        backend = registry.get(option.backend)
+        return [backend.storage(shard, optimizer, self._device_type) for shard in shards_of(option)]
 
     def _stock_bytes(self, option: ShardingOption, count: int) -> StorageBytes:
         if self._device_type == "cpu":

@@ -1,16 +1,17 @@
-"""What the planner's parts ask of a sharding option whose table a backend would serve."""
+"""A sharding option whose table a backend would serve, and what the planner's parts ask of it."""
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
+from typing import TypeGuard
 
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.protocol import TableShard
-from torchrec_hkv.planner.constraints import Assignment
-from torchrec_hkv.sharding.parameter_sharding import KERNEL
+from torchrec_hkv.backends.protocol import BackendOptions, TableShard
+from torchrec_hkv.planner.constraints import Candidate
 from torchrec_hkv.sharding.tables import (
     SUMMED_OVER_RANKS,
     balanced_rows,
@@ -19,9 +20,44 @@ from torchrec_hkv.sharding.tables import (
 )
 
 
-def is_ours(option: ShardingOption) -> bool:
+class BackendShardingOption(ShardingOption):
+    """One way of sharding a table on one backend. TorchRec has one kernel's name for all of them.
+
+    Attributes:
+        backend: the backend's name.
+        backend_options: its options for the table.
+        label: what tells it from other choices of the table.
+    """
+
+    backend: str
+    backend_options: BackendOptions
+    label: str
+
+    @classmethod
+    def of(cls, option: ShardingOption, candidate: Candidate) -> BackendShardingOption:
+        """What TorchRec's enumerator made, for a backend."""
+        made = cls.__new__(cls)
+        made.__dict__.update(option.__dict__)
+        made.backend, made.backend_options = candidate.backend, candidate.options
+        made.label = candidate.label
+        return made
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.label))
+
+    def storage_hash(self) -> int:
+        """TorchRec's, apart for each backend: what a saved plan finds its options by."""
+        return super().storage_hash() ^ zlib.crc32(self.label.encode())
+
+
+def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
     """Whether a backend would serve the table."""
-    return option.compute_kernel == KERNEL
+    return isinstance(option, BackendShardingOption)
+
+
+def kernel_of(option: ShardingOption) -> str:
+    """The backend by its label, or the stock kernel by its name."""
+    return option.label if is_ours(option) else option.compute_kernel
 
 
 def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
@@ -29,22 +65,22 @@ def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
     return table_configs(option.module[1])[option.name]
 
 
-def shards_of(option: ShardingOption, assignment: Assignment) -> list[TableShard]:
+def shards_of(option: BackendShardingOption) -> list[TableShard]:
     """The shards of an option's table, as its backend is asked about them."""
     return config_shards(
         config_of(option),
         option.sharding_type,
         [shard.size for shard in option.shards],
         [shard.offset for shard in option.shards],
-        assignment.options,
+        option.backend_options,
     )
 
 
-def balance(option: ShardingOption, assignment: Assignment) -> None:
+def balance(option: BackendShardingOption) -> None:
     """Gives every rank the same capacity where ids come to all ranks alike."""
     if option.sharding_type not in SUMMED_OVER_RANKS:
         return
-    if not registry.get(assignment.backend).routes_by_hash(assignment.options):
+    if not registry.get(option.backend).routes_by_hash(option.backend_options):
         return
     by_columns: dict[int, list[Shard]] = defaultdict(list)
     for shard in option.shards:

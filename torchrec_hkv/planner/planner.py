@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner as StockEmbeddingShardingPlanner
-from torchrec.distributed.planner.types import Enumerator, ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.planner.types import ParameterConstraints as StockParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
+from torchrec_hkv import environment
 from torchrec_hkv.backends import registry
 from torchrec_hkv.collective import on_leader
-from torchrec_hkv.planner.constraints import Assignment, assignments, translated
+from torchrec_hkv.planner.alternatives import why_rejected
+from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest
+from torchrec_hkv.planner.calibration import Calibration, calibration_for
+from torchrec_hkv.planner.constraints import choices, translated
+from torchrec_hkv.planner.defaults import completed
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.options import is_ours
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
+from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import BACKEND_SHARDERS, get_default_sharders
 from torchrec_hkv.sharding.tables import check_config, table_configs
 from torchrec_hkv.sharding.validation import check_sharding_type
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+#: Tables with an open choice beyond which fewer alternatives are looked at.
+_MANY = 32
 
 
 class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
@@ -44,35 +61,73 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         batch_size: int | None = None,
         enumerator: Enumerator | None = None,
         constraints: dict[str, StockParameterConstraints] | None = None,
+        calibration: Calibration | str | os.PathLike[str] | None = None,
+        shard_by_batch_size: bool = False,
         **kwargs: Any,
     ) -> None:
         """
         Args:
             topology: of the ranks; TorchRec's guess when None.
-            batch_size: on each rank.
+            batch_size: on each rank; None: what ``TORCHREC_HKV_BATCH_SIZE`` says, else TorchRec's
+                512.
             enumerator: None: it is this package's, which knows backends.
-            constraints: by table; compute kernels may name a backend.
+            constraints: by table; compute kernels may name backends, and the planner takes the
+                fastest that fits.
+            calibration: measured constants that times are estimated from, or their file, as
+                ``torchrec-hkv calibrate`` writes it. None: the file of the default place
+                (:func:`torchrec_hkv.planner.default_path`), and where there is none, bandwidths.
+            shard_by_batch_size: stock tables whose constraints leave their sharding open are
+                replicated where they have no more rows than ``batch_size``, and sharded where they
+                have more. False: the estimates decide.
             kwargs: the other arguments of TorchRec's planner.
 
         Raises:
-            ValueError: an enumerator was given, or a constraint is refused (see
-                :func:`torchrec_hkv.planner.constraints.assignments`).
+            ValueError: an enumerator was given, a constraint is refused (see
+                :func:`torchrec_hkv.planner.constraints.choices`), or the calibration.
         """
         if enumerator is not None:
             raise ValueError(
                 f"The planner was given enumerator {type(enumerator).__name__}, which doesn't know "
                 "backends: leave it None."
             )
-        self._assigned = assignments(constraints)
-        constraints = translated(constraints, self._assigned)
         # TorchRec logs a report of its own, where all backends look alike; the plan prints ours.
         kwargs.setdefault("stats", [])
+        if batch_size is None:
+            batch_size = environment.number("BATCH_SIZE", None)
+        self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
+        self._choices = choices(constraints)
         super().__init__(
-            topology=topology, batch_size=batch_size, constraints=constraints, **kwargs
+            topology=topology,
+            batch_size=batch_size,
+            constraints=translated(constraints, self._choices),
+            **kwargs,
         )
+        self._measured = calibration_for(self._topology.compute_device, calibration)
+        self._make_enumerator()
+
+    def _make_enumerator(self) -> None:
         self._enumerator: BackendEnumerator = BackendEnumerator(
-            self._topology, self._batch_size, constraints, self._assigned
+            self._topology,
+            self._batch_size,
+            self._constraints or {},
+            self._choices,
+            self._measured,
         )
+
+    def _complete(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
+        """Takes in what variables and the batch size say of the model's tables."""
+        constraints = completed(
+            self._given,
+            module,
+            sharders,
+            self._batch_size,
+            self._topology.compute_device,
+            self._shard_by_batch_size,
+        )
+        if constraints != (self._given or {}):
+            self._choices = choices(constraints)
+            self._constraints = translated(constraints, self._choices)
+            self._make_enumerator()
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plans on this process alone.
@@ -83,14 +138,19 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
 
         Raises:
             ValueError: a table can't be served by the backend that its constraint names.
-            PlannerError: no plan fits.
+            PlannerError: no plan fits; the message names tables and the bytes that are missing.
         """
+        self._complete(module, sharders)
         self._check_model(module, sharders)
-        plan = super().plan(module, sharders)
+        try:
+            plan = super().plan(module, sharders)
+        except PlannerError as error:
+            raise self._explained(error, module, sharders) from error
         options = {(option.path, option.name): option for option in self._best_plan or []}
+        rejected = self._rejections(module, sharders)
         plan = ShardingPlan(
             {
-                path: self._module_plan(path, module_plan, options, sharders)
+                path: self._module_plan(path, module_plan, options, rejected, sharders)
                 for path, module_plan in plan.plan.items()
             }
         )
@@ -130,10 +190,11 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 pending.extend((prefix + name, m) for name, m in child.named_children())
                 continue
             for table in sharder.shardable_parameters(child):
-                if table in self._assigned:
+                if table in self._choices:
                     found.add(table)
                     self._check_table(table, path, child, sharder)
-        missing = sorted(set(self._assigned) - found)
+        ours = {table for table, choice in self._choices.items() if choice.backends}
+        missing = sorted(ours - found)
         if missing:
             raise ValueError(
                 f"Tables {missing} are constrained to backends and the model has no such tables."
@@ -142,27 +203,75 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     def _check_table(
         self, table: str, path: str, module: nn.Module, sharder: ModuleSharder[nn.Module]
     ) -> None:
-        assignment = self._assigned[table]
+        choice = self._choices[table]
+        backends = choice.backends
         if isinstance(sharder, BACKEND_SHARDERS):
             check_config(table_configs(module)[table])
             constraint = (self._constraints or {}).get(table)
-            if assignment.is_only_choice and constraint is not None and constraint.sharding_types:
+            if choice.is_settled and constraint is not None and constraint.sharding_types:
                 check_sharding_type(
-                    table, assignment.backend, constraint.sharding_types, sharder.module_type
+                    table, backends[0], constraint.sharding_types, sharder.module_type
                 )
-        elif assignment.is_only_choice:
+        elif not choice.has_stock:
             raise ValueError(
-                f"Table {table!r} is constrained to backend {assignment.backend!r} and belongs to "
+                f"Table {table!r} is constrained to backend {backends[0]!r} and belongs to "
                 f"{type(module).__name__} {path!r}, sharded by {type(sharder).__name__}: backends "
                 "serve tables of EmbeddingBagCollections and EmbeddingCollections, sharded by "
                 "those of torchrec_hkv.get_default_sharders()."
             )
+
+    def _explained(
+        self, error: PlannerError, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> PlannerError:
+        """TorchRec's error, or one that names tables and missing bytes where these are why."""
+        room = self._storage_reservation.last_reserved_topology
+        kinds = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
+        if error.error_type not in kinds or room is None:
+            return error
+        options = smallest(self._enumerator.enumerate(module, sharders), room)
+        missing = missing_bytes(options, room)
+        if not missing:
+            return error
+        return PlannerError(
+            error_type=PlannerErrorType.INSUFFICIENT_STORAGE, message=refusal(missing, room)
+        )
+
+    def _rejections(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> dict[tuple[str, str], dict[str, str]]:
+        """By path and table, why other kernels do not serve tables that left the choice open."""
+        plan, room = self._best_plan or [], self._storage_reservation.last_reserved_topology
+        left_open = [
+            option
+            for option in plan
+            if (choice := self._choices.get(option.name)) and not choice.is_settled
+            if choice.backends
+        ]
+        if not left_open or room is None:
+            return {}
+        by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
+        for option in self._enumerator.enumerate(module, sharders):
+            by_table[option.path, option.name].append(option)
+        return {
+            (chosen.path, chosen.name): why_rejected(
+                chosen,
+                plan,
+                by_table[chosen.path, chosen.name],
+                self._enumerator.refused[chosen.path, chosen.name],
+                room,
+                self._partitioner,
+                self._perf_model,
+                are_many=len(left_open) > _MANY,
+            )
+            for chosen in left_open
+        }
 
     def _module_plan(
         self,
         path: str,
         module_plan: dict[str, ParameterSharding],
         options: dict[tuple[str, str], ShardingOption],
+        rejected: dict[tuple[str, str], dict[str, str]],
         sharders: list[ModuleSharder[nn.Module]],
     ) -> ReportedModulePlan:
         shardings: dict[str, ParameterSharding] = {}
@@ -173,16 +282,16 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         }
         for table, sharding in module_plan.items():
             option = options[path, table]
-            assignment: Assignment | None = self._assigned.get(table) if is_ours(option) else None
             described = ""
-            if assignment is not None:
+            if is_ours(option):
                 sharding = BackendParameterSharding.wrap(
-                    sharding, assignment.backend, assignment.options
+                    sharding, option.backend, option.backend_options
                 )
-                described = registry.get(assignment.backend).describe(assignment.options)
+                described = registry.get(option.backend).describe(option.backend_options)
             shardings[table] = sharding
+            kernel = option.backend if is_ours(option) else option.compute_kernel
             reports[table] = TableReport(
-                kernel=assignment.backend if assignment else option.compute_kernel,
+                kernel=kernel,
                 sharding_type=option.sharding_type,
                 ranks=tuple(sharding.ranks or ()),
                 rows=tuple(shard.size[0] for shard in option.shards),
@@ -193,5 +302,13 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                     )
                 ),
                 options=described,
+                times=tuple(shard.perf for shard in option.shards if shard.perf is not None),
+                group_time=self._enumerator.perf_estimator.group_time(kernel),
+                features=num_features(option),
+                bags=rank_bags(option, (self._constraints or {}).get(table)),
+                ids=rank_ids(option, (self._constraints or {}).get(table)),
+                rejected=rejected.get((path, table), {}),
             )
-        return ReportedModulePlan(shardings, reports)
+        return ReportedModulePlan(
+            shardings, reports, None if self._measured is None else self._measured.stages
+        )

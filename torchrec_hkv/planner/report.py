@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from torchrec.distributed.planner.types import Perf
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 
 from torchrec_hkv.backends.protocol import StorageBytes
+from torchrec_hkv.backends.workload import StepTime
+from torchrec_hkv.planner.stages import StageTimes, step_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,13 @@ class TableReport:
         dim: columns over all ranks.
         bytes: of each shard: rows, optimizer states and index, without communication buffers.
         options: those that differ from their defaults.
+        times: estimates for each shard, in milliseconds a step: lookup, backward, exchanges.
+        group_time: what a group of tables on this kernel takes besides, once; None where nothing
+            was measured and ``times`` come from bandwidths.
+        features: that look the table up.
+        bags: that a rank's batch has for the table.
+        ids: in them.
+        rejected: other kernels that the table's constraint names, and why they were not chosen.
     """
 
     kernel: str
@@ -31,6 +41,12 @@ class TableReport:
     dim: int
     bytes: tuple[StorageBytes, ...]
     options: str
+    times: tuple[Perf, ...] = ()
+    group_time: StepTime | None = None
+    features: int = 1
+    bags: float = 0.0
+    ids: float = 0.0
+    rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class ReportedModulePlan(EmbeddingModuleShardingPlan):
@@ -40,22 +56,54 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         self,
         shardings: Mapping[str, ParameterSharding],
         reports: Mapping[str, TableReport],
+        stages: StageTimes | None = None,
     ) -> None:
         """
         Args:
             shardings: by table.
             reports: by table.
+            stages: what TorchRec's code takes in the parts of a step; None or empty where nothing
+                was measured.
         """
         super().__init__(shardings)
         self.reports = dict(reports)
+        self.stages = dict(stages or {})
 
-    def __reduce__(self) -> tuple[type[ReportedModulePlan], tuple[dict, dict]]:
+    def step_times(self, rank: int) -> dict[str, float]:
+        """Milliseconds that parts of a step are expected to take on a rank.
+
+        Tables on one kernel are taken for one group, whose fixed part counts once. The backward is
+        with the exchange of its gradients.
+        """
+        reports = self.reports.values()
+        times = step_parts(
+            self.stages,
+            sum(report.features for report in reports),
+            sum(report.bags for report in reports),
+            sum(report.ids for report in reports),
+        )
+        groups: dict[str, StepTime] = {}
+        for report in self.reports.values():
+            for owner, perf in zip(report.ranks, report.times, strict=True):
+                if owner != rank:
+                    continue
+                times["input_dist"] += perf.input_dist_comms
+                times["forward"] += perf.fwd_compute
+                times["output_dist"] += perf.fwd_comms
+                times["backward"] += perf.bwd_compute + perf.bwd_comms
+                if report.group_time is not None:
+                    groups[report.kernel] = report.group_time
+        times["forward"] += sum(group.forward for group in groups.values())
+        times["backward"] += sum(group.backward for group in groups.values())
+        return times
+
+    def __reduce__(self) -> tuple[type[ReportedModulePlan], tuple[dict, dict, dict]]:
         # A dict subclass is pickled item by item, without its __init__'s other arguments.
-        return type(self), (dict(self), self.reports)
+        return type(self), (dict(self), self.reports, self.stages)
 
     def __str__(self) -> str:
         header = ("table", "kernel", "sharding", "ranks", "rows", "dim")
-        header += ("HBM per rank", "host per rank", "options")
+        header += ("HBM per rank", "host per rank", "ms a step", "options")
         lines = [header]
         for name, report in self.reports.items():
             lines.append(
@@ -68,10 +116,29 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
                     str(report.dim),
                     _joined([format_bytes(part.hbm) for part in report.bytes]),
                     _joined([format_bytes(part.host) for part in report.bytes]),
+                    _joined([f"{perf.total:.3g}" for perf in report.times]),
                     report.options,
                 )
             )
-        return "\n\n" + _columns(lines) + "\n"
+        return "\n\n" + _columns(lines) + "\n" + self._steps() + self._choices()
+
+    def _steps(self) -> str:
+        """A line with the parts of a step on the rank that takes longest, where it was measured."""
+        ranks = {rank for report in self.reports.values() for rank in report.ranks}
+        if not ranks or not self.stages:
+            return ""
+        slowest = max(ranks, key=lambda rank: sum(self.step_times(rank).values()))
+        parts = [f"{name} {took:.3g}" for name, took in self.step_times(slowest).items()]
+        return f"\nA step of rank {slowest}, in ms: {', '.join(parts)}\n"
+
+    def _choices(self) -> str:
+        """A line for each table whose constraint left the choice open."""
+        lines = []
+        for name, report in self.reports.items():
+            if report.rejected:
+                rejected = [f"{kernel} rejected: {why}" for kernel, why in report.rejected.items()]
+                lines.append(f"{name}: {report.kernel} chosen; {'; '.join(rejected)}")
+        return "\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def format_bytes(count: int) -> str:

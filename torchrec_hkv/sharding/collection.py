@@ -16,10 +16,13 @@ from torchrec.distributed.types import ShardingType
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.exchange import exchange
+from torchrec_hkv.sharding.exchange_groups import Exchange
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
 from torchrec_hkv.sharding.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state import TableState
+from torchrec_hkv.sharding.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.validation import PlannedTable
 
 
@@ -74,14 +77,29 @@ class BackendCollection:
     #: TorchRec's attribute that holds the configs.
     configs_attribute: ClassVar[str]
 
-    def __init__(self, *args: Any, planned: dict[str, PlannedTable], **kwargs: Any) -> None:
+    #: Sharding types of which TorchRec asks for all tables by name.
+    whole_types: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        *args: Any,
+        planned: dict[str, PlannedTable],
+        exchange: Exchange,
+        uniqueness: Uniqueness,
+        **kwargs: Any,
+    ) -> None:
         """
         Args:
             args: TorchRec's.
             planned: the tables of ours, by name, already checked.
+            exchange: how tables are put together.
+            uniqueness: of ids.
             kwargs: TorchRec's.
         """
         self._planned = planned
+        self._exchange = exchange
+        self._uniqueness = uniqueness
+        self._is_split = exchange.is_plain
         self._is_built = False
         # What looks up tables that have all their rows: feature, table and its number of rows.
         self._row_numbers = [
@@ -92,6 +110,45 @@ class BackendCollection:
         ]
         super().__init__(*args, **kwargs)
         self._is_built = True
+        if not self._is_split:
+            raise ValueError(
+                "num_groups and wire_dtype need a TorchRec whose collections have "
+                "create_grouped_sharding_infos, which this one lacks: leave them out."
+            )
+        features = {
+            config.name: list(config.feature_names)
+            for config in getattr(self, self.configs_attribute)
+        }
+        uniqueness.check_tables(features, planned, getattr(self, "_use_index_dedup", False))
+        self._unique_features = {
+            table: names for table, names in features.items() if uniqueness.has_unique(table)
+        }
+
+    def _check_unique(self, features: Any) -> None:
+        """Refuses a batch that has ids twice of a table that was said to have none."""
+        if self._uniqueness.is_checked and self._unique_features:
+            check_batch(
+                to_keyed_jagged_tensor(features), self._unique_features, "in a batch of a rank"
+            )
+
+    def create_grouped_sharding_infos(self, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
+        """TorchRec's hook: the tables that are exchanged together."""
+        by_type = super().create_grouped_sharding_infos(*args, **kwargs)
+        if self._exchange.is_plain:
+            return by_type
+        self._is_split = True
+        infos = [info for own in by_type.values() for info in own]
+        configs = {id(info): info.embedding_config for info in infos}
+        self._exchange.check_tables([config.name for config in configs.values()])
+        return self._exchange.split(
+            by_type,
+            {key: config.name for key, config in configs.items()},
+            {
+                key: config.embedding_dim * len(config.feature_names)
+                for key, config in configs.items()
+            },
+            self.whole_types,
+        )
 
     def reset_parameters(self) -> None:
         """Initialises the stock tables. Rows of ours are initialised when they come."""

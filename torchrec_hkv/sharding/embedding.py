@@ -13,12 +13,18 @@ from torchrec.distributed.embedding import (
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.types import Awaitable, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import (
+    Awaitable,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import SEQUENCE_SHARDINGS
+from torchrec_hkv.sharding.exchange_groups import codecs_of
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.index_dedup import deduplicate
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
@@ -29,6 +35,7 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
 
     tables_attribute = "embeddings"
     configs_attribute = "_embedding_configs"
+    whole_types = (ShardingType.COLUMN_WISE.value,)
 
     @classmethod
     def create_embedding_sharding(
@@ -40,6 +47,8 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[SequenceShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
         """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
+        qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
+        sharding_type = sharding_type.partition("/")[0]  # of one of several groups
         shardings = [info.param_sharding for info in sharding_infos]
         if not any(isinstance(sharding, BackendParameterSharding) for sharding in shardings):
             return super().create_embedding_sharding(
@@ -70,6 +79,7 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
                 to_keyed_jagged_tensor(features), self._embedding_configs, is_weighted=False
             )
             check_row_numbers(features, self._row_numbers)
+        self._check_unique(features)
         return super().input_dist(ctx, features)
 
     def _dedup_indices(
@@ -84,8 +94,12 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
         for features, sharding in zip(
             input_feature_splits, self._sharding_type_to_sharding.values(), strict=True
         ):
-            counts = [table.num_features() for table in sharding.embedding_tables()]
-            reduced, positions = deduplicate(features, counts)
+            tables = sharding.embedding_tables()
+            reduced, positions = deduplicate(
+                features,
+                [table.num_features() for table in tables],
+                [self._uniqueness.has_unique(table.name) for table in tables],
+            )
             ctx.input_features.append(features)
             ctx.reverse_indices.append(positions)
             distinct.append(reduced)

@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
+from torchrec_hkv.sharding.exchange_groups import codecs_of
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.validation import PlannedTable
@@ -70,6 +71,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
         """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
+        qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
         shardings = [info.param_sharding for info in sharding_infos]
         if not any(isinstance(sharding, BackendParameterSharding) for sharding in shardings):
             return super().create_embedding_bag_sharding(
@@ -101,6 +103,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
                 is_weighted=self._is_weighted,
             )
             check_row_numbers(features, self._row_numbers)
+        self._check_unique(features)
         # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
         with self._without_our_configs():
             return super().input_dist(ctx, features)

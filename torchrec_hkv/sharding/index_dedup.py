@@ -9,7 +9,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def deduplicate(
-    features: KeyedJaggedTensor, features_per_table: Sequence[int]
+    features: KeyedJaggedTensor,
+    features_per_table: Sequence[int],
+    is_unique: Sequence[bool] | None = None,
 ) -> tuple[KeyedJaggedTensor, torch.Tensor]:
     """The distinct ids of each table.
 
@@ -18,6 +20,8 @@ def deduplicate(
     Args:
         features: int64 ids, any of them; the features of a table stand together.
         features_per_table: how many features each table has.
+        is_unique: for each table, whether its ids are known to be different: they stay as they
+            are. None: of none.
 
     Returns:
         The distinct ids of each table, as one bag of its first feature, and for each id that was
@@ -29,9 +33,14 @@ def deduplicate(
     values: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
     feature = begin = found = 0
-    for num_features in features_per_table:
+    is_unique = [False] * len(features_per_table) if is_unique is None else is_unique
+    for num_features, unique in zip(features_per_table, is_unique, strict=True):
         end = begin + sum(counts[feature : feature + num_features])
-        distinct, inverse = torch.unique(features.values()[begin:end], return_inverse=True)
+        distinct = features.values()[begin:end]
+        if unique:
+            inverse = torch.arange(end - begin, device=distinct.device)
+        else:
+            distinct, inverse = torch.unique(distinct, return_inverse=True)
         if distinct.numel() > 0:
             lengths[feature * batch_size] = distinct.numel()
         values.append(distinct)

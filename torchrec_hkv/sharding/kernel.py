@@ -28,6 +28,7 @@ from torchrec_hkv.sharding.optimizer import initial_learning_rate, optimizer_spe
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
 from torchrec_hkv.sharding.row_optimizer import RowOptimizer
 from torchrec_hkv.sharding.tables import table_shard
+from torchrec_hkv.sharding.uniqueness import check_ids
 from torchrec_hkv.sharding.variable_batch import rank_major
 
 
@@ -69,6 +70,19 @@ class BackendKernel(FusedOptimizerModule):
         self._param_per_table = {
             shard.name: placeholder(shard.dim, shard.dtype, device) for shard in self.shards
         }
+        unique = {
+            index
+            for index, (table, tag) in enumerate(zip(self.shards, self._tags(), strict=True))
+            if tag.is_unique and table.key == table.name
+        }
+        #: Tables that must not have an id twice in a lookup, with the numbers of their features.
+        self._unique_tables = [
+            (
+                self.shards[index].name,
+                [f for f, t in enumerate(self._feature_table_map) if t == index],
+            )
+            for index in sorted(unique)
+        ]
         self._feature_dims = [self.shards[table].dim for table in self._feature_table_map]
         self._optim = RowOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
@@ -77,6 +91,15 @@ class BackendKernel(FusedOptimizerModule):
             self._dense_states() if self._tags()[0].is_dense else None,
             self._read_dense_states if self._tags()[0].is_dense else None,
         )
+
+    def _check_unique(self, features: KeyedJaggedTensor) -> None:
+        """Refuses a lookup that has an id twice of a table that was said to have none."""
+        if not self._unique_tables:
+            return
+        ends = features.offset_per_key()
+        for name, own in self._unique_tables:
+            parts = [features.values()[ends[f] : ends[f + 1]] for f in own]
+            check_ids(torch.cat(parts), name, "in a lookup of a shard")
 
     def _read_dense_states(self) -> list[dict[str, torch.Tensor]]:
         """Of each shard, up to date."""
@@ -200,6 +223,7 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
             ``[batch, sum of the features' dims]``; where features have batch sizes of their own,
             as FBGEMM gives it: ``[sum of bags * dims]``, rank by rank, feature by feature.
         """
+        self._check_unique(features)
         weights = features.weights_or_none() if self._config.is_weighted else None
         weights = None if weights is None else weights.float()
         offsets, learning_rate = features.offsets().long(), self._optim.learning_rate
@@ -245,6 +269,7 @@ class BackendEmbedding(BackendKernel, BaseBatchedEmbedding[torch.Tensor]):
         Returns:
             ``[ids, dim]``, in the order of the ids; all tables of a collection have the same dim.
         """
+        self._check_unique(features)
         ids = features.values()
         flat = self._emb_module.forward_ragged(
             ids,

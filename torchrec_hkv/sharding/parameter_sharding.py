@@ -35,12 +35,14 @@ class TableTag:
         options: its options for this table.
         init_range: lowest and highest initial value.
         is_dense: whether its rows lie open by number (:meth:`Backend.is_dense`).
+        is_unique: whether a lookup that has an id twice is refused.
     """
 
     backend: str
     options: BackendOptions = dataclasses.field(compare=False)
     init_range: tuple[float, float] = dataclasses.field(compare=False)
     is_dense: bool
+    is_unique: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclasses.dataclass
@@ -51,11 +53,13 @@ class BackendParameterSharding(ParameterSharding):
         backend: name of the backend.
         options: its options for this table.
         init_range: lowest and highest initial value; the sharder fills it in from the config.
+        is_unique: whether a lookup that has an id twice is refused; the sharder fills it in.
     """
 
     backend: str = ""
     options: BackendOptions = dataclasses.field(default_factory=BackendOptions)
     init_range: tuple[float, float] = (0.0, 0.0)
+    is_unique: bool = False
 
     @classmethod
     def wrap(
@@ -76,6 +80,7 @@ class BackendParameterSharding(ParameterSharding):
                 self.options,
                 self.init_range,
                 registry.get(self.backend).is_dense(self.options),
+                self.is_unique,
             )
         }
 

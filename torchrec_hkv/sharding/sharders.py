@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,17 +23,72 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchrec_hkv import environment
 from torchrec_hkv.sharding.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
+from torchrec_hkv.sharding.exchange_groups import Exchange, wire_dtypes
 from torchrec_hkv.sharding.optimizer import name_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.tables import Collection, table_weight
+from torchrec_hkv.sharding.uniqueness import Tables, Uniqueness
 from torchrec_hkv.sharding.validation import planned_tables
+
+#: Of exchanges: for all tables, or by table.
+WireDtype: TypeAlias = str | torch.dtype | Mapping[str, str | torch.dtype] | None
 
 
 class _BackendSharder:
     """What both sharders share; a mixin before TorchRec's."""
+
+    def __init__(
+        self,
+        *args: Any,
+        num_groups: int | None = None,
+        wire_dtype: WireDtype = None,
+        unique: Tables | None = None,
+        shard_unique: Tables | None = None,
+        check_unique: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            args: TorchRec's.
+            num_groups: that the tables of a sharding type are exchanged in: the exchange of one
+                goes on while the next is looked up. None: what ``TORCHREC_HKV_EMB_NUM_GROUPS``
+                says, else 1.
+            wire_dtype: of rows and gradients that are exchanged: ``"fp32"``, ``"fp16"``,
+                ``"bf16"`` or ``"fp8"`` (row-wise), or torch's dtypes, for all tables or by table.
+                None: what ``TORCHREC_HKV_EMB_WIRE_DTYPE`` says; tables of which nothing is said go
+                as ``qcomm_codecs_registry`` says.
+            unique: tables whose ids a user knows to be different in each batch of each rank, or
+                True for all: ``use_index_dedup`` then sends them as they are. None: what
+                ``TORCHREC_HKV_EMB_UNIQUE`` says.
+            shard_unique: tables on backends whose ids are different where they are looked up, too,
+                or True: a lookup that has one twice is refused. None: what
+                ``TORCHREC_HKV_EMB_SHARD_UNIQUE`` says.
+            check_unique: a batch that has an id twice of a table in ``unique`` is refused, by a
+                sort of its ids.
+            kwargs: TorchRec's.
+
+        Raises:
+            ValueError: a number or a dtype that can't be.
+        """
+        if num_groups is None:
+            num_groups = environment.number("EMB_NUM_GROUPS", 1)
+        is_told = wire_dtype is not None
+        if wire_dtype is None:
+            # The tables may be those of several collections.
+            wire_dtype = environment.by_table("EMB_WIRE_DTYPE")
+        self._exchange = Exchange(num_groups, wire_dtypes(wire_dtype), is_checked=is_told)
+        # A variable is of all collections; it has no effect in those that send ids as they are.
+        if unique is None:
+            dedups = kwargs.get("use_index_dedup", False) or check_unique
+            unique = dedups and environment.flag("EMB_UNIQUE")
+        if shard_unique is None:
+            shard_unique = environment.flag("EMB_SHARD_UNIQUE")
+        self._uniqueness = Uniqueness(unique, shard_unique, check_unique)
+        super().__init__(*args, **kwargs)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """TorchRec's, and the one that all backends share."""
@@ -48,8 +104,9 @@ class _BackendSharder:
     ) -> dict[str, Any]:
         """The arguments that both sharded collections take, checked."""
         planned = planned_tables(module, params, env, device, self.fused_params)
-        for name in planned:
+        for name, table in planned.items():
             name_optimizer(table_weight(module, name))
+            table.sharding.is_unique = self._uniqueness.has_shard_unique(name)
         return {
             "module": module,
             "table_name_to_parameter_sharding": {
@@ -62,6 +119,8 @@ class _BackendSharder:
             "qcomm_codecs_registry": self.qcomm_codecs_registry,
             "module_fqn": module_fqn,
             "planned": planned,
+            "exchange": self._exchange,
+            "uniqueness": self._uniqueness,
         }
 
 
@@ -147,7 +206,15 @@ class BackendEmbeddingCollectionSharder(_BackendSharder, EmbeddingCollectionShar
 BACKEND_SHARDERS = (BackendEmbeddingBagCollectionSharder, BackendEmbeddingCollectionSharder)
 
 
-def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
-    """TorchRec's default sharders, where collections may have tables on backends."""
-    ours = {sharder.module_type: sharder for sharder in (make() for make in BACKEND_SHARDERS)}
+def get_default_sharders(
+    num_groups: int | None = None, wire_dtype: WireDtype = None
+) -> list[ModuleSharder[nn.Module]]:
+    """TorchRec's default sharders, where collections may have tables on backends.
+
+    Args:
+        num_groups: as :class:`BackendEmbeddingBagCollectionSharder` takes it.
+        wire_dtype: likewise, for all tables; by table each collection needs a sharder of its own.
+    """
+    made = [make(num_groups=num_groups, wire_dtype=wire_dtype) for make in BACKEND_SHARDERS]
+    ours = {sharder.module_type: sharder for sharder in made}
     return [ours.get(sharder.module_type, sharder) for sharder in stock_default_sharders()]

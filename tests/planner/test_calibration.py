@@ -1,0 +1,123 @@
+"""The file of measured constants: written, read, found in its default place, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torchrec import EmbeddingBagConfig
+
+from tests.support.calibrations import calibration
+from tests.support.models import make_model, topology
+from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
+from torchrec_hkv.planner import Calibration, default_path
+from torchrec_hkv.planner.calibration import VARIABLE, calibration_for
+
+CPU = torch.device("cpu")
+
+
+def _times(**kwargs):
+    table = EmbeddingBagConfig(name="t", num_embeddings=64, embedding_dim=4, feature_names=["f"])
+    planner = EmbeddingShardingPlanner(
+        topology=topology(1, CPU),
+        batch_size=10,
+        constraints={
+            "t": ParameterConstraints(
+                compute_kernels=["hkv"], sharding_types=["table_wise"], pooling_factors=[3.0]
+            )
+        },
+        **kwargs,
+    )
+    report = planner.plan(make_model([table]), get_default_sharders()).plan["ebc"].reports["t"]
+    return report.times[0], report.group_time
+
+
+def test_what_is_written_is_read(tmp_path):
+    made = calibration(hkv=0.1, fused=0.2)
+    path = tmp_path / "deep" / "constants.json"
+    made.save(path)
+    made.save(path)
+    assert Calibration.load(path) == made
+    assert [entry.name for entry in path.parent.iterdir()] == ["constants.json"]
+
+
+def test_the_planner_takes_a_calibration_or_its_file(tmp_path):
+    made = calibration(hkv=0.1)
+    made.save(tmp_path / "c.json")
+    for given in (made, tmp_path / "c.json", str(tmp_path / "c.json")):
+        times, group = _times(calibration=given)
+        assert (times.fwd_compute, times.bwd_compute) == (pytest.approx(3.0), pytest.approx(3.0))
+        assert (group.forward, group.backward) == (0.25, 0.5)
+
+
+def test_without_one_bandwidths_count():
+    times, group = _times()
+    assert 0 < times.fwd_compute < 0.01
+    assert group is None
+
+
+def test_the_default_place(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path("cpu") == tmp_path / "torchrec_hkv" / "calibration-cpu.json"
+    assert calibration_for("cpu", None) is None
+    calibration(hkv=0.1).save(default_path("cpu"))
+    assert _times()[0].fwd_compute == pytest.approx(3.0)
+    assert calibration_for("cuda", None) is None
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "told.json"))
+    calibration(hkv=0.2).save(default_path("cuda"))
+    assert _times()[0].fwd_compute == pytest.approx(6.0)
+    assert calibration_for("cuda", None) is None  # the file is of a CPU
+    monkeypatch.setenv(VARIABLE, "")
+    assert default_path("cpu") is None
+
+
+def test_one_of_another_kind_of_device_is_refused():
+    with pytest.raises(ValueError, match="of device type 'cuda', but the topology is of 'cpu'"):
+        _times(calibration=calibration("cuda", hkv=0.1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(format=2),
+        lambda content: content.pop("device"),
+        lambda content: content.update(constants_ms={"hkv": []}),
+        lambda content: content["constants_ms"]["hkv"][0].update(forward={"ids": -1}),
+        lambda content: content.update(threads=None),
+    ],
+)
+def test_another_file_is_refused_by_name(tmp_path, change):
+    path = tmp_path / "c.json"
+    calibration(hkv=0.1).save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"c\.json' is none that torchrec-hkv calibrate wrote"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3"])
+def test_so_is_what_is_no_calibration_at_all(tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ValueError, match=r"c\.json'"):
+        _times(calibration=tmp_path / "c.json")
+
+
+def test_so_is_a_missing_one(tmp_path):
+    with pytest.raises(ValueError, match="can't be read: No such file"):
+        _times(calibration=tmp_path / "c.json")
+
+
+def test_unknown_kernels_are_refused():
+    with pytest.raises(ValueError, match="'hkw' can't be calibrated: allowed are"):
+        Calibration.measured(CPU, ["hkw"])
+    with pytest.raises(ValueError, match="'toy' says of no table"):
+        Calibration.measured(CPU, ["toy"])
+
+
+def test_constants_are_of_the_device_they_say():
+    made = calibration(hkv=0.1)
+    assert dataclasses.replace(made, threads=2) != made

@@ -1,0 +1,178 @@
+"""Measured constants: how long a unit of each kind of work takes, fitted to timed steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchrec_hkv.backends.workload import NO_TIME, StepTime, Work
+
+#: The constant of what a group takes whatever it looks up: launches, and the host's part on a CPU.
+FIXED = "fixed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A timed step.
+
+    Attributes:
+        work: what it did.
+        time: what it took.
+        table_bytes: of the table.
+    """
+
+    work: Work
+    time: StepTime
+    table_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Constants of tables of one size, in milliseconds a unit of work.
+
+    Attributes:
+        table_bytes: of the tables that were timed.
+        forward: by the names of :attr:`Work.forward`, and ``fixed``.
+        backward: by the names of :attr:`Work.backward`, and ``fixed``.
+    """
+
+    table_bytes: float
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Constants of a kind of table, by the size of the table, smallest first.
+
+    Rows of a small table are in a cache, those of a large one are not; what lies between is
+    interpolated by the logarithm of the size.
+    """
+
+    fits: tuple[Fit, ...]
+
+    def time(self, work: Work, table_bytes: float) -> StepTime:
+        """What work takes on a table of so many bytes, without what its group takes."""
+        low, high, weight = self._between(table_bytes)
+        times = [
+            StepTime(_dot(fit.forward, work.forward), _dot(fit.backward, work.backward))
+            for fit in (low, high)
+        ]
+        return StepTime(
+            (1 - weight) * times[0].forward + weight * times[1].forward,
+            (1 - weight) * times[0].backward + weight * times[1].backward,
+        )
+
+    @property
+    def group_time(self) -> StepTime:
+        """What a group of tables takes whatever it looks up."""
+        if not self.fits:
+            return NO_TIME
+        first = self.fits[0]
+        return StepTime(first.forward.get(FIXED, 0.0), first.backward.get(FIXED, 0.0))
+
+    def _between(self, table_bytes: float) -> tuple[Fit, Fit, float]:
+        if table_bytes <= self.fits[0].table_bytes:
+            return self.fits[0], self.fits[0], 0.0
+        for low, high in itertools.pairwise(self.fits):
+            if table_bytes <= high.table_bytes:
+                way = math.log(table_bytes / low.table_bytes)
+                return low, high, way / math.log(high.table_bytes / low.table_bytes)
+        return self.fits[-1], self.fits[-1], 0.0
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """As a calibration file has it."""
+        return [dataclasses.asdict(fit) for fit in self.fits]
+
+    @classmethod
+    def from_json(cls, content: Any) -> Constants:
+        """From a calibration file.
+
+        Raises:
+            ValueError: it is not what :meth:`to_json` gives.
+        """
+        try:
+            fits = tuple(
+                Fit(float(one["table_bytes"]), _numbers(one["forward"]), _numbers(one["backward"]))
+                for one in content
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"constants are not a list of fits ({error!r})") from None
+        if not fits or any(fit.table_bytes <= 0 for fit in fits):
+            raise ValueError("constants have no fit, or one of a table of no bytes")
+        return cls(tuple(sorted(fits, key=lambda fit: fit.table_bytes)))
+
+
+def fit_constants(samples: Sequence[Sample]) -> Constants:
+    """The constants that explain timed steps best, relative to what each took; none is negative.
+
+    Args:
+        samples: of tables of one or several sizes. Each size has constants of its own.
+    """
+    # What a group takes is the same for all sizes: it follows from the smallest tables.
+    sizes = sorted({sample.table_bytes for sample in samples})
+    fits: list[Fit] = []
+    for size in sizes:
+        own = [sample for sample in samples if sample.table_bytes == size]
+        fixed = (fits[0].forward[FIXED], fits[0].backward[FIXED]) if fits else (None, None)
+        fits.append(
+            Fit(
+                size,
+                _fitted([s.work.forward for s in own], [s.time.forward for s in own], fixed[0]),
+                _fitted([s.work.backward for s in own], [s.time.backward for s in own], fixed[1]),
+            )
+        )
+    return Constants(tuple(fits))
+
+
+def _fitted(
+    works: Sequence[Mapping[str, float]], times: Sequence[float], fixed: float | None
+) -> dict[str, float]:
+    """Least squares of relative errors under constants of at least 0.
+
+    The solution is that of ordinary least squares over the constants that are not 0. There are few,
+    so all sets of them are tried.
+    """
+    names = list(dict.fromkeys(name for work in works for name in work))
+    measured = torch.tensor(times, dtype=torch.float64)
+    counts = torch.tensor(
+        [[work.get(name, 0.0) for name in names] for work in works], dtype=torch.float64
+    )
+    target = measured - (fixed or 0.0)
+    if fixed is None:
+        names = [*names, FIXED]
+        counts = torch.cat([counts, torch.ones(len(times), 1, dtype=torch.float64)], dim=1)
+    scaled = counts / measured[:, None]
+    norms = scaled.norm(dim=0).clamp_min(1e-300)
+    scaled, wanted = scaled / norms, target / measured
+    best, least = torch.zeros(len(names), dtype=torch.float64), math.inf
+    for number in range(1, len(names) + 1):
+        for chosen in itertools.combinations(range(len(names)), number):
+            columns = scaled[:, chosen]
+            found = torch.linalg.lstsq(columns, wanted[:, None], driver="gelsd").solution[:, 0]
+            if (found < 0).any():
+                continue
+            error = float((columns @ found - wanted).square().sum())
+            if error < least - 1e-12:
+                least = error
+                best = torch.zeros_like(best)
+                best[list(chosen)] = found
+    constants = dict(zip(names, (best / norms).tolist(), strict=True))
+    return constants if fixed is None else {**constants, FIXED: fixed}
+
+
+def _dot(constants: Mapping[str, float], work: Mapping[str, float]) -> float:
+    return sum(constants.get(name, 0.0) * count for name, count in work.items())
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {str(name): float(value) for name, value in content.items()}
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"constant {name!r} is {value}, but must be at least 0")
+    return numbers

@@ -1,0 +1,82 @@
+"""What a step of an ``hkv`` table does, and the tables that are timed to know how long it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torchrec_hkv.backends.calibration import (
+    ROW_TABLES,
+    CalibrationCase,
+    row_batches,
+    row_tables,
+    rows_in,
+)
+from torchrec_hkv.backends.protocol import BackendOptions, OptimizerSpec
+from torchrec_hkv.backends.workload import Work, Workload, row_work
+from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes
+from torchrec_hkv.hash_table.table_memory import hbm_slots_for
+
+#: Of ids to slots of a table that is timed.
+_LOAD = 0.8
+#: Bytes of a table with rows in host memory that is timed, and the part of its slots in HBM.
+_TIERED_BYTES, _TIERED_SHARE = 2 << 30, 0.25
+
+
+def hkv_work(
+    memory: TableMemory, dim: int, load: Workload, hbm_bytes: int | None, device_type: str
+) -> Work:
+    """Work of a step.
+
+    Args:
+        memory: of the shard.
+        dim: its columns.
+        load: what the step asks.
+        hbm_bytes: as the options have it.
+        device_type: of the tables.
+    """
+    work = row_work(load, dim, memory.row_bytes)
+    # Ids beyond those that the table holds are new each time, and another one leaves for them.
+    new = load.distinct_beyond(memory.num_slots, memory.num_slots)
+    work = dataclasses.replace(work, forward={**work.forward, "new": new})
+    if device_type != "cuda" or gpu_table_bytes(memory, hbm_bytes)[1] == 0:
+        return work
+    near = hbm_slots_for(memory, hbm_bytes)
+    moved = load.distinct_beyond(near, memory.num_slots) * memory.row_bytes
+    return dataclasses.replace(work, forward={**work.forward, "moved_bytes": moved})
+
+
+def hkv_cases(options: type[BackendOptions], device_type: str) -> list[CalibrationCase]:
+    """The tables that are timed."""
+    cases = [_case(options(), *table, device_type) for table in row_tables(device_type)]
+    for size in ROW_TABLES[device_type]:
+        full = _case(options(), size, 64, "rowwise_adagrad", device_type)
+        alike = tuple(batch for batch in full.batches if batch.skew == 1.0)
+        cases.append(dataclasses.replace(full, rows=2 * full.capacity, batches=alike))
+    if device_type == "cuda":
+        tiered = _case(options(), _TIERED_BYTES, 64, "rowwise_adagrad", device_type)
+        # The index takes less than 32 bytes a slot.
+        near = round(tiered.capacity * (32 + _TIERED_SHARE * 4 * (64 + 1)))
+        cases.append(
+            dataclasses.replace(
+                tiered,
+                options=options(hbm_bytes=near),
+                batches=tuple(batch for batch in tiered.batches if batch.skew == 1.0),
+                size=float(ROW_TABLES[device_type][-1]),
+            )
+        )
+    return cases
+
+
+def _case(
+    options: BackendOptions, size: int, dim: int, optimizer: str, device_type: str
+) -> CalibrationCase:
+    rows = rows_in(size, dim, optimizer)
+    return CalibrationCase(
+        options=options,
+        rows=rows,
+        capacity=round(rows / _LOAD),
+        dim=dim,
+        optimizer=OptimizerSpec(optimizer),
+        batches=row_batches(device_type),
+        size=float(size),
+    )

@@ -1,0 +1,94 @@
+"""Arithmetic of a step of a ``tt`` table, and the tables that are timed to know how long it takes.
+
+A row is made of products of slices of cores. Products of the cores before the last are made once
+for each distinct prefix of a batch, and rows once for each distinct id (docs/tensor_train.md).
+"""
+
+from __future__ import annotations
+
+import math
+
+from torchrec_hkv.backends.calibration import Batch, CalibrationCase
+from torchrec_hkv.backends.protocol import BackendOptions, OptimizerSpec
+from torchrec_hkv.backends.workload import Work, Workload
+from torchrec_hkv.tensor_train import TTShape
+
+#: Ranks up to each of these have constants of their own: kernels are made for them.
+_RANKS = (16, 32, 64, 128, 256)
+#: Shapes whose bounds a GPU's kernels have to look at take about so much longer.
+_BOUNDS = 1.5
+_TIMED_ROWS, _FEWER_ROWS = 11_000_000, 110_000
+_SGD, _ADAGRAD = OptimizerSpec("sgd"), OptimizerSpec("adagrad")
+
+
+def tt_work(shape: TTShape, load: Workload, device_type: str) -> Work:
+    """Work of a step: floating point operations, by the class of the ranks, and what is moved.
+
+    Args:
+        shape: of the table.
+        load: what the step asks.
+        device_type: of the tables.
+    """
+    kind = next((rank for rank in _RANKS if max(shape.ranks) <= rank), _RANKS[-1])
+    ranks, factor = list(shape.full_ranks), 1.0
+    if device_type == "cuda":
+        kind = max(kind, 32)
+        is_even = shape.num_cores == 3 and set(shape.ranks) == {kind}
+        factor = 1.0 if is_even and all(q % 4 == 0 for q in shape.q) else _BOUNDS
+        # Kernels fill the ranks beside the last two cores up to the kind's.
+        ranks[-3:-1] = [1 if rank == 1 else max(kind, rank) for rank in ranks[-3:-1]]
+    row = 2.0 * shape.embedding_dim * ranks[-2]
+    heads, prefixes, prefix = 0.0, 0.0, 0.0
+    if shape.num_cores >= 3:
+        prefixes = _occupied(load.distinct, math.prod(shape.p[:-1]))
+        prefix = 2.0 * math.prod(shape.q[:-1]) * ranks[-3] * ranks[-2]
+    if shape.num_cores == 4:
+        pairs = shape.p[0] * shape.p[1]
+        head = 2.0 * math.prod(shape.q[:2]) * ranks[1] * ranks[2]
+        heads = head * (pairs if device_type == "cuda" else _occupied(load.distinct, pairs))
+    once = heads + prefixes * prefix
+    flop = f"flop_rank_{kind}"
+    common = {
+        "ids": load.ids,
+        "distinct": load.distinct,
+        "id_bytes": 4.0 * load.ids * shape.embedding_dim,
+        "bag_bytes": 4.0 * load.bags * shape.embedding_dim,
+    }
+    rows = load.distinct * row
+    # The backward makes the prefixes again; each product has two gradients.
+    return Work(
+        forward={**common, flop: factor * (once + rows)},
+        backward={
+            **common,
+            flop: factor * (3 * once + 2 * rows),
+            "core_bytes": 4.0 * shape.num_elements,
+        },
+    )
+
+
+def _occupied(balls: float, boxes: float) -> float:
+    """Boxes that are expected to have a ball, where balls come to all alike."""
+    return boxes if boxes <= 1 else -boxes * math.expm1(balls * math.log1p(-1 / boxes))
+
+
+def tt_cases(options: type[BackendOptions], device_type: str) -> list[CalibrationCase]:
+    """The tables that are timed."""
+    ranks = _RANKS[:4] if device_type == "cpu" else _RANKS[1:]
+    # The ids of a batch that rank 32 does in some ten milliseconds on a CPU.
+    base = 4096 if device_type == "cpu" else 65536
+    timed = [(rank, 64, _TIMED_ROWS, _SGD) for rank in ranks]
+    timed += [(rank, 64, _FEWER_ROWS, _ADAGRAD) for rank in ranks]
+    timed += [(32, dim, _FEWER_ROWS, _SGD) for dim in (16, 32, 128)]
+    cases = []
+    for rank, dim, rows, optimizer in timed:
+        most = max(256, base * 32 // max(rank, 32))
+        batches = (
+            Batch(most // 8, 1),
+            Batch(most, 1),
+            Batch(most // 8, 16),
+            Batch(most // 8, 16, skew=4.0),
+        )
+        cases.append(
+            CalibrationCase(options(ranks=rank), rows, rows, dim, optimizer, batches, size=1.0)
+        )
+    return cases

@@ -1,0 +1,192 @@
+"""What a training step asks of a table: how many ids, how many different ones, how they repeat."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+#: Counts of a histogram that differ by less than this share are taken for one.
+_RESOLUTION = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class IdFrequencies:
+    """How often the ids of a table are looked up: a histogram, from a sample of a training's ids.
+
+    Attributes:
+        histogram: pairs (number of ids, lookups of each of them in the sample), most frequent ids
+            first.
+        lowest: the lowest id that was seen; None where only counts are known.
+        highest: the highest.
+
+    Raises:
+        ValueError: there is no id, or a number is not positive.
+    """
+
+    histogram: tuple[tuple[int, float], ...]
+    lowest: int | None = None
+    highest: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.histogram:
+            raise ValueError("IdFrequencies: the histogram is empty, but must have an id.")
+        for pair in self.histogram:
+            if len(pair) != 2 or not (pair[0] > 0 and pair[1] > 0 and math.isfinite(pair[1])):
+                raise ValueError(
+                    f"IdFrequencies: the histogram has {pair}, but must have pairs of a positive "
+                    "number of ids and a positive number of lookups of each."
+                )
+        ordered = sorted(self.histogram, key=lambda pair: -pair[1])
+        object.__setattr__(self, "histogram", tuple((int(n), float(c)) for n, c in ordered))
+
+    @classmethod
+    def of_ids(cls, ids: torch.Tensor) -> IdFrequencies:
+        """From a sample of ids, as many as possible: ids that it lacks are not known of.
+
+        Args:
+            ids: of any integer dtype and shape, as batches have them.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if ids.numel() == 0:
+            raise ValueError("IdFrequencies: there are no ids, but at least one is needed.")
+        distinct, counts = ids.flatten().unique(return_counts=True)
+        return cls(_merged(counts), int(distinct[0]), int(distinct[-1]))
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[int] | torch.Tensor) -> IdFrequencies:
+        """From the number of lookups of each id; zeros are left out.
+
+        Raises:
+            ValueError: no id was looked up.
+        """
+        counts = torch.as_tensor(counts, dtype=torch.float64).flatten()
+        return cls(_merged(counts[counts > 0]))
+
+    @property
+    def num_ids(self) -> int:
+        """Different ids."""
+        return sum(count for count, _ in self.histogram)
+
+    @property
+    def lookups(self) -> float:
+        """Lookups of the sample."""
+        return sum(count * each for count, each in self.histogram)
+
+    def distinct(self, lookups: float, beyond: float = 0) -> float:
+        """Different ids that are to be expected among so many lookups.
+
+        Args:
+            lookups: independent draws by these frequencies.
+            beyond: leaves out so many of the most frequent ids.
+        """
+        total, expected, skipped = self.lookups, 0.0, float(beyond)
+        for count, each in self.histogram:
+            left = max(count - skipped, 0.0)
+            skipped = max(skipped - count, 0.0)
+            if left:
+                expected += left * _chance(lookups, each / total)
+        return expected
+
+    def share_of(self, rows: float) -> float:
+        """The share of lookups that the ``rows`` most frequent ids have."""
+        held, left = 0.0, float(rows)
+        for count, each in self.histogram:
+            held += min(count, left) * each
+            left = max(left - count, 0.0)
+        return held / self.lookups
+
+
+def _chance(draws: float, share: float) -> float:
+    """That an id of this share of lookups is among so many draws."""
+    return 1.0 if share >= 1.0 else -math.expm1(draws * math.log1p(-share))
+
+
+def _merged(counts: torch.Tensor) -> tuple[tuple[int, float], ...]:
+    """Equal counts as one pair, and large ones that are nearly equal by their mean."""
+    values, ids = counts.double().unique(return_counts=True)
+    groups: dict[int, list[float]] = {}
+    for value, number in zip(values.tolist(), ids.tolist(), strict=True):
+        group = groups.setdefault(int(math.log(value) / math.log1p(_RESOLUTION)), [0, 0.0])
+        group[0] += number
+        group[1] += number * value
+    return tuple((int(number), total / number) for number, total in groups.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one step asks of one shard of a table.
+
+    Attributes:
+        ids: lookups that reach the shard.
+        distinct: different ids among them.
+        bags: bags of all features; for sequences, ids.
+        frequencies: of all ids of the table; None where ids come alike.
+        share: of the table's ids that come to the shard: 1, or 1 / ranks where rows are spread.
+    """
+
+    ids: float
+    distinct: float
+    bags: float
+    frequencies: IdFrequencies | None = None
+    share: float = 1.0
+
+    def distinct_beyond(self, rows: float, of: float) -> float:
+        """Different ids of a step that are not among the ``rows`` most frequent ones of the shard.
+
+        Args:
+            rows: that are kept near.
+            of: rows of the shard, which ids are spread over where no frequencies are known.
+        """
+        if self.frequencies is None:
+            return self.distinct * max(0.0, 1.0 - rows / of)
+        ids = self.ids / self.share
+        return self.share * self.frequencies.distinct(ids, rows / self.share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Counts of what a step does, of which measured constants say how long each takes.
+
+    Attributes:
+        forward: by name, such as ``ids`` or ``flop``.
+        backward: likewise; with the optimizer.
+    """
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step's lookup, and of its backward with the optimizer."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: StepTime) -> StepTime:
+        return StepTime(self.forward + other.forward, self.backward + other.backward)
+
+
+NO_TIME = StepTime(0.0, 0.0)
+
+
+def row_work(load: Workload, dim: int, row_bytes: float) -> Work:
+    """Work of tables that read and write whole rows.
+
+    Args:
+        load: of the shard.
+        dim: its columns.
+        row_bytes: of a row with its optimizer state.
+    """
+    read = 4.0 * dim
+    common = {"ids": load.ids, "id_bytes": load.ids * read, "bag_bytes": load.bags * read}
+    common["distinct"] = load.distinct
+    return Work(
+        forward={**common, "row_bytes": load.distinct * read},
+        backward={**common, "row_bytes": load.distinct * row_bytes},
+    )

@@ -1,0 +1,130 @@
+"""What ranks lack where no plan fits, and where a plan would not fit with another kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torchrec.distributed.planner.types import (
+    PartitionByType,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+from torchrec_hkv.planner.options import kernel_of
+from torchrec_hkv.planner.report import format_bytes
+
+_MOST_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """Bytes that ranks lack, over all ranks, and the tables on ranks that lack some.
+
+    Attributes:
+        hbm: of GPUs.
+        host: of hosts.
+        tables: the options of tables there, those that take most first.
+    """
+
+    hbm: int
+    host: int
+    tables: tuple[ShardingOption, ...]
+
+    def __bool__(self) -> bool:
+        return self.hbm > 0 or self.host > 0
+
+    def __str__(self) -> str:
+        parts = [
+            f"{format_bytes(count)} of {memory} ({count:,} bytes)"
+            for count, memory in ((self.hbm, "HBM"), (self.host, "host memory"))
+            if count > 0
+        ]
+        return " and ".join(parts)
+
+
+def smallest(options: Sequence[ShardingOption], topology: Topology) -> list[ShardingOption]:
+    """For each table its option that takes least of the memories of the ranks."""
+    hbm = max(sum(device.storage.hbm for device in topology.devices), 1)
+    host = max(sum(device.storage.ddr for device in topology.devices), 1)
+
+    def part(option: ShardingOption) -> float:
+        return option.total_storage.hbm / hbm + option.total_storage.ddr / host
+
+    by_table: dict[tuple[str, str], ShardingOption] = {}
+    for option in options:
+        key = (option.path, option.name)
+        if key not in by_table or part(option) < part(by_table[key]):
+            by_table[key] = option
+    return list(by_table.values())
+
+
+def missing_bytes(options: Sequence[ShardingOption], topology: Topology) -> Missing:
+    """What ranks lack for tables whose shards are put where most is left, the largest first.
+
+    Args:
+        options: one for each table.
+        topology: of the ranks, with what they have for tables.
+    """
+    left = [Storage(device.storage.hbm, device.storage.ddr) for device in topology.devices]
+    held: dict[int, list[ShardingOption]] = defaultdict(list)
+    free: list[tuple[Storage, ShardingOption]] = []
+    for option in options:
+        is_uniform = option.partition_by == PartitionByType.UNIFORM.value
+        for rank, shard in enumerate(option.shards):
+            storage = shard.storage or Storage(0, 0)
+            if is_uniform:
+                left[rank] -= Storage(storage.hbm, storage.ddr)
+                held[rank].append(option)
+            else:
+                free.append((storage, option))
+    for storage, option in sorted(free, key=lambda pair: -max(pair[0].hbm, pair[0].ddr)):
+        by_hbm = storage.hbm > 0
+        rank = max(range(len(left)), key=lambda r: left[r].hbm if by_hbm else left[r].ddr)
+        left[rank] -= Storage(storage.hbm, storage.ddr)
+        held[rank].append(option)
+    short = [rank for rank, room in enumerate(left) if room.hbm < 0 or room.ddr < 0]
+    tables = {(option.path, option.name): option for rank in short for option in held[rank]}
+    return Missing(
+        hbm=sum(max(-left[rank].hbm, 0) for rank in short),
+        host=sum(max(-left[rank].ddr, 0) for rank in short),
+        tables=tuple(
+            sorted(
+                tables.values(),
+                key=lambda option: -(option.total_storage.hbm + option.total_storage.ddr),
+            )
+        ),
+    )
+
+
+def refusal(missing: Missing, topology: Topology) -> str:
+    """One sentence: the tables, what they take at least, and what is missing."""
+    named = [
+        f"{option.name!r} (at least {_taken(option.total_storage)} on {kernel_of(option)}, "
+        f"{option.sharding_type})"
+        for option in missing.tables[:_MOST_NAMED]
+    ]
+    more = len(missing.tables) - _MOST_NAMED
+    others = f" and {more} others" if more > 0 else ""
+    ranks = len(topology.devices)
+    room = _taken(
+        Storage(
+            sum(device.storage.hbm for device in topology.devices),
+            sum(device.storage.ddr for device in topology.devices),
+        )
+    )
+    return (
+        f"There is insufficient storage for a plan: {ranks} rank{'s' if ranks > 1 else ''} with "
+        f"{room} for tables lack {missing} for tables {', '.join(named)}{others}."
+    )
+
+
+def _taken(storage: Storage) -> str:
+    parts = []
+    if storage.hbm > 0:
+        parts.append(f"{format_bytes(storage.hbm)} of HBM")
+    if storage.ddr > 0 or not parts:
+        parts.append(f"{format_bytes(storage.ddr)} of host memory")
+    return " and ".join(parts)

@@ -1,0 +1,222 @@
+"""Measured constants of a device, which the planner's times come from, and the file they lie in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_hkv._version import __version__
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.calibration import calibrated
+from torchrec_hkv.backends.constants import Constants
+from torchrec_hkv.planner.stages import StageTimes, stage_times
+from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
+
+_FORMAT = 1
+#: Names the file that planners read and ``torchrec-hkv calibrate`` writes; empty for none.
+VARIABLE = "TORCHREC_HKV_CALIBRATION"
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What ``torchrec-hkv calibrate`` measured.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        device: its name.
+        threads: of the CPU, as torch had them.
+        versions: of what was measured.
+        constants: by the name of a backend, or of a stock kernel.
+        stages: milliseconds that TorchRec's code takes in the parts of a step
+            (:func:`torchrec_hkv.planner.stages.stage_times`), without the kernels' own.
+        exchange: bytes of rows a millisecond between the ranks of a host; None where one rank
+            measured.
+    """
+
+    device_type: str
+    device: str
+    threads: int
+    versions: dict[str, str]
+    constants: dict[str, Constants]
+    stages: StageTimes = dataclasses.field(default_factory=dict)
+    exchange: float | None = None
+
+    @classmethod
+    def measured(
+        cls,
+        device: torch.device,
+        names: Sequence[str] | None = None,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> Calibration:
+        """Times lookups and backwards on a device, in about a minute.
+
+        With a process group all its ranks call it: rank 0 has the constants, and the exchange
+        between them is timed, too.
+
+        Args:
+            device: where the tables are put.
+            names: backends, and ``"fused"`` for TorchRec's kernel; all that can be when None.
+            progress: is told of each table before it is timed.
+
+        Raises:
+            ValueError: a name that is unknown, or that can't be measured.
+        """
+        known = [FUSED, *registry.names()]
+        wanted = known if names is None else list(names)
+        for name in wanted:
+            if name not in known:
+                raise ValueError(f"{name!r} can't be calibrated: allowed are {known}.")
+        constants: dict[str, Constants] = {}
+        for name in wanted if is_leader() else ():
+            found = _constants(name, device, progress)
+            if found is not None:
+                constants[name] = found
+            elif names is not None:
+                raise ValueError(f"Backend {name!r} says of no table how it is to be calibrated.")
+        stages: StageTimes = {}
+        exchange = None
+        if FUSED in wanted:
+            progress("the parts of a step")
+            stages, exchange = stage_times(device)
+        if FUSED in constants:
+            kernel = constants[FUSED].group_time
+            for stage, own in (("forward", kernel.forward), ("backward", kernel.backward)):
+                stages[stage]["fixed"] = max(stages[stage]["fixed"] - own, 0.0)
+        return cls(
+            device.type,
+            device_name(device),
+            torch.get_num_threads(),
+            {"torchrec_hkv": __version__, "torch": torch.__version__},
+            constants,
+            stages,
+            exchange,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, and its folder where that is missing. A file that is there is replaced
+        as a whole."""
+        path = Path(path)
+        content = {
+            "format": _FORMAT,
+            "device_type": self.device_type,
+            "device": self.device,
+            "threads": self.threads,
+            "versions": self.versions,
+            "stages_ms": self.stages,
+            "exchange_bytes_per_ms": self.exchange,
+            "constants_ms": {name: found.to_json() for name, found in self.constants.items()},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_name(f".{path.name}.{os.getpid()}")
+        written.write_text(json.dumps(content, indent=1) + "\n")
+        written.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads a file that :meth:`save` wrote.
+
+        Raises:
+            ValueError: there is none, or it is another.
+        """
+        try:
+            content: Any = json.loads(Path(path).read_text())
+            if content["format"] != _FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+            return cls(
+                str(content["device_type"]),
+                str(content["device"]),
+                int(content["threads"]),
+                dict(content["versions"]),
+                {
+                    str(name): Constants.from_json(found)
+                    for name, found in content["constants_ms"].items()
+                },
+                {
+                    str(stage): {str(name): float(cost) for name, cost in costs.items()}
+                    for stage, costs in content["stages_ms"].items()
+                },
+                None if (rate := content["exchange_bytes_per_ms"]) is None else float(rate),
+            )
+        except OSError as error:
+            raise ValueError(
+                f"The calibration {os.fspath(path)!r} can't be read: {error.strerror}."
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"The calibration {os.fspath(path)!r} is none that torchrec-hkv calibrate wrote: "
+                f"{error}."
+            ) from None
+
+
+def is_leader() -> bool:
+    """Whether this process is the only one, or rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _constants(
+    name: str, device: torch.device, progress: Callable[[str], None]
+) -> Constants | None:
+    if name == FUSED:
+        return calibrated_fused(device, progress)
+    backend = registry.get(name)
+    return calibrated(backend, backend.calibration_cases(device.type), device, progress)
+
+
+def default_path(device_type: str) -> Path | None:
+    """Where the calibration of a kind of device lies: what the environment variable
+    ``TORCHREC_HKV_CALIBRATION`` says (empty: nowhere), else
+    ``~/.cache/torchrec_hkv/calibration-cuda.json`` (``XDG_CACHE_HOME`` in the place of
+    ``~/.cache``)."""
+    told = os.environ.get(VARIABLE)
+    if told is not None:
+        return Path(told) if told else None
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "torchrec_hkv" / f"calibration-{device_type}.json"
+
+
+def calibration_for(
+    device_type: str, given: Calibration | str | os.PathLike[str] | None
+) -> Calibration | None:
+    """The calibration that a planner uses.
+
+    Args:
+        device_type: of the topology.
+        given: a calibration or its file; None: the file of the default place, where there is one
+            of this kind of device.
+
+    Raises:
+        ValueError: what was given can't be read, or is of another kind of device.
+    """
+    if given is None:
+        path = default_path(device_type)
+        if path is None or not path.exists():
+            return None
+        found = Calibration.load(path)
+        return found if found.device_type == device_type else None
+    found = given if isinstance(given, Calibration) else Calibration.load(given)
+    if found.device_type != device_type:
+        raise ValueError(
+            f"The calibration is of device type {found.device_type!r}, but the topology is of "
+            f"{device_type!r}: calibrate on such a device."
+        )
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """As people know it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,167 @@
+"""What TorchRec's own code takes in the parts of a step, whatever is looked up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
+
+#: Parts of a step of a sharded collection.
+STAGES = ("input_dist", "forward", "output_dist", "backward")
+_WARM, _STEPS = 5, 21
+_HIDING_CYCLES = 10_000_000
+_DIM, _FEATURES, _LENGTH = 128, 8, 8
+#: Of a rank, where the exchange of rows is timed.
+_BAGS = {"cpu": 8192, "cuda": 65536}
+
+
+#: Milliseconds by stage: once (``fixed``), for a feature, a bag and an id of a rank's batch.
+StageTimes = dict[str, dict[str, float]]
+
+
+def step_parts(stages: StageTimes, features: int, bags: float, ids: float) -> dict[str, float]:
+    """Milliseconds that TorchRec's own code takes in the parts of a step.
+
+    Args:
+        stages: as :func:`stage_times` gives them; empty for zeros.
+        features: of the collection.
+        bags: of a rank's batch, over all features.
+        ids: of a rank's batch.
+    """
+    counts = {"fixed": 1.0, "feature": float(features), "bag": bags, "id": ids}
+    return {
+        stage: sum(cost * counts[name] for name, cost in stages.get(stage, {}).items())
+        for stage in STAGES
+    }
+
+
+def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
+    """What TorchRec's code takes in the parts of a step, and how fast rows are exchanged.
+
+    With a process group of several ranks all of them call it, and exchanges are among the parts.
+
+    Args:
+        device: of the table. Where no process group is there, one of this process is made, and
+            ended.
+
+    Returns:
+        Milliseconds of each part: once, for each feature, of the input exchange also for each bag
+        and id;
+        lookup and backward are those of next to no ids. And bytes a millisecond of exchanged rows,
+        of those that a rank looks up for all; None on one rank.
+    """
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        bags, ranks = _BAGS[device.type], dist.get_world_size()
+        least = _measured(device, 8, 1)
+        several = _measured(device, 8, _FEATURES)
+        many = _measured(device, bags, 1)
+        longer = _measured(device, bags // _LENGTH, 1, _LENGTH)
+        times: StageTimes = {}
+        for stage in STAGES:
+            feature = max(several[stage] - least[stage], 0.0) / (_FEATURES - 1)
+            times[stage] = {"fixed": max(least[stage] - feature, 0.0), "feature": feature}
+        # As many ids in fewer bags: the difference is that of the bags.
+        by_bags = max(many["input_dist"] - longer["input_dist"], 0.0)
+        bag = by_bags / (bags - bags // _LENGTH)
+        both = max(many["input_dist"] - least["input_dist"], 0.0) / bags
+        times["input_dist"] |= {"bag": min(bag, both), "id": max(both - bag, 0.0)}
+        took = many["output_dist"] - least["output_dist"]
+        return times, 4.0 * ranks * bags * _DIM / took if ranks > 1 and took > 0 else None
+    finally:
+        if is_alone:
+            dist.destroy_process_group()
+
+
+def _measured(
+    device: torch.device, bags: int, num_features: int, length: int = 1
+) -> dict[str, float]:
+    names = [f"f{number}" for number in range(num_features)]
+    table = EmbeddingBagConfig(name="t", feature_names=names, embedding_dim=_DIM, num_embeddings=64)
+    model = EmbeddingBagCollection([table], device=torch.device("meta"))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.0})
+    sharder = BackendEmbeddingBagCollectionSharder()
+    ranks = dist.get_world_size()
+    plan = construct_module_sharding_plan(
+        model,
+        {"t": row_wise()},
+        sharder,
+        local_size=ranks,
+        world_size=ranks,
+        device_type=device.type,
+    )
+    module: Any = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=device,
+        plan=ShardingPlan({"": plan}),
+        sharders=[sharder],
+    ).module
+    features = KeyedJaggedTensor(
+        names,
+        torch.arange(bags * num_features * length, device=device) % 64,
+        lengths=torch.full((bags * num_features,), length, device=device),
+    )
+    turns = [_step(module, features, device) for _ in range(_WARM + _STEPS)][_WARM:]
+    typical = statistics.median if device.type == "cuda" else min
+    return {
+        stage: typical(parts) for stage, parts in zip(STAGES, zip(*turns, strict=True), strict=True)
+    }
+
+
+def _step(module: Any, features: KeyedJaggedTensor, device: torch.device) -> list[float]:
+    context = module.create_context()
+    clock = _Clock(device)
+    received = module.input_dist(context, features).wait().wait()
+    (first,) = clock.stop()
+    clock = _Clock(device)
+    rows = module.compute(context, received)
+    clock.mark()
+    pooled = module.output_dist(context, rows).wait().values()
+    clock.mark()
+    pooled.backward(torch.ones_like(pooled))
+    return [first, *clock.stop()]
+
+
+class _Clock:
+    """Milliseconds between marks. On a GPU the device's: what the host does is hidden."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        # Processor time does not see a wait for other ranks.
+        one = torch.get_num_threads() == 1 and dist.get_world_size() == 1
+        self._now = time.process_time if one else time.perf_counter
+        self._marks: list[Any] = []
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(_HIDING_CYCLES)
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._on_gpu:
+            self._marks.append(self._now())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def stop(self) -> list[float]:
+        self.mark()
+        pairs = list(zip(self._marks[:-1], self._marks[1:], strict=True))
+        if not self._on_gpu:
+            return [1e3 * (end - begin) for begin, end in pairs]
+        self._marks[-1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairs]

@@ -1,0 +1,109 @@
+"""What a step asks of each shard of a table that is sharded in some way."""
+
+from __future__ import annotations
+
+import math
+
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from torchrec_hkv.backends.workload import IdFrequencies, Workload
+from torchrec_hkv.planner.options import config_of
+
+
+def shard_workload(
+    option: ShardingOption,
+    topology: Topology,
+    constraint: ParameterConstraints | None,
+    frequencies: IdFrequencies | None,
+) -> Workload:
+    """The step's part of one shard; all shards of a table have alike.
+
+    Args:
+        option: how the table is sharded.
+        topology: of the ranks.
+        constraint: has batch sizes and numbers of poolings, where they are not the planner's.
+        frequencies: of the table's ids; None: all rows come alike.
+    """
+    rows = option.tensor.shape[0]
+    bags = rank_bags(option, constraint)
+    ids = rank_ids(option, constraint)
+    ranks = topology.world_size
+    # Ids of a table reach the shards of all ranks, those of one host, or one rank's alone.
+    match option.sharding_type:
+        case ShardingType.DATA_PARALLEL.value:
+            return _asked(ids, 1.0, bags, option.is_pooled, rows, frequencies)
+        case ShardingType.ROW_WISE.value:
+            share = 1 / ranks
+        case ShardingType.TABLE_ROW_WISE.value | ShardingType.GRID_SHARD.value:
+            share = 1 / min(ranks, topology.local_world_size)
+        case _:
+            share = 1.0
+    return _asked(ids * ranks, share, bags * ranks, option.is_pooled, rows, frequencies)
+
+
+def rank_bags(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
+    """Bags that a rank's batch has for a table.
+
+    Args:
+        option: how the table is sharded.
+        constraint: as :func:`shard_workload` takes it.
+    """
+    return sum(size * times for size, times, _ in _by_feature(option, constraint))
+
+
+def rank_ids(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
+    """Ids that a rank's batch has for a table.
+
+    Args:
+        option: how the table is sharded.
+        constraint: as :func:`shard_workload` takes it.
+    """
+    return sum(size * times * length for size, times, length in _by_feature(option, constraint))
+
+
+def _by_feature(
+    option: ShardingOption, constraint: ParameterConstraints | None
+) -> list[tuple[float, float, float]]:
+    """For each feature samples of a batch, bags of a sample and ids of a bag."""
+    features = num_features(option)
+    lengths = _for_each(option.input_lengths, features)
+    poolings = _for_each((constraint and constraint.num_poolings) or [1.0], features)
+    sizes = _for_each((constraint and constraint.batch_sizes) or [option.batch_size], features)
+    return list(zip(sizes, poolings, lengths, strict=True))
+
+
+def _asked(
+    ids: float,
+    share: float,
+    bags: float,
+    is_pooled: bool,
+    rows: int,
+    frequencies: IdFrequencies | None,
+) -> Workload:
+    if frequencies is not None:
+        distinct = frequencies.distinct(ids)
+    elif rows > 1:
+        distinct = -rows * math.expm1(ids * math.log1p(-1 / rows))
+    else:
+        distinct = min(ids, 1.0)
+    return Workload(
+        ids=ids * share,
+        distinct=distinct * share,
+        bags=bags if is_pooled else ids * share,
+        frequencies=frequencies,
+        share=share,
+    )
+
+
+def num_features(option: ShardingOption) -> int:
+    """Features that look a table up."""
+    if isinstance(option.module[1], EmbeddingBagCollection | EmbeddingCollection):
+        return len(config_of(option).feature_names)
+    return option.num_inputs
+
+
+def _for_each(values: list[float], features: int) -> list[float]:
+    """One for each feature; TorchRec's constraints have one where nothing was said."""
+    return list(values) if len(values) == features else [values[0]] * features

@@ -1,0 +1,52 @@
+"""The data types of tables, from outside of the code that describes them.
+
+The counterpart of HybridBackend's ``emb_dtype``; the same as ``data_type`` in each config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+from torchrec_hkv import environment
+
+Config = TypeVar("Config", bound=BaseEmbeddingConfig)
+
+_NAMES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+
+
+def with_data_types(
+    tables: Sequence[Config], data_type: str | Mapping[str, str] | None = None
+) -> list[Config]:
+    """Configs of tables, with the data types that are asked for.
+
+    Args:
+        tables: as a model has them; they stay as they are.
+        data_type: ``"fp32"``, ``"fp16"`` or ``"bf16"``, for all or by table. None: what
+            ``TORCHREC_HKV_EMB_DTYPE`` says; tables of which nothing is said keep theirs. Which
+            types a kernel or a backend takes is said when the model is planned.
+
+    Raises:
+        ValueError: another type, or the name of a table that is not there.
+    """
+    if data_type is None:
+        data_type = environment.by_table("EMB_DTYPE")
+    told = {"": data_type} if isinstance(data_type, str) else dict(data_type)
+    unknown = sorted(set(told) - {""} - {table.name for table in tables})
+    if unknown:
+        raise ValueError(
+            f"Tables {unknown} have data types, but the tables are "
+            f"{sorted(table.name for table in tables)}."
+        )
+    for name in told.values():
+        if name not in _NAMES:
+            raise ValueError(f"The data type is {name!r}, but must be one of {list(_NAMES)}.")
+    found = []
+    for table in tables:
+        name = told.get(table.name, told.get(""))
+        changed = table if name is None else dataclasses.replace(table, data_type=_NAMES[name])
+        found.append(changed)
+    return found

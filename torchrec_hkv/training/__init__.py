@@ -1,0 +1,5 @@
+"""Training with evaluations in between."""
+
+from torchrec_hkv.training.train_and_evaluate import Evaluation, train_and_evaluate
+
+__all__ = ["Evaluation", "train_and_evaluate"]

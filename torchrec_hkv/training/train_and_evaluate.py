@@ -1,0 +1,182 @@
+"""Trains a sharded model and evaluates it every so many steps, with TorchRec's metrics.
+
+The counterpart of HybridBackend's ``train_and_evaluate``. Evaluation is on the model as it is
+sharded, on all ranks: lookups of tables on backends insert nothing then and change no score.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.metrics.metric_module import RecMetricModule
+
+
+class _Batch(Protocol):
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any: ...
+
+
+Batch = TypeVar("Batch", bound=_Batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation gave.
+
+    Attributes:
+        step: training steps before it.
+        batches: that were evaluated on this rank.
+        loss: mean over the batches of all ranks.
+        metrics: by TorchRec's names, such as ``auc-task|window_auc``; the same on all ranks.
+    """
+
+    step: int
+    batches: int
+    loss: float
+    metrics: dict[str, float]
+
+
+def train_and_evaluate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    train: Iterable[Batch],
+    evaluate: Callable[[], Iterable[Batch]],
+    every_n_steps: int,
+    *,
+    metrics: Callable[[], RecMetricModule],
+    device: torch.device,
+    pipeline: Any | None = None,
+    max_steps: int | None = None,
+    on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+) -> list[Evaluation]:
+    """Trains, and evaluates after every ``every_n_steps`` steps and after the last one.
+
+    Args:
+        model: sharded or not. Called with a batch it gives the loss, a scalar tensor, and a
+            dictionary of tensors with the names of predictions, labels and weights that the
+            metrics' tasks (``RecTaskInfo``) have.
+        optimizer: of the parameters that are not trained in backward; None for none.
+        train: batches of this rank. All ranks must have as many.
+        evaluate: gives the batches of one evaluation. It ends on all ranks when a rank has no more.
+        every_n_steps: at least 1.
+        metrics: makes the metrics of one evaluation, by ``generate_metric_module``, with
+            ``compute_on_all_ranks=True`` where more than rank 0 is to have them.
+        device: batches are moved to it.
+        pipeline: one of TorchRec's, such as ``TrainPipelineSparseDist(model, optimizer, device)``,
+            whose ``progress`` makes the training steps; its batches of the next steps stay with it
+            over an evaluation. None: steps are made here, one after the other.
+        max_steps: training ends after so many; None: with the batches.
+        on_evaluation: called on every rank after each evaluation.
+
+    Returns:
+        The evaluations, in order.
+
+    Raises:
+        ValueError: ``every_n_steps`` or ``max_steps`` is not positive, or no batch was evaluated.
+    """
+    for name, value in (("every_n_steps", every_n_steps), ("max_steps", max_steps)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 1.")
+    batches, step = iter(train), 0
+    evaluations: list[Evaluation] = []
+
+    def judge() -> None:
+        # A pipeline has replaced the forwards of sharded modules; its next step takes them back.
+        if hasattr(pipeline, "detach"):
+            pipeline.detach()
+        evaluations.append(_evaluated(model, evaluate(), metrics(), device, step))
+        on_evaluation(evaluations[-1])
+
+    model.train()
+    while max_steps is None or step < max_steps:
+        try:
+            _train_step(model, optimizer, batches, device, pipeline)
+        except StopIteration:
+            break
+        step += 1
+        if step % every_n_steps == 0:
+            judge()
+    if step % every_n_steps != 0:
+        judge()
+    return evaluations
+
+
+def _train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batches: Iterator[Batch],
+    device: torch.device,
+    pipeline: Any | None,
+) -> None:
+    if pipeline is not None:
+        pipeline.progress(batches)
+        return
+    batch = next(batches).to(device, non_blocking=True)
+    if optimizer is not None:
+        optimizer.zero_grad()
+    loss, _ = model(batch)
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+
+
+def _evaluated(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    metrics: RecMetricModule,
+    device: torch.device,
+    step: int,
+) -> Evaluation:
+    metrics = metrics.to(device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    count = 0
+    with _in_eval_mode(model), torch.no_grad():
+        for batch in _while_all_have(batches, device):
+            loss, outputs = model(batch.to(device, non_blocking=True))
+            metrics.update(outputs)
+            total += torch.stack([loss.detach().double(), torch.ones_like(total[0])])
+            count += 1
+    if count == 0:
+        raise ValueError(
+            f"The evaluation after step {step} has no batch on some rank, but needs one on each."
+        )
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    computed = metrics.compute()
+    return Evaluation(
+        step=step,
+        batches=count,
+        loss=float(total[0] / total[1]),
+        metrics={name: float(value) for name, value in computed.items()},
+    )
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    was_training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        # Sharded modules hide their lookups from modules(), and reach them in train() alone.
+        model.train(was_training[0][1])
+        for module, training in was_training:
+            module.training = training
+
+
+def _while_all_have(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches, until some rank has no more."""
+    own = iter(batches)
+    while True:
+        batch = next(own, None)
+        has = torch.tensor([batch is not None], dtype=torch.int32, device=device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(has, op=dist.ReduceOp.MIN)
+        if batch is None or not int(has):
+            return
+        yield batch
