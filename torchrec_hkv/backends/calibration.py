@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.backends.constants import Constants, Sample, fit_constants
+from torchrec_hkv.backends.specs import BackendOptions, OptimizerSpec, TableShard
 from torchrec_hkv.backends.workload import IdFrequencies, StepTime, Work, Workload
 
 if TYPE_CHECKING:
-    from torchrec_hkv.backends.protocol import Backend, BackendOptions, OptimizerSpec
+    from torchrec_hkv.backends.protocol import Backend
 
 _WARM = 3
 _STEPS = 9
@@ -180,8 +181,6 @@ def calibrated(
 
 
 def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> list[Sample]:
-    from torchrec_hkv.backends.protocol import TableShard
-
     shard = TableShard(
         name="calibration",
         capacity=case.capacity,

@@ -22,6 +22,7 @@ from torchrec_hkv.backends.hkv_files import (
     verify_file,
 )
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
+from torchrec_hkv.backends.hkv_options import HKVOptions
 from torchrec_hkv.backends.hkv_rows import RowsById
 from torchrec_hkv.backends.hkv_state import HEAD, StateLoad, export_state, state_spec
 from torchrec_hkv.backends.protocol import (
@@ -36,7 +37,6 @@ from torchrec_hkv.backends.protocol import (
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import (
-    Admission,
     Initializer,
     TableGroup,
     TableMemory,
@@ -47,117 +47,6 @@ from torchrec_hkv.hash_table import (
 )
 from torchrec_hkv.hash_table.digest import table_digest
 from torchrec_hkv.hash_table.manifest import OWNERS
-from torchrec_hkv.hash_table.spec_checks import (
-    check_expire_after,
-    check_remember_evicted,
-    check_strict,
-)
-
-_EVICTIONS = ("lru", "lfu")
-
-
-@dataclasses.dataclass(frozen=True)
-class HKVOptions(BackendOptions):
-    """Options of an ``hkv`` table.
-
-    Attributes:
-        eviction: which id leaves a full bucket: ``"lru"``, the one looked up longest ago, or
-            ``"lfu"``, the one looked up least often (among equals, longest ago). Only lookups in
-            training count.
-        hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
-            and optimizer states don't all fit there has all of them in host memory, and those of
-            the highest score in HBM too: lookups in training bring them there. None: all in the
-            GPU's memory. ``"index"``: the least, the index; all rows are read from host memory. On
-            a CPU a table lies in host memory whatever this says.
-        seed: of the initial rows, any int64. Equal seeds, table names and ids give equal rows, at
-            any world size.
-        initializer: distribution of the values of initial rows: a
-            :class:`torchrec_hkv.hash_table.Uniform`, ``Normal``, ``TruncatedNormal`` or
-            ``Constant``. None: uniform from the config's ``weight_init_min`` to its
-            ``weight_init_max``.
-        admission: which new ids get a slot: a :class:`torchrec_hkv.hash_table.MinFrequency`, whose
-            ``entries`` or ``sketch_bytes`` each rank has for the ids it is asked for, or a
-            ``Probability``. Other ids count with their initial row and are not trained. None: all
-            are admitted.
-        expire_after: an id that no training step has looked up for more than so many steps is
-            forgotten, its optimizer state too, at the latest ``min(64, expire_after)`` steps later.
-            None: never.
-        strict: a training lookup that has no place for an id raises a ``RuntimeError`` that names
-            the table, its load and what to change. The group of the table then waits for the device
-            in every step. False: the id counts with its initial row, is not trained, and is counted
-            as ``refused``.
-        initial_capacity: rows that the table must hold at first, over all ranks, 1 to
-            ``num_embeddings``. It doubles before it gets too full, until it has its whole capacity;
-            the planner counts that. None: all from the start.
-        dense: the table takes row numbers 0 to ``num_embeddings`` - 1, as stock tables do, and has
-            all of them from the start; any other id is refused. Rows lie on ranks as those of
-            stock tables do, ``state_dict`` shows them as theirs, and the optimizer's states are in
-            the ``state_dict`` of the model's fused optimizer. So a checkpoint of stock tables loads
-            into the table, and back. It takes a quarter more slots than rows, and one more copy of
-            rows and states, which the planner counts. What is written into the tensors of a
-            ``state_dict`` is in the table from its next lookup on.
-        remember_evicted: how many evicted ids each rank remembers at a time, in 2 bytes each, so
-            that the counters tell how many came back (``returned``); 1 to 2^32. None: not counted.
-    """
-
-    eviction: Literal["lru", "lfu"] = "lru"
-    hbm_bytes: int | Literal["index"] | None = None
-    seed: int = 0
-    initializer: Initializer | None = None
-    admission: Admission | None = None
-    expire_after: int | None = None
-    strict: bool = False
-    initial_capacity: int | None = None
-    dense: bool = False
-    remember_evicted: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.eviction not in _EVICTIONS:
-            raise ValueError(
-                f"HKVOptions: eviction is {self.eviction!r}, but must be 'lru' or 'lfu'."
-            )
-        if self.hbm_bytes not in (None, "index") and not (
-            _is_int(self.hbm_bytes) and self.hbm_bytes > 0
-        ):
-            raise ValueError(
-                f"HKVOptions: hbm_bytes is {self.hbm_bytes!r}, but must be None, 'index' or a "
-                "positive number of bytes."
-            )
-        if not (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
-            raise ValueError(
-                f"HKVOptions: seed is {self.seed!r}, but must be an integer from -2^63 to 2^63 - 1."
-            )
-        if self.initializer is not None and not isinstance(self.initializer, Initializer):
-            raise ValueError(
-                f"HKVOptions: initializer is {self.initializer!r}, but must be a Uniform, Normal, "
-                "TruncatedNormal or Constant, or None."
-            )
-        if self.admission is not None and not isinstance(self.admission, Admission):
-            raise ValueError(
-                f"HKVOptions: admission is {self.admission!r}, but must be a MinFrequency or a "
-                "Probability, or None."
-            )
-        check_expire_after("HKVOptions", self.expire_after)
-        check_strict("HKVOptions", self.strict)
-        check_remember_evicted("HKVOptions", self.remember_evicted)
-        initial = self.initial_capacity
-        if initial is not None and not (_is_int(initial) and initial > 0):
-            raise ValueError(
-                f"HKVOptions: initial_capacity is {initial!r}, but must be None or a positive "
-                "number of rows."
-            )
-        if not isinstance(self.dense, bool):
-            raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")
-        for name in ("admission", "expire_after", "initial_capacity", "remember_evicted"):
-            if self.dense and getattr(self, name) is not None:
-                raise ValueError(
-                    f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a table "
-                    f"that always has all its rows takes {name}=None only."
-                )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _options(shard: TableShard) -> HKVOptions:

@@ -139,4 +139,6 @@ def test_hits_by_memory():
     for _ in range(3):
         hits, on_host, fetched = counted()
         assert hits == 3200
-        assert fetched <= on_host < 64
+        # Sets of four frames serve two of the rows on average, but some more than four: of Poisson
+        # numbers 4 % of the rows are too many.
+        assert fetched <= on_host < 320
