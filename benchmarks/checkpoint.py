@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     if torch.device(args.device).type == "cuda":
-        torch.cuda.set_device(args.device)
+        torch.cuda.set_device(torch.device(args.device).index or 0)
     dist.init_process_group(
         "nccl" if torch.device(args.device).type == "cuda" else "gloo",
         store=dist.HashStore(),

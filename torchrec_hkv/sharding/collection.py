@@ -257,7 +257,7 @@ class BackendCollection:
                 missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
         lookups = self.group_lookups()
         if exchanged:
-            self._exchange(exchanged)
+            self._exchange_tensors(exchanged)
         for key, local in loads:
             lookups[key].load_table(key, local)
         for path in taken:
@@ -267,7 +267,7 @@ class BackendCollection:
             parameter = self._table_module(name).weight
             state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()
 
-    def _exchange(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _exchange_tensors(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         """Loads tables of which ranks may have each other's places, all checked before."""
         pg, rank, lookups = self._env.process_group, dist.get_rank(), self.group_lookups()
         local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
