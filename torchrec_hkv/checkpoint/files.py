@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,7 @@ def load(
             than 95 % of them are needed, they are left empty.
     """
     check_optimizer(optimizer)
+    gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
     folder, record = on_leader(lambda: _read(Path(path)))
     with tables_with_files_aside() as tables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -256,6 +257,9 @@ class BackendCollection:
             else:
                 missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
         lookups = self.group_lookups()
+        if exchanged or loads:
+            # A lookup pins its rows until its graph is gone, which may be garbage by now.
+            gc.collect()
         if exchanged:
             self._exchange_tensors(exchanged)
         for key, local in loads:
