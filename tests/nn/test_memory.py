@@ -1,5 +1,6 @@
 """Bounds on memory hold, and capacities that don't fit are capped or refused."""
 
+import gc
 import os
 
 import pytest
@@ -9,6 +10,14 @@ from tests.support.embeddings import make_embedding, make_tables
 from torchrec_hkv import HKVAdamOptimizer, HKVOptimizer
 from torchrec_hkv.hash_table import table_memory
 from torchrec_hkv.nn.capacity import GIB, HbmLimits, Shape, free_memory
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_of_other_tests():
+    """What is free is measured: tables that wait for the collector would be counted."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def test_a_capacity_beyond_the_memory_is_capped_and_said(device_type):
