@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A tile has a row a lane on its way, and updates one after the other. kAhead: rows that it reads
-// at once.
+// A tile takes as many runs of one position as it has lanes. kAhead: rows that it reads at once.
 template <typename Updater, int kAhead>
 __global__ void __launch_bounds__(kThreads, kRunBlocks)
     single_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,

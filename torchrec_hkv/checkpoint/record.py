@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import zlib
 from pathlib import Path
 from typing import Any
+
+from torchrec_hkv.hash_table.signed_json import read_signed, write_signed
 
 #: Its file; the last that is written.
 RECORD = "checkpoint.json"
@@ -76,12 +75,8 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Writes it, and makes sure that it is on the disk."""
-        content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
-        with open(folder / RECORD, "x", encoding="utf-8") as file:
-            json.dump({**content, "crc32": _checksum(content)}, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        content = dataclasses.asdict(self)
+        write_signed(folder / RECORD, _FORMAT, _VERSION, content, mode="x")
 
     @classmethod
     def read(cls, folder: Path) -> Record:
@@ -92,23 +87,9 @@ class Record:
         """
         path = folder / RECORD
         try:
-            content = json.loads(path.read_bytes())
+            content = read_signed(path, _FORMAT, _VERSION, "a checkpoint")
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        except ValueError:
-            raise ValueError(f"{path} is damaged: it is not JSON.") from None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"{path} is damaged, or not of a checkpoint: it names no {_FORMAT!r}.")
-        if content.get("version") != _VERSION:
-            raise ValueError(
-                f"{path} is of version {content.get('version')!r}, but this program reads version "
-                f"{_VERSION}."
-            )
-        checksum = content.pop("crc32", None)
-        if checksum != _checksum(content):
-            raise ValueError(
-                f"{path} is damaged: its checksum is {_checksum(content)}, but it names {checksum}."
-            )
         try:
             return cls(
                 content["world_size"],
@@ -127,8 +108,3 @@ def _table(content: dict[str, Any]) -> TableRecord:
             TableShardRecord(s["folder"], tuple(s["owners"]), tuple(s["columns"])) for s in shards
         ]
     return TableRecord(content["backend"], content["identity"], shards)
-
-
-def _checksum(content: dict[str, Any]) -> int:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return zlib.crc32(canonical.encode())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
-import zlib
 from pathlib import Path
 from typing import Any
+
+from torchrec_hkv.hash_table.signed_json import read_signed, write_signed
 
 MANIFEST = "manifest.json"
 FORMAT = "torchrec_hkv.hash_table"
@@ -96,12 +96,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
-        content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        with open(folder / _UNFINISHED, "w", encoding="utf-8") as file:
-            json.dump({**content, "crc32": _checksum(content)}, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_signed(folder / _UNFINISHED, FORMAT, VERSION, dataclasses.asdict(self))
 
     @staticmethod
     def commit(folder: Path) -> None:
@@ -119,31 +114,16 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
+            content = read_signed(path, FORMAT, VERSION, "a hash table")
         except OSError as error:
             raise ValueError(
                 f"There is no saved table at {folder}: {MANIFEST} can't be read ({error.strerror})."
             ) from None
-        except ValueError:
-            raise ValueError(f"{path} is damaged: it is not JSON.") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"{path} is damaged, or not of a hash table: it names no {FORMAT!r}.")
-        if content.get("version") != VERSION:
-            raise ValueError(
-                f"{path} is of version {content.get('version')!r}, but this program reads version "
-                f"{VERSION}."
-            )
-        checksum = content.pop("crc32", None)
-        if checksum != _checksum(content):
-            raise ValueError(
-                f"{path} is damaged: its checksum is {_checksum(content)}, but it names {checksum}."
-            )
         try:
             shards = tuple(Shard(**shard) for shard in content.pop("shards"))
             counts = content.pop("counts", None)
-            fields = {key: content[key] for key in content if key not in ("format", "version")}
-            fields["counts"] = None if counts is None else Counts(**counts)
-            manifest = Manifest(**fields, shards=shards)
+            counted = None if counts is None else Counts(**counts)
+            manifest = Manifest(**content, shards=shards, counts=counted)
             manifest._check()
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} makes no sense: {error}.") from None
@@ -164,11 +144,6 @@ class Manifest:
     def files(self) -> list[str]:
         """The names of all files but the manifest itself."""
         return [part.file for part in (*self.shards, self.counts) if part is not None]
-
-
-def _checksum(content: dict[str, Any]) -> int:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return zlib.crc32(canonical.encode())
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,0 +1,67 @@
+"""JSON files that name their format and version, and carry a checksum of what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+
+def write_signed(
+    path: Path, form: str, version: int, content: dict[str, Any], mode: Literal["w", "x"] = "w"
+) -> None:
+    """Writes a file, and makes sure that it is on the disk.
+
+    Args:
+        path: of the file.
+        form: name of the format.
+        version: of the format.
+        content: what JSON can hold.
+        mode: ``"x"``: the file must not exist.
+    """
+    content = {"format": form, "version": version, **content}
+    with open(path, mode, encoding="utf-8") as file:
+        json.dump({**content, "crc32": _checksum(content)}, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_signed(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
+    """What :func:`write_signed` was given.
+
+    Args:
+        path: of the file.
+        form: name of the format.
+        version: of the format.
+        what: has such a file, as a message says it.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is damaged, or of another format or version.
+    """
+    data = path.read_bytes()
+    try:
+        content = json.loads(data)
+    except ValueError:
+        raise ValueError(f"{path} is damaged: it is not JSON.") from None
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise ValueError(f"{path} is damaged, or not of {what}: it names no {form!r}.")
+    if content.get("version") != version:
+        raise ValueError(
+            f"{path} is of version {content.get('version')!r}, but this program reads version "
+            f"{version}."
+        )
+    checksum = content.pop("crc32", None)
+    if checksum != _checksum(content):
+        raise ValueError(
+            f"{path} is damaged: its checksum is {_checksum(content)}, but it names {checksum}."
+        )
+    return {key: value for key, value in content.items() if key not in ("format", "version")}
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return zlib.crc32(canonical.encode())
