@@ -18,11 +18,11 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.compat import to_keyed_jagged_tensor
-from torchrec_hkv.sharding.exchange import exchange
 from torchrec_hkv.sharding.exchange_groups import Exchange
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
 from torchrec_hkv.sharding.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state import TableState
+from torchrec_hkv.sharding.state_exchange import exchange_state
 from torchrec_hkv.sharding.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.validation import PlannedTable
 
@@ -288,7 +288,7 @@ class BackendCollection:
                 for shard, holder in zip(state.shards, state.ranks, strict=True)
                 if holder == rank
             }
-            exchange(state, shards, loads, self._device or torch.device("cpu"), pg)
+            exchange_state(state, shards, loads, self._device or torch.device("cpu"), pg)
 
 
 def _export_tables(

@@ -22,7 +22,7 @@ from torchrec_hkv.sharding.state import LAYOUT_KEY, TableState
 _BATCH = 1 << 16
 
 
-def exchange(
+def exchange_state(
     state: TableState,
     local: Mapping[str, Mapping[str, Tensor]],
     loads: Mapping[str, EntriesLoad],
