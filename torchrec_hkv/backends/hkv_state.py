@@ -2,7 +2,8 @@
 
 A shard's tensors have a place for every slot, and some more: places of all shards add up to a
 number that follows from ``num_embeddings`` alone. So ``torch.distributed.checkpoint`` loads them at
-any number of ranks; a rank then has places whose ids belong to others (``sharding/state_exchange.py``).
+any number of ranks; a rank then has places whose ids belong to others
+(``sharding/state_exchange.py``).
 """
 
 from __future__ import annotations
