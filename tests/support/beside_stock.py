@@ -279,7 +279,11 @@ def train_beside_stock(
     stock = _shard(scenario, IDS, "fused", world_size, device)
     ours = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
     mapped = torch.arange(IDS) if scenario.narrow else raw_ids()
-    _copy_rows(stock, _probe(ours, mapped, scenario, device))
+    # Read through a model of their own: stock tables count each lookup as a step of the optimizer.
+    twin = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
+    initial = _probe(twin, mapped, scenario, device)
+    _copy_rows(stock, initial)
+    _copy_rows(ours, {"s": initial["s"]})
     generator = torch.Generator().manual_seed(100 + rank)
     vectors = torch.Generator().manual_seed(17)
     projection = torch.randn(8 * 2 + 12 * 2 + 4, generator=vectors).to(device)
