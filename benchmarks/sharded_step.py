@@ -196,19 +196,10 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for name in args.streams:
         batches = [draw(args, STREAMS[name]) for _ in range(BATCHES)]
 
-        def step_of(model: DistributedModelParallel, batches=batches) -> Callable[[int], object]:
-            return lambda at: model(batches[at % BATCHES]).values().backward(grad)
-
-        def exchange_of(
-            model: DistributedModelParallel, batches=batches
-        ) -> Callable[[int], object]:
-            sharded = model.module
-            return lambda at: (
-                sharded.input_dist(sharded.create_context(), batches[at % BATCHES]).wait().wait()
-            )
-
-        for what, of in (("step", step_of), ("input_dist", exchange_of)):
-            took = compare(args, {side: of(model) for side, model in models.items()})
+        steps = {side: step_of(model, batches, grad) for side, model in models.items()}
+        exchanges = {side: exchange_of(model, batches) for side, model in models.items()}
+        for what, calls in (("step", steps), ("input_dist", exchanges)):
+            took = compare(args, calls)
             yield {
                 "what": what,
                 "stream": name,
