@@ -105,11 +105,12 @@ def keyed(args: argparse.Namespace, ids: Tensor) -> KeyedJaggedTensor:
 def draw(args: argparse.Namespace, power: float) -> KeyedJaggedTensor:
     """A batch of a stream."""
     count = args.tables * args.batch * args.bag
-    if power:
-        ids = power_law(count, args.rows, power, args.device) * _PRIME % args.rows
-    else:
-        ids = torch.randint(args.rows, (count,), device=args.device)
-    return keyed(args, ids)
+    if not power:
+        return keyed(args, torch.randint(args.rows, (count,), device=args.device))
+    ranked = power_law(count, args.rows, power, args.device).view(args.tables, -1)
+    # Each table has frequent ids of its own, so that which rank has them is no single toss.
+    first = torch.arange(args.tables, device=args.device)[:, None] * (args.rows // args.tables)
+    return keyed(args, ((ranked * _PRIME + first) % args.rows).flatten())
 
 
 def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
