@@ -16,7 +16,7 @@ _REASONS = (
         "this build of FBGEMM has no such kernel for this GPU",
     ),
     (
-        ("block_bucketize_sparse_features.cu", "grid.x value 0"),
+        ("sparse_block_bucketize_features.cu", "grid.x value 0"),
         "FBGEMM's row-wise exchange takes no batch without samples on a GPU",
     ),
 )

@@ -27,7 +27,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.sharding.data_parallel import data_parallel_pooled, data_parallel_sequence
-from torchrec_hkv.sharding.input_dist import RowWiseFeaturesDist, TableRowWiseFeaturesDist
+from torchrec_hkv.sharding.input_dist import (
+    RowWiseFeaturesDist,
+    TableRowWiseFeaturesDist,
+    TableWiseFeaturesDist,
+)
 from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
@@ -122,21 +126,33 @@ class _RowWiseOnHosts:
         )
 
 
+class _TableWise:
+    """Whole tables or whole columns; a mixin before TorchRec's."""
+
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """The distribution of ids to the ranks that hold the tables."""
+        return TableWiseFeaturesDist(
+            self._pg, self.features_per_rank(), device if device is not None else self._device
+        )
+
+
 class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
     """Row-wise, pooled."""
 
     summed_as = ShardingType.ROW_WISE
 
 
-class TableWisePooled(_Pooled, TwPooledEmbeddingSharding):
+class TableWisePooled(_TableWise, _Pooled, TwPooledEmbeddingSharding):
     """Table-wise, pooled."""
 
 
-class ColumnWisePooled(_Pooled, CwPooledEmbeddingSharding):
+class ColumnWisePooled(_TableWise, _Pooled, CwPooledEmbeddingSharding):
     """Column-wise, pooled: every column shard sees all ids, and so keeps the same."""
 
 
-class TableColumnWisePooled(_Pooled, TwCwPooledEmbeddingSharding):
+class TableColumnWisePooled(_TableWise, _Pooled, TwCwPooledEmbeddingSharding):
     """Column-wise on the ranks of one host, pooled."""
 
 
@@ -154,11 +170,11 @@ class RowWiseSequence(_RowWise, _Sequence, RwSequenceEmbeddingSharding):
     is_sequence = True
 
 
-class TableWiseSequence(_Sequence, TwSequenceEmbeddingSharding):
+class TableWiseSequence(_TableWise, _Sequence, TwSequenceEmbeddingSharding):
     """Table-wise, sequences."""
 
 
-class ColumnWiseSequence(_Sequence, CwSequenceEmbeddingSharding):
+class ColumnWiseSequence(_TableWise, _Sequence, CwSequenceEmbeddingSharding):
     """Column-wise, sequences."""
 
 
