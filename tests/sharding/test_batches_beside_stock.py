@@ -9,6 +9,8 @@ from tests.support.backends import BACKENDS
 from tests.support.beside_stock import Scenario, train_beside_stock
 from tests.support.stock_lacks import skip_what_stock_lacks
 
+pytestmark = pytest.mark.compat
+
 
 def _lacks_backward(device_type, sharding_type, world_size):
     """Gloo refuses the uneven all_gather of TorchRec's backward, for stock tables too."""

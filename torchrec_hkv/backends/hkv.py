@@ -389,8 +389,9 @@ class HKVBackend(Backend):
         """As :meth:`state_spec`."""
         if _options(shard).dense:
             return {"weight": TensorSpec((shard.capacity, shard.dim), torch.float32)}
-        slots = _memory(shard, optimizer).num_slots
-        return state_spec(shard, optimizer, slots, _options(shard).eviction == "lfu")
+        slots, options = _memory(shard, optimizer).num_slots, _options(shard)
+        keeps_scores = options.eviction == "lfu"
+        return state_spec(shard, optimizer, slots, keeps_scores, options.admission)
 
     def state_spec(
         self, shard: TableShard, optimizer: OptimizerSpec | None

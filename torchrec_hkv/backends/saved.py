@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 
+#: Names of tensors of a state that are no entries begin so. They are uint8 of one dimension, and
+#: belong to shards of the first column.
+COUNTS = "counts_"
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedShard:
@@ -88,6 +92,16 @@ class EntriesLoad(abc.ABC):
 
         Args:
             entries: by the names of its state, with the columns of the table's own shard.
+        """
+
+    @abc.abstractmethod
+    def put_counts(self, name: str, first: int, part: torch.Tensor) -> None:
+        """Takes a part of a tensor that holds no entries, after all entries.
+
+        Args:
+            name: of the tensor, which begins with :data:`COUNTS`.
+            first: the part's first byte in the tensor of a shard.
+            part: uint8 ``[n]``, a multiple of 128 bytes but for a tensor's last part.
         """
 
     @abc.abstractmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.counts_files import mix64
+from torchrec_hkv.hash_table.counts import mix64
 from torchrec_hkv.hash_table.file_tables import Source
 from torchrec_hkv.hash_table.manifest import OWNERS
 from torchrec_hkv.hash_table.state_columns import StateColumns
