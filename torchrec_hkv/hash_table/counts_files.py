@@ -21,9 +21,9 @@ from torchrec_hkv.hash_table.admission import (
     MinFrequency,
     admission_bytes,
 )
+from torchrec_hkv.hash_table.block_files import host_memory
 from torchrec_hkv.hash_table.manifest import OWNERS, Counts, counts_name
 from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.hash_table.shard_files import host_memory
 from torchrec_hkv.hash_table.table_group import TableGroup
 
 #: Bytes of a cell: the id, and its count and step.
