@@ -47,14 +47,17 @@ class BlockFile:
     Args:
         path: of the file.
         flags: of ``os.open``.
+        direct: whole blocks go past the page cache, where the file system can.
 
     Raises:
         OSError: it can't be opened.
     """
 
-    def __init__(self, path: Path, flags: int) -> None:
+    def __init__(self, path: Path, flags: int, direct: bool = True) -> None:
         self._file = os.open(path, flags, 0o666)
         self._direct: int | None = None
+        if not direct:
+            return
         try:
             self._direct = os.open(path, (flags & os.O_ACCMODE) | os.O_DIRECT)
         except OSError as error:

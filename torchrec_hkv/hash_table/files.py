@@ -106,7 +106,7 @@ def save(
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
-        shard_bytes = max(SHARD_BYTES, int(counts.sum()) * entry // (SHARDS - 1))
+        shard_bytes = default_shard_bytes(int(counts.sum()) * entry)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
     written: list[Path] = []
     save_name = os.urandom(4).hex()
@@ -136,6 +136,11 @@ def save(
     manifest.commit(folder)
     sync_folder(folder.absolute().parent)
     remove_others(folder, manifest)
+
+
+def default_shard_bytes(size: int) -> int:
+    """What shards of a table keep below whose entries have so many bytes: at most 16 or so."""
+    return max(SHARD_BYTES, size // (SHARDS - 1))
 
 
 def load(

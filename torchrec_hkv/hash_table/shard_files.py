@@ -23,6 +23,8 @@ from torchrec_hkv.hash_table.manifest import Shard
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _LENGTH_BYTES = 8
+# Shorter files go through the page cache, which holds them: a disk is slow with small pieces.
+_DIRECT_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,9 @@ class ShardWriter:
         self._crc32 = {field.name: 0 for field in fields}
         self._written = 0
         self._edges: list[tuple[int, bytes]] = [(0, header)]
-        self._file = BlockFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._file = BlockFile(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct=self._shard.bytes >= _DIRECT_BYTES
+        )
 
     def memory(self, n: int) -> dict[str, Tensor]:
         """Where to put the next ``n`` entries, by name; at most as many as the staging takes."""
@@ -238,7 +242,7 @@ class ShardReader:
         header = _header(fields, shard)
         self._starts = _starts(fields, shard, header)
         try:
-            self._file = BlockFile(path, os.O_RDONLY)
+            self._file = BlockFile(path, os.O_RDONLY, direct=shard.bytes >= _DIRECT_BYTES)
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
         try:
