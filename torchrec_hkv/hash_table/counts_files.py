@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.block_files import host_memory
 from torchrec_hkv.hash_table.counts import (
     SET_BYTES,
     Kind,
@@ -25,7 +26,6 @@ from torchrec_hkv.hash_table.counts import (
     set_of,
 )
 from torchrec_hkv.hash_table.manifest import Counts, counts_name
-from torchrec_hkv.hash_table.shard_files import host_memory
 from torchrec_hkv.hash_table.table_group import TableGroup
 
 
