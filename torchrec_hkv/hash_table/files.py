@@ -53,6 +53,7 @@ _FREE_FIELDS = (
     "expire_after",
     "strict",
     "remember_evicted",
+    "deterministic",
 )
 
 

@@ -76,6 +76,11 @@ class HashTable:
             back, never does. A strict table waits for the device in each such call.
         remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
             :meth:`counters` tells how many came back (``returned``); 1 to 2^32. None: not counted.
+        deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
+            calls alone, bit for bit, and is what a CPU would give: the order of ``ids`` decides who
+            gets a place, the last of several rows or scores for one id stays, and rows are added up
+            in order. Calls then take longer, where rows are written above all. So it is while
+            ``torch.use_deterministic_algorithms(True)`` holds.
 
     Raises:
         ValueError: an argument is impossible.
@@ -100,6 +105,7 @@ class HashTable:
         strict: bool = False,
         initial_capacity: int | None = None,
         remember_evicted: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         spec = TableSpec(
             name=name,
@@ -115,6 +121,7 @@ class HashTable:
             strict=strict,
             initial_capacity=initial_capacity,
             remember_evicted=remember_evicted,
+            deterministic=deterministic,
         )
         self._make(spec, state_dim, device)
 
@@ -408,6 +415,7 @@ class HashTable:
         expire_after: int | None = None,
         strict: bool = False,
         remember_evicted: int | None = None,
+        deterministic: bool = False,
         allow_loss: bool = False,
     ) -> HashTable:
         """A table as it was saved.
@@ -419,10 +427,11 @@ class HashTable:
                 ``capacity`` is, too. The table grows at once as far as the files need it.
             device: as for a new table.
             hbm_bytes: as for a new table.
-            admission: as for a new table, since a file does not say; so the next three.
+            admission: as for a new table, since a file does not say; so the next four.
             expire_after: as for a new table.
             strict: as for a new table.
             remember_evicted: as for a new table.
+            deterministic: as for a new table.
             allow_loss: as for :meth:`load`.
 
         Raises:
@@ -435,6 +444,7 @@ class HashTable:
             "expire_after": expire_after,
             "strict": strict,
             "remember_evicted": remember_evicted,
+            "deterministic": deterministic,
         }
         if capacity is not None:
             changes |= {"capacity": capacity, "initial_capacity": initial_capacity}

@@ -18,8 +18,8 @@ from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
+    check_flag,
     check_remember_evicted,
-    check_strict,
     crowded_message,
 )
 from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
@@ -131,7 +131,8 @@ class TableGroup:
                 f"{', '.join(map(str, _ROW_TYPES))}."
             )
         check_expire_after(f"table '{spec.name}'", spec.expire_after)
-        check_strict(f"table '{spec.name}'", spec.strict)
+        check_flag(f"table '{spec.name}'", "strict", spec.strict)
+        check_flag(f"table '{spec.name}'", "deterministic", spec.deterministic)
         check_remember_evicted(f"table '{spec.name}'", spec.remember_evicted)
         try:
             admission = admission_config(spec.admission)
@@ -168,6 +169,7 @@ class TableGroup:
             admission=admission,
             expire_after=spec.expire_after or 0,
             remember_evicted=spec.remember_evicted or 0,
+            deterministic=spec.deterministic,
             **op_arguments(spec.initializer),
         )
 
