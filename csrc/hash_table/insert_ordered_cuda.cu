@@ -197,7 +197,9 @@ struct InHand {
       : position(order.positions[number]) {
     table = &table_at(tables, batch, position);
     choice = choose_buckets(batch.ids[position], table->num_buckets);
-    prefetch_l2(digest_line(*table, choice.first), kBucketDigests * sizeof(uint16_t));
+    if (threadIdx.x % kVictimLanes == 0) {  // while others have their turns
+      prefetch_l2(digest_line(*table, choice.first), kBucketDigests * sizeof(uint16_t));
+    }
     score = first_score(table->eviction, visit.now(), visit.epoch(),
                         order.highest != nullptr ? order.highest[position] : visit.given(position));
     queues[0] = queue_of(order, *table, choice.first);

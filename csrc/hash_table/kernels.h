@@ -199,6 +199,23 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,
                      bool* waiting, cudaStream_t stream);
 
+// Scratch of restore_entries_in_order.
+struct RestoreOrder {
+  uint32_t* tickets;  // [2 n]
+  uint32_t* turns;    // [num_buckets]
+  uint32_t* next;     // 0 at first
+  uint8_t* moved;     // [n], given back: whether the entry has taken the place of another
+};
+
+// As cpu::restore_entries, entry by entry, but what entry i takes the place of goes to place i of
+// `displaced`. buckets: what entry_buckets has written, [2 n], sorted, and where each stood.
+void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
+                   cudaStream_t stream);
+void restore_entries_in_order(const TableView& table, const Entries& entries,
+                              const Displaced& displaced, const int64_t* buckets,
+                              const int64_t* places, const RestoreOrder& order,
+                              cudaStream_t stream);
+
 }  // namespace cuda
 #endif
 
