@@ -59,12 +59,14 @@ hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
                            ids.numel()};
 }
 
-at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids) {
+at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids,
+                          [[maybe_unused]] const hash_table::Placement& placement,
+                          [[maybe_unused]] bool scored) {
   int64_t bytes = 0;
 #ifdef TORCHREC_HKV_CUDA
   if (group.device().is_cuda()) {
-    bytes = static_cast<int64_t>(hash_table::cuda::find_or_insert_scratch(
-        ids.numel(), group.admission().get(), group.has_frames() || group.remembers_evicted()));
+    bytes = static_cast<int64_t>(
+        hash_table::cuda::find_or_insert_scratch(ids.numel(), placement, scored));
   }
 #endif
   return at::empty({bytes}, ids.options().dtype(at::kByte).device(group.device()));

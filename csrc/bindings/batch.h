@@ -20,7 +20,8 @@ hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
                              const std::optional<at::Tensor>& offsets, int64_t batch_size,
                              int64_t rounds = 1);
 
-// Memory that find_or_insert works in on a GPU; empty on a CPU.
-at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids);
+// Memory that find_or_insert works in on a GPU; empty on a CPU. scored: whether scores are given.
+at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids,
+                          const hash_table::Placement& placement, bool scored);
 
 }  // namespace torchrec_hkv::bindings

@@ -124,9 +124,10 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   }
 #endif
   placement.remembers = group.remembers_evicted();
+  placement.ordered = group.deterministic();
   owner->make_room(batch, ids, offsets);
   if (held) held->set_growths(group.growths());
-  const at::Tensor scratch = insert_scratch(group, ids);
+  const at::Tensor scratch = insert_scratch(group, ids, placement, /*scored=*/false);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin);

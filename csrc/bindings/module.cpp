@@ -23,7 +23,7 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                         int64_t column_offset, Eviction eviction, RowType row_type, int64_t seed,
                         std::string distribution, double low, double high, double mean, double std,
                         int64_t hbm_slots, const AdmissionConfig& admission, int64_t expire_after,
-                        int64_t remember_evicted) {
+                        int64_t remember_evicted, bool deterministic) {
   return TableConfig{std::move(name),
                      capacity,
                      initial_capacity,
@@ -36,7 +36,8 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                      hbm_slots,
                      admission,
                      expire_after,
-                     remember_evicted};
+                     remember_evicted,
+                     deterministic};
 }
 
 // A method of a group as Python calls it: in order with its other calls.
@@ -188,7 +189,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("initial_capacity"), py::arg("dim"), py::arg("column_offset"),
            py::arg("eviction"), py::arg("row_type"), py::arg("seed"), py::arg("distribution"),
            py::arg("low"), py::arg("high"), py::arg("mean"), py::arg("std"), py::arg("hbm_slots"),
-           py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"))
+           py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"),
+           py::arg("deterministic"))
       .def_readonly("hbm_slots", &TableConfig::hbm_slots);
 
   py::class_<TableState>(m, "TableState")

@@ -1,5 +1,6 @@
 #include "bindings/table_group.h"
 
+#include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -156,6 +157,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
+    deterministic_ = deterministic_ || config.deterministic;
     evicted_.push_back(at::zeros({config.remember_evicted}, at::dtype(at::kShort).device(device)));
   }
   clock_ = std::make_shared<GroupClock>(device);
@@ -315,6 +317,10 @@ const TableView& TableGroup::view(int64_t table) const {
 at::ScalarType TableGroup::row_dtype(int64_t table) const {
   check_index(table);
   return scalar_type(configs_[table].row_type);
+}
+
+bool TableGroup::deterministic() const {
+  return deterministic_ || at::globalContext().deterministicAlgorithms();
 }
 
 const TableView* TableGroup::views() const {

@@ -35,6 +35,7 @@ struct TableConfig {
   AdmissionConfig admission;
   int64_t expire_after;      // calls; 0: entries don't expire
   int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
+  bool deterministic;        // results follow from the calls alone, on a GPU too
 };
 
 // What tables may take, in bytes, and what there is at all.
@@ -90,6 +91,9 @@ class TableGroup {
   bool has_frames() const { return has_frames_; }
   // Whether one of the tables remembers what it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
+  // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
+  // torch.use_deterministic_algorithms does, when the call is made.
+  bool deterministic() const;
   // Whether one of the tables needs a score with every id.
   bool needs_scores() const { return needs_scores_; }
   const at::Tensor& counters() const { return counters_; }
@@ -204,6 +208,7 @@ class TableGroup {
   bool needs_scores_ = false;
   bool has_frames_ = false;
   bool remembers_evicted_ = false;
+  bool deterministic_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
   std::unique_ptr<GroupAdmission> admission_;

@@ -60,13 +60,34 @@ const char* row_pointer(const TableGroup& group, const at::Tensor& rows, int64_t
   return static_cast<const char*>(rows.const_data_ptr());
 }
 
+#ifdef TORCHREC_HKV_CUDA
+// Slots in ascending order, and where they stood; equal ones keep their order.
+struct SortedSlots {
+  explicit SortedSlots(const at::Tensor& given) {
+    std::tie(slots, positions) = at::sort(given, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  }
+  const int64_t* slot() const { return slots.const_data_ptr<int64_t>(); }
+  const int64_t* position() const { return positions.const_data_ptr<int64_t>(); }
+
+  at::Tensor slots, positions;
+};
+#endif
+
 // Writes rows to slots. `writer` (CUDA, bool, by position): whose row is written of several for one
-// slot; without it the first to come. In the turn of a call that writes rows.
+// slot; without it the first to come; the last, where the group is deterministic, as on a CPU. In
+// the turn of a call that writes rows.
 void write(const TableGroup& group, const at::Tensor& slots, const char* rows, bool add,
            [[maybe_unused]] const at::Tensor& writer) {
   const int64_t n = slots.numel();
   const int64_t* at = slots.const_data_ptr<int64_t>();
 #ifdef TORCHREC_HKV_CUDA
+  if (group.device().is_cuda() && group.deterministic()) {
+    const SortedSlots sorted(slots);
+    HKV_ON_DEVICE(group.device(), ,
+                  hash_table::cuda::write_rows_in_order(group.view(0), sorted.slot(),
+                                                        sorted.position(), rows, n, add, stream));
+    return;
+  }
   at::Tensor claims;
   uint32_t* bits = nullptr;
   if (group.device().is_cuda() && !add && !writer.defined()) {
@@ -78,6 +99,25 @@ void write(const TableGroup& group, const at::Tensor& slots, const char* rows, b
   HKV_ON_DEVICE(
       group.device(), hash_table::cpu::write_rows(group.view(0), at, rows, n, add, threads),
       hash_table::cuda::write_rows(group.view(0), at, rows, n, add, chosen, bits, stream));
+}
+
+// Of several scores that a call gives for one slot, the last stays under a policy that takes them
+// as they are; on a GPU where the group is deterministic. After the call has touched the slots.
+void keep_last_scores(const TableGroup& group, const at::Tensor& slots, const uint64_t* scores) {
+  if (scores == nullptr || group.view(0).eviction != Eviction::kCustomized) return;
+  const int64_t n = slots.numel();
+  if (!group.device().is_cuda()) {
+    hash_table::cpu::keep_last_scores(group.view(0), slots.const_data_ptr<int64_t>(), scores, n,
+                                      at::get_num_threads());
+    return;
+  }
+#ifdef TORCHREC_HKV_CUDA
+  if (!group.deterministic()) return;
+  const SortedSlots sorted(slots);
+  HKV_ON_DEVICE(group.device(), ,
+                hash_table::cuda::keep_last_scores(group.view(0), sorted.slot(), sorted.position(),
+                                                   scores, n, stream));
+#endif
 }
 
 // (slots, found, ids, rows and scores of what left or was refused, their number). With rows and
@@ -108,7 +148,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   at::Tensor writer;
-  if (group.device().is_cuda() && assign) writer = at::empty_like(found);
+  const bool deterministic = group.deterministic();
+  if (group.device().is_cuda() && assign && !deterministic) writer = at::empty_like(found);
   const int64_t room = leavers ? n : 0;
   at::Tensor left_ids = at::empty({room}, ids.options());
   at::Tensor left_rows =
@@ -124,6 +165,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
   placement.remembers = group.remembers_evicted();
+  placement.ordered = deterministic;
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
@@ -134,7 +176,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 #ifdef TORCHREC_HKV_CUDA
   bool* writes = writer.defined() ? writer.data_ptr<bool>() : nullptr;
 #endif
-  const at::Tensor scratch = insert_scratch(group, ids);
+  const at::Tensor scratch = insert_scratch(group, ids, placement, given_scores != nullptr);
   const CountedCall call(group.clock(), std::nullopt);
   group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
     HKV_ON_DEVICE(
@@ -144,6 +186,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given_scores, placement, out,
                                          there, writes, scratch.data_ptr(), stream));
+    keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
   if (believed) slots.masked_fill_(slots.eq(hash_table::kPassedOver), hash_table::kNoSlot);
@@ -200,14 +243,17 @@ at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
   const hash_table::Visit visit = call.visit(given);
-  HKV_ON_GROUP(group, call.use(/*inserts=*/false),
-               hash_table::cpu::age(group.views(), group.aging(), visit, threads);
-               hash_table::cpu::find(group.views(), batch, out, threads);
-               hash_table::cpu::touch_slots(group.view(0), out, n, visit, threads),
-               hash_table::cuda::tick(call.clock(), call.tick(), stream);
-               hash_table::cuda::age(group.views(), group.aging(), visit, stream);
-               hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream);
-               hash_table::cuda::touch_slots(group.view(0), out, n, visit, stream));
+  group.order().run(call.use(/*inserts=*/false), [&] {
+    HKV_ON_DEVICE(group.device(),
+                  hash_table::cpu::age(group.views(), group.aging(), visit, threads);
+                  hash_table::cpu::find(group.views(), batch, out, threads);
+                  hash_table::cpu::touch_slots(group.view(0), out, n, visit, threads),
+                  hash_table::cuda::tick(call.clock(), call.tick(), stream);
+                  hash_table::cuda::age(group.views(), group.aging(), visit, stream);
+                  hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream);
+                  hash_table::cuda::touch_slots(group.view(0), out, n, visit, stream));
+    keep_last_scores(group, slots, given);
+  });
   return slots;
 }
 

@@ -73,6 +73,12 @@ void write_rows(const TableView& table, const int64_t* slots, const char* rows, 
 void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
                  int threads);
 
+// Where a policy takes scores as they are given: of several for one slot the last one stays. After
+// a call that touched the slots, whose threads may have written them in any order. Slots that are
+// none are passed over.
+void keep_last_scores(const TableView& table, const int64_t* slots, const uint64_t* scores,
+                      int64_t n, int threads);
+
 // Frees slots. kNoSlot is passed over.
 void erase_slots(const TableView& table, const int64_t* slots, int64_t n, int threads);
 
@@ -115,9 +121,9 @@ namespace cuda {
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream);
 
-// Bytes of scratch that find_or_insert needs for a batch, aligned to 128. admissions: as in its
-// placement. placed: whether a table has frames or remembers what it evicts.
-size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool placed);
+// Bytes of scratch that find_or_insert needs for a batch, aligned to 256. scored: whether scores
+// are given.
+size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool scored);
 
 // Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
 // before; whether this position is the one of all its positions whose row write_rows is to write.
@@ -140,6 +146,14 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
 // read when adding.
 void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
                 const bool* writer, uint32_t* claims, cudaStream_t stream);
+
+// write_rows and cpu::keep_last_scores in the order of positions, so that of several rows, or
+// scores, for one slot the last is kept, and sums are rounded as on a CPU. slots: sorted, [n];
+// positions: where they stood, ascending among equals. Slots that are none are passed over.
+void write_rows_in_order(const TableView& table, const int64_t* slots, const int64_t* positions,
+                         const char* rows, int64_t n, bool add, cudaStream_t stream);
+void keep_last_scores(const TableView& table, const int64_t* slots, const int64_t* positions,
+                      const uint64_t* scores, int64_t n, cudaStream_t stream);
 
 void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
                  cudaStream_t stream);
@@ -184,6 +198,23 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 // waiting: scratch, [entries.n].
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,
                      bool* waiting, cudaStream_t stream);
+
+// Scratch of restore_entries_in_order.
+struct RestoreOrder {
+  uint32_t* tickets;  // [2 n]
+  uint32_t* turns;    // [num_buckets]
+  uint32_t* next;     // 0 at first
+  uint8_t* moved;     // [n], given back: whether the entry has taken the place of another
+};
+
+// As cpu::restore_entries, entry by entry, but what entry i takes the place of goes to place i of
+// `displaced`. buckets: what entry_buckets has written, [2 n], sorted, and where each stood.
+void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
+                   cudaStream_t stream);
+void restore_entries_in_order(const TableView& table, const Entries& entries,
+                              const Displaced& displaced, const int64_t* buckets,
+                              const int64_t* places, const RestoreOrder& order,
+                              cudaStream_t stream);
 
 }  // namespace cuda
 #endif

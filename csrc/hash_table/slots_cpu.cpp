@@ -67,6 +67,20 @@ void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const 
   });
 }
 
+void keep_last_scores(const TableView& table, const int64_t* slots, const uint64_t* scores,
+                      int64_t n, int threads) {
+  // Every thread goes through all slots and writes its share of them, in order.
+  const int64_t shares = std::max(1, threads);
+  parallel_for(shares, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t share = begin; share < end; ++share) {
+      for (int64_t i = 0; i < n; ++i) {
+        if (slots[i] < 0 || slots[i] == kPassedOver || slots[i] % shares != share) continue;
+        table.scores[slots[i]] = scores[i];
+      }
+    }
+  });
+}
+
 void erase_slots(const TableView& table, const int64_t* slots, int64_t n, int threads) {
   parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -173,6 +173,9 @@ struct Placement {
   bool spread = false;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
+  // Whether ids are placed in the order of the batch, so that a call's result follows from the
+  // table and the batch alone. CUDA only: on a CPU it always does.
+  bool ordered = false;
 };
 
 // How the ids of a bag are reduced.

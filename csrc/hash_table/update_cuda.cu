@@ -14,9 +14,6 @@ namespace {
 
 constexpr int kNeighbours = 8;  // of the sorted order, a warp's
 
-// Tiles of the small sort: so few that adding up their digits is soon done.
-constexpr int64_t kMostTiles = 2048;
-
 // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
 // comes last.
 int sort_bits(int64_t num_slots) {
@@ -101,15 +98,12 @@ size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, bool weight
   repeats.seen = reinterpret_cast<uint32_t*>(take(2 * repeats.words() * sizeof(uint32_t)));
   repeats.twice = repeats.seen + repeats.words();
   SmallSort& small = scratch->small_sort;
-  small.passes = (bits + SmallSort::kDigitBits - 1) / SmallSort::kDigitBits;
-  const int64_t chunks = (n + SmallSort::kChunk - 1) / SmallSort::kChunk;
-  small.tile = static_cast<uint32_t>((chunks + kMostTiles - 1) / kMostTiles) * SmallSort::kChunk;
-  small.tiles = static_cast<uint32_t>((n + small.tile - 1) / small.tile);
-  small.digits = reinterpret_cast<uint32_t*>(
-      take(sizeof(uint32_t) * small.passes * small.tiles * SmallSort::kDigits));
-  small.states =
-      reinterpret_cast<unsigned long long*>(take(split_tiles(n) * sizeof(unsigned long long)));
-  small.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
+  small = SmallSort::of(n, bits);
+  small.digits = reinterpret_cast<uint32_t*>(take(small.digit_bytes()));
+  BlockOrder& order = scratch->split_order;
+  order.states =
+      reinterpret_cast<unsigned long long*>(take(listing_blocks(n) * sizeof(unsigned long long)));
+  order.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
   scratch->zero_bytes = base + at - scratch->zeros;
   return at;
 }

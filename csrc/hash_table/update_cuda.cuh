@@ -9,29 +9,13 @@
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/kernels.h"
 #include "hash_table/row_vector.cuh"
+#include "hash_table/small_sort_cuda.cuh"
 #include "hash_table/tile.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 
 constexpr int64_t kLongest = 128;    // run that one warp adds up
 constexpr int64_t kPieceSize = 256;  // of a longer run
-
-// Slots as sort keys, of 32 bits where that is enough.
-struct Keys {
-  void* values;
-  bool wide;
-
-  __device__ __forceinline__ uint64_t operator[](int64_t i) const {
-    return wide ? static_cast<const uint64_t*>(values)[i] : static_cast<const uint32_t*>(values)[i];
-  }
-  __device__ __forceinline__ void set(int64_t i, uint64_t key) const {
-    if (wide) {
-      static_cast<uint64_t*>(values)[i] = key;
-    } else {
-      static_cast<uint32_t*>(values)[i] = static_cast<uint32_t>(key);
-    }
-  }
-};
 
 struct LongRun {
   uint32_t first;  // in the sorted order
@@ -80,21 +64,6 @@ struct ShortRuns {
   uint32_t* length;
 };
 
-// What the sort of the repeated positions, whose number only the device knows, works with
-// (update_split_cuda.cu). All zeros at first.
-struct SmallSort {
-  static constexpr int kDigitBits = 9;
-  static constexpr int kDigits = 1 << kDigitBits;
-  static constexpr uint32_t kChunk = 1024;  // keys that a block ranks at once
-
-  uint32_t* digits;            // [passes][tiles][kDigits], how many of a tile's keys have a digit
-  unsigned long long* states;  // [split tiles], for their prefixes
-  uint32_t* ticket;
-  int32_t passes;
-  uint32_t tile;   // keys of a tile, whole chunks
-  uint32_t tiles;  // at most
-};
-
 struct Scratch {
   // The keys of all positions and what is sorted with them; sorted, they may lie in either half.
   Keys keys;
@@ -105,8 +74,10 @@ struct Scratch {
   // How many positions are sorted; null: all.
   uint32_t* sorted;
   Repeats repeats;
+  // Of the sort of the repeated positions (update_split_cuda.cu).
   SmallSort small_sort;
-  char* zeros;  // of these two
+  BlockOrder split_order;
+  char* zeros;  // of these three
   size_t zero_bytes;
   ShortRuns runs;  // in the other halves
   LongRuns long_runs;
@@ -304,8 +275,6 @@ void mark_repeats(const int64_t* slots, int64_t n, const Repeats& repeats, cudaS
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
-// Blocks that split off the repeated positions of n.
-int64_t split_tiles(int64_t n);
 // In place of prepare_update and the sort, before update_alone: counts the update, and sorts the
 // positions of repeated slots. Afterwards scratch's keys and values are sorted
 // (update_split_cuda.cu).

@@ -263,6 +263,7 @@ def _table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec
         strict=options.strict,
         initial_capacity=_initial_capacity(shard),
         remember_evicted=options.remember_evicted,
+        deterministic=options.deterministic,
     )
 
 

@@ -55,6 +55,7 @@ _FREE_FIELDS = (
     "expire_after",
     "strict",
     "remember_evicted",
+    "deterministic",
 )
 
 

@@ -74,6 +74,11 @@ class HashTable(SavedTable):
             back, never does. A strict table waits for the device in each such call.
         remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
             :meth:`counters` tells how many came back (``returned``); 1 to 2^32. None: not counted.
+        deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
+            calls alone, bit for bit, and is what a CPU would give: the order of ``ids`` decides who
+            gets a place, the last of several rows or scores for one id stays, and rows are added up
+            in order. Calls then take longer, where rows are written above all. So it is while
+            ``torch.use_deterministic_algorithms(True)`` holds.
 
     Raises:
         ValueError: an argument is impossible.
@@ -98,6 +103,7 @@ class HashTable(SavedTable):
         strict: bool = False,
         initial_capacity: int | None = None,
         remember_evicted: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         spec = TableSpec(
             name=name,
@@ -113,6 +119,7 @@ class HashTable(SavedTable):
             strict=strict,
             initial_capacity=initial_capacity,
             remember_evicted=remember_evicted,
+            deterministic=deterministic,
         )
         self._make(spec, state_dim, device)
 

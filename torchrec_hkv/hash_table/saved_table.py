@@ -83,6 +83,7 @@ class SavedTable:
         expire_after: int | None = None,
         strict: bool = False,
         remember_evicted: int | None = None,
+        deterministic: bool = False,
         allow_loss: bool = False,
     ) -> Self:
         """A table as it was saved.
@@ -94,10 +95,11 @@ class SavedTable:
                 ``capacity`` is, too. The table grows at once as far as the files need it.
             device: as for a new table.
             hbm_bytes: as for a new table.
-            admission: as for a new table, since a file does not say; so the next three.
+            admission: as for a new table, since a file does not say; so the next four.
             expire_after: as for a new table.
             strict: as for a new table.
             remember_evicted: as for a new table.
+            deterministic: as for a new table.
             allow_loss: as for :meth:`load`.
 
         Raises:
@@ -110,6 +112,7 @@ class SavedTable:
             "expire_after": expire_after,
             "strict": strict,
             "remember_evicted": remember_evicted,
+            "deterministic": deterministic,
         }
         if capacity is not None:
             changes |= {"capacity": capacity, "initial_capacity": initial_capacity}

@@ -10,8 +10,8 @@ from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
+    check_flag,
     check_remember_evicted,
-    check_strict,
 )
 from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -52,7 +52,8 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
             f"{', '.join(map(str, _ROW_TYPES))}."
         )
     check_expire_after(f"table '{spec.name}'", spec.expire_after)
-    check_strict(f"table '{spec.name}'", spec.strict)
+    check_flag(f"table '{spec.name}'", "strict", spec.strict)
+    check_flag(f"table '{spec.name}'", "deterministic", spec.deterministic)
     check_remember_evicted(f"table '{spec.name}'", spec.remember_evicted)
     try:
         admission = admission_config(spec.admission)
@@ -89,5 +90,6 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         admission=admission,
         expire_after=spec.expire_after or 0,
         remember_evicted=spec.remember_evicted or 0,
+        deterministic=spec.deterministic,
         **op_arguments(spec.initializer),
     )
