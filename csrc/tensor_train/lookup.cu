@@ -10,6 +10,9 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
+// Below, a launch that finds the batch not to be dense costs more than one that does could save.
+constexpr int64_t kMaybeDense = int64_t{1} << 18;
+
 size_t slots_bytes(const Plan& plan, const Batch& batch) {
   return static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
 }
@@ -19,6 +22,7 @@ TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
   in.tables = plan.tables;
   in.counts = index.counts;
   in.prefixes = index.prefixes;
+  in.most_prefixes = most_prefixes(plan, batch);
   in.lasts = index.lasts;
   in.sources = index.sources;
   in.factors = index.factors;
@@ -34,6 +38,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.precision = precision;
   run.backward = backward;
   run.few = batch.num_ids <= kSmallBatch;
+  run.may_be_dense = batch.num_ids >= kMaybeDense;
   run.most_prefixes = most_prefixes(plan, batch);
   run.only_lasts = plan.only_lasts;
   run.multiprocessors = plan.multiprocessors;

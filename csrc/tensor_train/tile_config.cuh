@@ -62,6 +62,7 @@ struct TileInput {
   int32_t kernel;  // class whose tables are run
   const Counts* counts;
   const int4* prefixes;
+  int64_t most_prefixes;  // room is for one more
   const int32_t* lasts;
   const uint32_t* sources;
   const float* factors;  // null: all 1
@@ -70,7 +71,8 @@ struct TileInput {
   bool store;               // rows into the output, which has a row an id, instead of adding them
   float* out;               // of a lookup: output,
   float* slot_rows;         // and rows of slots, or of distinct ids
-  bool leaves_dense;        // batches with many ids a prefix to the resident kernel
+  bool always_gather;       // rows of distinct ids are stored by number, for bags to gather
+  bool leaves_dense;        // batches with many ids a prefix to a resident kernel
   const float* grad;        // of gradients: of the output,
   const float* slot_grads;  // and of slots
 };

@@ -25,7 +25,7 @@ void run_many_gradients(const TileRun& run, const TileInput& in) {
 }  // namespace
 
 void run_tiles_64(const TileRun& run, const TileInput& in) {
-  if (!run.backward || run.few || !run.kernel.fours) {
+  if (!run.backward || !run.may_be_dense || !run.kernel.fours) {
     run_rank<Shapes>(run, in);
   } else if (run.precision == Precision::kTf32) {
     run_many_gradients<1>(run, in);
