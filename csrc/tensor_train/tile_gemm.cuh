@@ -211,8 +211,9 @@ struct MiddleGrad {
               (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
               piece.middle_column() + middle_column;
           const bool exists = piece.has_middle(middle_column) && head < piece.head_r();
-          add_to_two<Config>(piece.table->middle_grad + line * last_r + r, sums[m][j][2 * half],
-                             sums[m][j][2 * half + 1], exists ? last_r - r : 0);
+          add_to_two<Config>(piece, kMiddlePart, piece.table->middle_grad + line * last_r + r,
+                             sums[m][j][2 * half], sums[m][j][2 * half + 1],
+                             exists ? last_r - r : 0);
         }
       }
     }
@@ -280,7 +281,7 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
 #pragma unroll
     for (int j = 0; j < kMine; ++j) {
       const int r = (first + j) * 8 + 2 * column;
-      add_to_two<Config>(table.head_grad + line * head_r + r, sums[j][2 * half],
+      add_to_two<Config>(piece, kHeadPart, table.head_grad + line * head_r + r, sums[j][2 * half],
                          sums[j][2 * half + 1], exists ? head_r - r : 0);
     }
   }

@@ -156,8 +156,8 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
       store_row<Config>(to, first, first_count);
       store_row<Config>(to + place.step, second, second_count);
     } else {
-      add_to_four<Config>(to, first, first_count);
-      add_to_four<Config>(to + place.step, second, second_count);
+      add_row<Config>(to, first, first_count);
+      add_row<Config>(to + place.step, second, second_count);
     }
   }
 }
@@ -259,8 +259,9 @@ struct LastGradInMemory {
       const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
       float* line = to + half * last_r;
       add_to_four<Config>(
-          line, make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
-      add_to_four<Config>(line + 16,
+          piece, kLastPart, line,
+          make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
+      add_to_four<Config>(piece, kLastPart, line + 16,
                           make_float4(d[0][2 * half + 1], d[1][2 * half + 1], d[2][2 * half + 1],
                                       d[3][2 * half + 1]),
                           left - 16);

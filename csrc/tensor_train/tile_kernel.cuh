@@ -81,6 +81,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     if (table.kernel != in.kernel || static_cast<int>(blockIdx.y) >= table.blocks) continue;
     Piece<Config> piece;
     piece.table = &table;
+    if constexpr (Config::kFixedPoint) {
+      piece.fixed_point = &in.fixed_point;
+      piece.number = number;
+    }
     piece.middle = prefixes[first].z;
     piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
     piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
@@ -140,6 +144,16 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
   const int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
   launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
+}
+
+// Gradients that are the same bits in every run; of any shape.
+template <template <int> typename Config>
+void run_fixed_point(const TileRun& run, const TileInput& in) {
+  if (run.precision == Precision::kTf32) {
+    launch_tiles<Config<1>, true>(run, in);
+  } else {
+    launch_tiles<Config<3>, true>(run, in);
+  }
 }
 
 // Shapes<kProducts, kFit, kType> names the configurations of a rank: Few and Many, of prefixes, and

@@ -27,9 +27,13 @@ void run_dense(const TileRun& run, const TileInput& in) {
   }
 }
 
+template <int kProducts>
+using Repeatable = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
+
 }  // namespace
 
 void run_tiles_32(const TileRun& run, const TileInput& in) {
+  if (run.backward && run.deterministic) return run_fixed_point<Repeatable>(run, in);
   if (!run.may_be_dense || !run.kernel.fours) {
     run_rank<Shapes>(run, in);
   } else if (run.precision == Precision::kTf32) {
