@@ -10,6 +10,7 @@
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
 #include "bindings/tensor_train_batch.h"
+#include "bindings/tensor_train_fixed_point.h"
 #include "bindings/tensor_train_plan.h"
 
 namespace torchrec_hkv::bindings {
@@ -37,6 +38,7 @@ kernels::Batch batch_of(const TensorTrainBatch& call, const TensorTrainPlan& pla
   batch.pooled = call.batch.pooled;
   batch.stride = batch.pooled ? group.total_dim() : group.common_dim();
   batch.aligned = batch.stride % 4 == 0;
+  batch.deterministic = at::globalContext().deterministicAlgorithms();
   if (batch.pooled) {
     int64_t column = 0;
     for (int32_t f = 0; f < group.num_features(); ++f) {
@@ -136,7 +138,6 @@ at::Tensor tt_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
                      const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                      const at::Tensor& index, int64_t batch_size, bool mean, bool pooled) {
   const c10::OptionalDeviceGuard guard(ids.device());
-  if (pooled) at::globalContext().alertNotDeterministic("torchrec_hkv::tt_lookup on a GPU");
   const DeviceCall call = call_of(
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled), ids);
   check_index(call, index);
@@ -152,18 +153,28 @@ at::Tensor tt_lookup_fused(const at::Tensor& /*anchor*/, at::TensorList cores,
   return tt_lookup(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
 }
 
-// Adds to the plan's gradients and flags, which are zero before.
-void add_gradients(const DeviceCall& call, const at::Tensor& grad, const at::Tensor& ids,
-                   const at::Tensor& index) {
-  if (ids.numel() == 0) return;
+// Adds to the plan's gradients and flags, which are zero before. Counts a step on, if there is one.
+void add_gradients(const DeviceCall& call, at::TensorList cores, const at::Tensor& grad,
+                   const at::Tensor& ids, const std::optional<at::Tensor>& weights,
+                   const at::Tensor& index, const std::optional<at::Tensor>& step = std::nullopt) {
+  if (ids.numel() == 0) {
+    if (step) step->add_(1);
+    return;
+  }
+  const TensorTrainGroup& group = *call.checked.group;
   const TensorTrainPlan& plan = *call.plan;
   const cudaStream_t stream = current_stream(plan);
   const at::Tensor of_output = is_aligned(grad) ? grad : grad.clone();
   const at::Tensor scratch =
       scratch_of(kernels::gradients_scratch_bytes(plan.kernels, call.batch), ids);
+  std::optional<FixedPointGradients> fixed;
+  if (call.batch.deterministic) fixed.emplace(group, plan, cores, grad, weights, ids.numel());
   for (const kernels::HeadView& head : plan.heads) kernels::make_heads(head, stream);
   kernels::gradients(plan.kernels, call.batch, call.precision, index.const_data_ptr(),
-                     scratch.mutable_data_ptr(), of_output.const_data_ptr<float>(), stream);
+                     scratch.mutable_data_ptr(), of_output.const_data_ptr<float>(),
+                     fixed ? fixed->view() : kernels::FixedPointSums{},
+                     step ? step->mutable_data_ptr<int64_t>() : nullptr, stream);
+  if (fixed) fixed->finish(group, plan);
   for (const kernels::HeadView& head : plan.heads) kernels::heads_backward(head, stream);
 }
 
@@ -173,7 +184,6 @@ std::vector<at::Tensor> tt_gradients(at::TensorList cores, int64_t group, const 
                                      const at::Tensor& index, int64_t batch_size, bool mean,
                                      bool pooled) {
   const c10::OptionalDeviceGuard guard(ids.device());
-  at::globalContext().alertNotDeterministic("torchrec_hkv::tt_gradients on a GPU");
   const DeviceCall call = call_of(
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled), ids);
   check_index(call, index);
@@ -182,7 +192,7 @@ std::vector<at::Tensor> tt_gradients(at::TensorList cores, int64_t group, const 
   TensorTrainPlan& plan = *call.plan;
   plan.order.run(kWriteAll, [&] {
     for (const at::Tensor& core : cores) gradients.push_back(at::empty_like(core));
-    add_gradients(call, of_output, ids, index);
+    add_gradients(call, cores, of_output, ids, weights, index);
     for (size_t i = 0; i < gradients.size(); ++i) {
       gradients[i].view({-1}).copy_(plan.gradients[i]);
     }
@@ -196,7 +206,6 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
                const std::optional<at::Tensor>& weights, const at::Tensor& index,
                int64_t batch_size, bool mean, bool pooled, const at::Tensor& learning_rate) {
   const c10::OptionalDeviceGuard guard(ids.device());
-  at::globalContext().alertNotDeterministic("torchrec_hkv::tt_update on a GPU");
   const DeviceCall call = call_of(
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled), ids);
   check_index(call, index);
@@ -207,8 +216,7 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
   TensorTrainPlan& plan = *call.plan;
   plan.order.run(kWriteAll, [&] {
     const kernels::CoreView* const views = plan.core_views(*call.checked.group, addresses);
-    add_gradients(call, of_output, ids, index);
-    step.add_(1);
+    add_gradients(call, cores, of_output, ids, weights, index, step);
     kernels::update_cores(views, static_cast<int32_t>(plan.cores.size()), plan.num_slices,
                           call.checked.group->optimizer(), learning_rate.const_data_ptr<float>(),
                           step.const_data_ptr<int64_t>(), current_stream(plan));
@@ -233,7 +241,6 @@ at::Tensor tt_flat_gradients(at::TensorList cores, int64_t group, const at::Tens
                              const std::optional<at::Tensor>& weights, const at::Tensor& index,
                              int64_t batch_size, bool mean, bool pooled) {
   const c10::OptionalDeviceGuard guard(ids.device());
-  at::globalContext().alertNotDeterministic("torchrec_hkv::tt_flat_gradients on a GPU");
   const DeviceCall call = call_of(
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled), ids);
   check_index(call, index);
@@ -243,7 +250,7 @@ at::Tensor tt_flat_gradients(at::TensorList cores, int64_t group, const at::Tens
   plan.order.run(kWriteAll, [&] {
     flat = at::empty({call.checked.group->num_elements() + call.checked.group->num_slices()},
                      of_output.options());
-    add_gradients(call, of_output, ids, index);
+    add_gradients(call, cores, of_output, ids, weights, index);
     int64_t next = 0;
     const auto append = [&](const at::Tensor& part) {
       flat.slice(0, next, next + part.numel()).copy_(part);

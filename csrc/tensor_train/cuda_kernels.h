@@ -110,6 +110,8 @@ struct Batch {
   int64_t stride = 0;   // columns of the output
   // Whether the output's address, its stride and all feature_columns are multiples of 4 values.
   bool aligned = true;
+  // Lookups and gradients are the same bits in every run; slower.
+  bool deterministic = false;
 
   HKV_HOST_DEVICE int64_t num_bags() const { return num_features * batch_size; }
   HKV_HOST_DEVICE int64_t num_rows() const {
@@ -131,11 +133,22 @@ size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch);
 void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
             void* scratch, float* out, bool cleared, cudaStream_t stream);
 
+// Where batch.deterministic adds gradients up, as integers: that of the value at grads + i is
+// sums[i] over the scale of its part. A scale times a sum of sizes must stay below 2^62.
+struct FixedPointSums {
+  const float* grads = nullptr;    // before the gradients that the views of the tables point to
+  int64_t* sums = nullptr;         // zero before
+  const double* scales = nullptr;  // on the device: [tables][3] of heads, middles and lasts
+};
+
 // grad: of lookup's output, [num_rows][stride], aligned to 16 bytes where batch.aligned. Adds to
-// the gradients of the tables and sets what was touched.
+// the gradients of the tables and sets what was touched. steps: one is added, for an update that
+// follows; null: none, and none where there are no ids. sums: where batch.deterministic, what is
+// added to in the place of the gradients.
 size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch);
 void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
-               void* scratch, const float* grad, cudaStream_t stream);
+               void* scratch, const float* grad, const FixedPointSums& sums, int64_t* steps,
+               cudaStream_t stream);
 
 // One core of one table, for its update.
 struct CoreView {

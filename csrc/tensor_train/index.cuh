@@ -74,6 +74,11 @@ inline bool is_small(const Plan& plan, const Batch& batch) {
 }
 // Whether bags may gather the rows of distinct ids; the device decides by the number of repeats.
 inline bool gathers(const Plan& plan, const Batch& batch) { return !is_small(plan, batch); }
+// Whether they do so whatever that number is: in a small batch launches cost more than traffic, and
+// the output need not be cleared; and where results are to be the same bits in every run.
+inline bool always_gathers(const Batch& batch) {
+  return batch.num_ids <= kSmallBatch || batch.deterministic;
+}
 
 // Takes the pieces out of memory, or counts their bytes.
 inline Index carve_index(const Plan& plan, const Batch& batch, void* memory, size_t* bytes) {

@@ -10,8 +10,13 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
+// Below, a launch that finds the batch not to be dense costs more than one that does could save.
+constexpr int64_t kMaybeDense = int64_t{1} << 18;
+
 size_t slots_bytes(const Plan& plan, const Batch& batch) {
-  return static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
+  constexpr size_t kAlignment = 256;  // of what follows
+  const size_t bytes = static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
@@ -19,6 +24,7 @@ TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
   in.tables = plan.tables;
   in.counts = index.counts;
   in.prefixes = index.prefixes;
+  in.most_prefixes = most_prefixes(plan, batch);
   in.lasts = index.lasts;
   in.sources = index.sources;
   in.factors = index.factors;
@@ -34,6 +40,8 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.precision = precision;
   run.backward = backward;
   run.few = batch.num_ids <= kSmallBatch;
+  run.deterministic = batch.deterministic;
+  run.may_be_dense = batch.num_ids >= kMaybeDense;
   run.most_prefixes = most_prefixes(plan, batch);
   run.only_lasts = plan.only_lasts;
   run.multiprocessors = plan.multiprocessors;
@@ -63,12 +71,14 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
 }  // namespace
 
 size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch) {
-  return slots_bytes(plan, batch);
+  if (!always_gathers(batch)) return slots_bytes(plan, batch);
+  return static_cast<size_t>(batch.num_ids) * plan.widest * sizeof(float);
 }
 
 void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
             void* scratch, float* out, bool cleared, cudaStream_t stream) {
-  if (batch.pooled && !cleared) {
+  const bool always = always_gathers(batch);
+  if (batch.pooled && !cleared && !(always && batch.num_ids > 0)) {
     const auto values = static_cast<size_t>(batch.num_rows() * batch.stride);
     HKV_CUDA_CHECK(cudaMemsetAsync(out, 0, values * sizeof(float), stream));
   }
@@ -78,25 +88,33 @@ void lookup(const Plan& plan, const Batch& batch, Precision precision, const voi
   TileInput in = tile_input(plan, batch, parts);
   in.out = out;
   in.slot_rows = slot_rows;
+  in.always_gather = always;
   run_classes(plan, batch, precision, false, in, stream);
+  if (always) {  // writes all of the output
+    gather_rows(plan, batch, parts, slot_rows, true, out, stream);
+    return;
+  }
   const RepeatsInput repeats = repeats_of(plan, batch, parts);
   spread_repeated_rows(repeats, parts.counts, slot_rows, !batch.pooled, out, stream);
-  if (gathers(plan, batch)) gather_rows(plan, batch, parts, slot_rows, out, stream);
+  if (gathers(plan, batch)) gather_rows(plan, batch, parts, slot_rows, false, out, stream);
   if (!batch.pooled) clear_outside(repeats, out, stream);
 }
 
 size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch) {
-  return slots_bytes(plan, batch);
+  return slots_bytes(plan, batch) + partial_grads_bytes(plan, batch);
 }
 
 void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
-               void* scratch, const float* grad, cudaStream_t stream) {
+               void* scratch, const float* grad, const FixedPointSums& sums, int64_t* steps,
+               cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
   auto* slot_grads = static_cast<float*>(scratch);
-  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, stream);
+  void* const partials = static_cast<char*>(scratch) + slots_bytes(plan, batch);
+  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, partials, steps, stream);
   TileInput in = tile_input(plan, batch, parts);
   in.grad = grad;
+  in.fixed_point = {sums.grads, reinterpret_cast<unsigned long long*>(sums.sums), sums.scales};
   in.slot_grads = slot_grads;
   run_classes(plan, batch, precision, true, in, stream);
 }

@@ -16,13 +16,14 @@ struct GatherInput {
   const float* rows;
   int32_t widest;
   int64_t num_bags;  // or positions
+  bool always;       // whatever the number of repeats
 };
 
 // kLanes threads a bag, kWidth columns a thread.
 template <int kLanes, int kWidth>
 __global__ void __launch_bounds__(kThreads) gather_kernel(GatherInput in, float* out) {
   enter_chain();
-  if (in.counts->gather == 0) return;
+  if (!in.always && in.counts->gather == 0) return;
   const Batch& batch = in.batch;
   const int64_t bag = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
   if (bag >= in.num_bags) return;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherInput in, float*
         if (batch.weights != nullptr) weight *= batch.weights[base + lane];
       }
       const int limit = static_cast<int>(min(static_cast<int64_t>(kLanes), end - base));
-#pragma unroll 4
+#pragma unroll 8
       for (int j = 0; j < limit; ++j) {
         const int32_t row = __shfl_sync(lanes, mine, j, kLanes);
         const float factor = __shfl_sync(lanes, weight, j, kLanes);
@@ -93,14 +94,15 @@ void launch(const GatherInput& in, float* out, cudaStream_t stream) {
 }  // namespace
 
 void gather_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
-                 float* out, cudaStream_t stream) {
+                 bool always, float* out, cudaStream_t stream) {
   const GatherInput in = {batch,
                           plan.tables,
                           index.counts,
                           index.distinct_of,
                           rows,
                           plan.widest,
-                          batch.pooled ? batch.num_bags() : batch.num_ids};
+                          batch.pooled ? batch.num_bags() : batch.num_ids,
+                          always};
   if (unit_of(plan, batch) == 1) {
     launch<32, 1>(in, out, stream);
   } else if (plan.widest <= 32) {

@@ -1,7 +1,9 @@
-// Ids that occur more than once in a batch: see repeats.cu; and bags that gather rows: pool.cu.
+// Ids that occur more than once in a batch: see repeats.cu and repeated_grads.cu; and bags that
+// gather rows: pool.cu.
 #pragma once
 
 #include "tensor_train/index.cuh"
+#include "tensor_train/tensor_core.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -17,16 +19,76 @@ struct RepeatsInput {
 };
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index);
 
-// slot_grads[slot] = sum of the gradients of the slot's positions.
+// slot_grads[slot] = sum of the gradients of the slot's positions, the same bits in every run: at
+// most 32 are added up in single precision, and what that gives in double. partials: of
+// partial_grads_bytes. steps: counted on where it is not null.
+size_t partial_grads_bytes(const Plan& plan, const Batch& batch);
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads,
-                        cudaStream_t stream);
+                        void* partials, int64_t* steps, cudaStream_t stream);
 // Adds the row of each slot to the places of its positions, or stores it there.
 void spread_repeated_rows(const RepeatsInput& in, const Counts* counts, const float* slot_rows,
                           bool store, float* out, cudaStream_t stream);
 void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream);
 
-// Where bags gather: out from the rows of distinct ids.
+// Where bags gather: out from the rows of distinct ids. always: whatever the number of repeats.
 void gather_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
-                 float* out, cudaStream_t stream);
+                 bool always, float* out, cudaStream_t stream);
+
+// kWidth columns of a row.
+template <int kWidth>
+struct Columns {
+  float v[kWidth];
+
+  __device__ __forceinline__ void load(const float* from, float factor) {
+    if constexpr (kWidth == 2) {
+      const float2 pair = *reinterpret_cast<const float2*>(from);
+      v[0] = pair.x * factor;
+      v[1] = pair.y * factor;
+    } else {
+      v[0] = *from * factor;
+    }
+  }
+  __device__ __forceinline__ void store(float* to) const {
+    if constexpr (kWidth == 2) {
+      *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+    } else {
+      *to = v[0];
+    }
+  }
+  __device__ __forceinline__ void add_to(float* to) const {
+    if constexpr (kWidth == 2) {
+      add_two(to, v[0], v[1]);
+    } else {
+      add_one(to, v[0]);
+    }
+  }
+};
+
+// The sorted positions of a warp's chunk, one a lane, as bits.
+struct Chunk {
+  int32_t slot;
+  uint32_t place;
+  float factor;
+  int32_t dim;
+  unsigned repeats;  // that belong to a slot
+  unsigned heads;    // that are the first of their slot
+  unsigned tails;
+
+  // first: of its positions.
+  __device__ __forceinline__ Chunk(const RepeatsInput& in, int64_t first) {
+    const int64_t at = first + threadIdx.x % 32;
+    auto slot_at = [&](int64_t i) { return i >= 0 && i < in.num_ids ? in.slots[i] : kNoSlot; };
+    slot = slot_at(at);
+    const bool mine = slot >= 0;
+    repeats = __ballot_sync(kAllLanes, mine);
+    heads = __ballot_sync(kAllLanes, mine && slot_at(at - 1) != slot);
+    tails = __ballot_sync(kAllLanes, mine && slot_at(at + 1) != slot);
+    place = mine ? in.places[at] : 0;
+    factor = mine && in.place_factors != nullptr ? in.place_factors[at] : 1.0f;
+    dim = mine && in.slot_dims != nullptr ? in.slot_dims[slot] : in.dim;
+  }
+};
+static_assert(kChunk == 32, "a position a lane");
+constexpr int kRowsAhead = 8;  // that are read before the first is used
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -7,6 +7,9 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
+// Of shared memory, less what is static.
+constexpr size_t kMostResidentBytes = (227 - 3) * 1024;
+
 // What a prefix costs beside its ids, in ids.
 constexpr int kPrefixCost = 12;
 
@@ -29,13 +32,35 @@ __device__ __forceinline__ int range_start(const int4* __restrict__ prefixes, in
   return low;
 }
 
+// The prefixes of one of `shares` equal shares of the work, by two warps.
+template <typename Config>
+__device__ __forceinline__ void find_share(const TileInput& in, const Counts& counts, int share,
+                                           int shares, int thread, int* bounds) {
+  if (thread / 32 >= 2) return;
+  const int64_t work = counts.distinct + static_cast<int64_t>(kPrefixCost) * counts.prefixes;
+  const int bound = share + thread / 32;
+  // What the last share leaves over by rounding is none: its target is all of the work.
+  const int at = bound == shares ? counts.prefixes
+                                 : range_start(in.prefixes, counts.prefixes, work * bound / shares);
+  if (thread % 32 == 0) bounds[thread / 32] = at;
+}
+
 // The gradient of a slice of ranks of the last core in shared memory, [lasts][4][kSlice], with a
-// lock for each slice of the core. 16-byte units are swizzled by the upper bit of the last column.
+// word for each slice of the core: kHeld while a warp adds to it, kTouched from its first sum on.
+// 16-byte units are swizzled by the upper bit of the last column.
 template <typename Config>
 struct LastGradInBlock {
   static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
+  static constexpr bool kAhead = true;
+  static constexpr int kHeld = 1;
+  static constexpr int kTouched = 2;
   float* values;
   int* locks;
+
+  // Flags follow from the words.
+  __device__ __forceinline__ bool touches(const Piece<Config>&, int32_t, bool) const {
+    return false;
+  }
 
   __device__ __forceinline__ void add(const Piece<Config>&, bool exists, int32_t slice,
                                       int32_t last_column, int, const float (&d)[4][4]) const {
@@ -43,14 +68,14 @@ struct LastGradInBlock {
     const int leader = lane & ~7;  // eight lanes have one id
     float* line =
         values + static_cast<size_t>(slice) * (4 * Config::kSlice) + last_column * Config::kSlice;
-    const int swizzle = row % 2;
-    float4* low = reinterpret_cast<float4*>(line) + ((2 * column) ^ swizzle);
-    float4* high = reinterpret_cast<float4*>(line) + ((2 * column + 1) ^ swizzle);
+    const int swizzle = row % 2 * 4;
+    float4* low = reinterpret_cast<float4*>(line) + (column ^ swizzle);
+    float4* high = reinterpret_cast<float4*>(line) + ((column + 4) ^ swizzle);
     constexpr int kNextLine = Config::kSlice / 4;
     bool waits = exists;
     while (__any_sync(kAllLanes, waits)) {
       int got = 0;
-      if (waits && lane == leader) got = atomicExch(locks + slice, 1) == 0;
+      if (waits && lane == leader) got = (atomicOr(locks + slice, kHeld) & kHeld) == 0;
       got = __shfl_sync(kAllLanes, got, leader);
       if (got != 0) {
         __threadfence_block();
@@ -70,7 +95,7 @@ struct LastGradInBlock {
         waits = false;
       }
       __syncwarp();
-      if (got != 0 && lane == leader) atomicExch(locks + slice, 0);
+      if (got != 0 && lane == leader) atomicExch(locks + slice, kTouched);
     }
   }
 };
@@ -112,19 +137,9 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
     reinterpret_cast<float4*>(last_grad.values)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   for (int i = threadIdx.x; i < lasts; i += kThreads) last_grad.locks[i] = 0;
-  {
-    const int64_t work = counts.distinct + static_cast<int64_t>(kPrefixCost) * counts.prefixes;
-    const int share = static_cast<int>(blockIdx.x) / Config::kSlices * kSubs + sub;
-    const int shares = static_cast<int>(gridDim.x) / Config::kSlices * kSubs;
-    if (thread / 32 < 2) {
-      const int bound = share + thread / 32;
-      // What the last share leaves over by rounding is none: its target is all of the work.
-      const int at = bound == shares
-                         ? counts.prefixes
-                         : range_start(in.prefixes, counts.prefixes, work * bound / shares);
-      if (thread % 32 == 0) all_bounds[sub][thread / 32] = at;
-    }
-  }
+  find_share<Config>(in, counts, static_cast<int>(blockIdx.x) / Config::kSlices * kSubs + sub,
+                     static_cast<int>(gridDim.x) / Config::kSlices * kSubs, thread,
+                     all_bounds[sub]);
   __syncthreads();
   auto wait = [&] {
     asm volatile("bar.sync %0, %1;" ::"r"(sub + 1), "n"(Config::kThreads) : "memory");
@@ -146,6 +161,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
     if (thread == 0) *next = 0;
     wait();
     run = run_length(prefixes, 0, count);
+    HeadLoad<Config> head_load;
+    head_load.read(thread, piece, prefixes, run);
     if (prefixes[0].z != piece.middle) {
       if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
       middle_grad.clear();
@@ -156,7 +173,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       if (table.head_touched != nullptr) table.head_touched[prefixes[thread].w] = 1;
       if (table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
     }
-    load_heads<Config>(thread, piece, prefixes, run, heads);
+    head_load.store(thread, heads);
     wait();
     multiply_prefixes<Config>(thread, heads, middle, products);
     wait();
@@ -165,8 +182,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       if (thread % 32 == 0) at = atomicAdd(next, 1);
       at = __shfl_sync(kAllLanes, at, 0);
       if (at >= run) break;
-      gradient_ids(in, piece, slice, products + at * Config::kPrefixStep, prefixes[at].x,
-                   prefixes[at + 1].x, last_grad);
+      gradient_ids(in, StagedIds{nullptr, 0, 0}, piece, slice, products + at * Config::kPrefixStep,
+                   prefixes[at].x, prefixes[at + 1].x, last_grad);
     }
     wait();
     middle_grad.add(thread, 0, heads, products, run);
@@ -174,6 +191,11 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   }
   if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
   __syncthreads();
+  if (table.last_touched != nullptr) {
+    for (int i = threadIdx.x; i < lasts; i += kThreads) {
+      if (last_grad.locks[i] != 0) table.last_touched[i] = 1;
+    }
+  }
   // Blocks begin at different places.
   const int shift = static_cast<int>(static_cast<int64_t>(units) * blockIdx.x / gridDim.x);
   for (int i = threadIdx.x; i < units; i += kThreads) {
@@ -181,8 +203,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
     constexpr int kLine = Config::kSlice / 4;
     const int line = at / kLine;  // (slice of the core, last column)
     const int unit = at % kLine;
-    const float4 v =
-        reinterpret_cast<const float4*>(last_grad.values)[line * kLine + (unit ^ (line % 4 / 2))];
+    const float4 v = reinterpret_cast<const float4*>(
+        last_grad.values)[line * kLine + (unit ^ (line % 4 / 2 * 4))];
     if (v.x == 0.0f && v.y == 0.0f && v.z == 0.0f && v.w == 0.0f) continue;
     add_four(table.last_grad + static_cast<size_t>(line) * Config::kRank + slice * Config::kSlice +
                  unit * 4,
@@ -199,8 +221,7 @@ size_t resident_bytes(int64_t lasts) {
 // Whether the kernel may be run for a table with so many slices of the last core.
 template <typename Config, int kSubs>
 bool fits_resident(int64_t lasts) {
-  constexpr size_t kMost = (227 - 3) * 1024;  // less what is static
-  return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMost;
+  return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMostResidentBytes;
 }
 
 template <typename Config, int kSubs>

@@ -22,7 +22,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 enum class Fit { kAny, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
-          RowType kType_, int kMinBlocks_>
+          RowType kType_, int kMinBlocks_, bool kFixedPoint_ = false>
 struct TileConfig {
   static constexpr int kRank = kRank_;
   static constexpr int kSlice = kSlice_;
@@ -33,6 +33,8 @@ struct TileConfig {
   static constexpr bool kFours = kFit_ == Fit::kFours;
   static constexpr RowType kType = kType_;
   static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor
+  // Gradients are added up as integers, which gives the same bits in any order: see FixedPoint.
+  static constexpr bool kFixedPoint = kFixedPoint_;
 
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSlices = kRank / kSlice;
@@ -57,11 +59,20 @@ struct TileConfig {
   static_assert(kPrefixes % 4 == 0 && kPrefixes <= 16);
 };
 
+// Gradients in deterministic mode: an element at grads + i is sums[i] over its scale.
+struct FixedPoint {
+  const float* grads;
+  unsigned long long* sums;  // as int64
+  const double* scales;      // [tables][3] of heads, middles and lasts; null: floats are added
+};
+enum Part { kHeadPart, kMiddlePart, kLastPart };
+
 struct TileInput {
   const TableView* tables;
   int32_t kernel;  // class whose tables are run
   const Counts* counts;
   const int4* prefixes;
+  int64_t most_prefixes;  // room is for one more
   const int32_t* lasts;
   const uint32_t* sources;
   const float* factors;  // null: all 1
@@ -70,15 +81,19 @@ struct TileInput {
   bool store;               // rows into the output, which has a row an id, instead of adding them
   float* out;               // of a lookup: output,
   float* slot_rows;         // and rows of slots, or of distinct ids
-  bool leaves_dense;        // batches with many ids a prefix to the resident kernel
+  bool always_gather;       // rows of distinct ids are stored by number, for bags to gather
+  bool leaves_dense;        // batches with many ids a prefix to a resident kernel
   const float* grad;        // of gradients: of the output,
   const float* slot_grads;  // and of slots
+  FixedPoint fixed_point;
 };
 
 // The table and the block of columns that threads work on.
 template <typename Config>
 struct Piece {
   const TableView* table;
+  const FixedPoint* fixed_point;  // of a configuration that adds so,
+  int32_t number;                 // with the table's number
   int32_t middle;
   int32_t first_head_column;    // of 4
   int32_t first_middle_column;  // likewise
@@ -141,7 +156,7 @@ __device__ __forceinline__ float4 load_four(const void* core, RowType type, size
 
 // Adds to four neighbouring values, of which `count` exist.
 template <typename Config>
-__device__ __forceinline__ void add_to_four(float* to, float4 v, int count) {
+__device__ __forceinline__ void add_row(float* to, float4 v, int count) {
   if constexpr (Config::kExact) {
     add_four(to, v);
   } else {
@@ -155,9 +170,39 @@ __device__ __forceinline__ void add_to_four(float* to, float4 v, int count) {
     if (count > 3) add_one(to + 3, v.w);
   }
 }
+
+// Adds to a value of the gradient of a part.
 template <typename Config>
-__device__ __forceinline__ void add_to_two(float* to, float a, float b, int count) {
-  if constexpr (Config::kExact) {
+__device__ __forceinline__ void add_fixed(const Piece<Config>& piece, Part part, const float* to,
+                                          float value) {
+  const FixedPoint& fixed = *piece.fixed_point;
+  const double scaled = static_cast<double>(value) * fixed.scales[3 * piece.number + part];
+  atomicAdd(fixed.sums + (to - fixed.grads),
+            static_cast<unsigned long long>(__double2ll_rn(scaled)));
+}
+
+// Adds to four neighbouring values of the gradient of a part, of which `count` exist.
+template <typename Config>
+__device__ __forceinline__ void add_to_four([[maybe_unused]] const Piece<Config>& piece,
+                                            [[maybe_unused]] Part part, float* to, float4 v,
+                                            int count) {
+  if constexpr (Config::kFixedPoint) {
+    if (count > 0) add_fixed(piece, part, to, v.x);
+    if (count > 1) add_fixed(piece, part, to + 1, v.y);
+    if (count > 2) add_fixed(piece, part, to + 2, v.z);
+    if (count > 3) add_fixed(piece, part, to + 3, v.w);
+  } else {
+    add_row<Config>(to, v, count);
+  }
+}
+template <typename Config>
+__device__ __forceinline__ void add_to_two([[maybe_unused]] const Piece<Config>& piece,
+                                           [[maybe_unused]] Part part, float* to, float a, float b,
+                                           int count) {
+  if constexpr (Config::kFixedPoint) {
+    if (count > 0) add_fixed(piece, part, to, a);
+    if (count > 1) add_fixed(piece, part, to + 1, b);
+  } else if constexpr (Config::kExact) {
     add_two(to, a, b);
   } else {
     if (count > 0) add_one(to, a);

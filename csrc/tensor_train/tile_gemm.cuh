@@ -43,29 +43,48 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
   }
 }
 
-// Heads of `count` prefixes, [prefix][4 head columns][kRank]; rows of others are 0.
+// Heads of `count` prefixes on their way to shared memory, [prefix][4 head columns][kRank]; rows of
+// others are 0. Read and stored apart, so that other loads are waited for at the same time.
 template <typename Config>
-__device__ __forceinline__ void load_heads(int thread, const Piece<Config>& piece,
-                                           const int4* prefixes, int count, float* to) {
-  constexpr int kQuads = Config::kPrefixes * Config::kRank;
-  const TableView& table = *piece.table;
-  const int32_t head_r = piece.head_r();
-#pragma unroll 2
-  for (int i = thread; i < kQuads; i += Config::kThreads) {
-    const int prefix = i / Config::kRank;
-    const int quad = i % Config::kRank;
-    const int column = quad / (Config::kRank / 4);
-    const int within = quad % (Config::kRank / 4) * 4;
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (prefix < count && piece.has_head(column)) {
-      const size_t row =
-          static_cast<size_t>(prefixes[prefix].w) * piece.head_q() + piece.head_column() + column;
-      v = load_four<Config>(table.head, table.head_type, row * head_r + within, head_r - within);
+struct HeadLoad {
+  static constexpr int kQuads = Config::kPrefixes * Config::kRank;  // of 4 values
+  static constexpr int kMine = (kQuads + Config::kThreads - 1) / Config::kThreads;
+  static_assert(kQuads % Config::kThreads == 0);
+  // Whether there are registers to hold them while the middle is loaded.
+  static constexpr bool kEarly = Config::kExact && Config::kSlices == 1 && kMine <= 2;
+  float4 values[kMine];
+
+  __device__ __forceinline__ void read(int thread, const Piece<Config>& piece, const int4* prefixes,
+                                       int count) {
+    const TableView& table = *piece.table;
+    const int32_t head_r = piece.head_r();
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = thread + k * Config::kThreads;
+      const int prefix = i / Config::kRank;
+      const int column = i % Config::kRank / (Config::kRank / 4);
+      const int within = i % (Config::kRank / 4) * 4;
+      values[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (prefix < count && piece.has_head(column)) {
+        const size_t row =
+            static_cast<size_t>(prefixes[prefix].w) * piece.head_q() + piece.head_column() + column;
+        values[k] =
+            load_four<Config>(table.head, table.head_type, row * head_r + within, head_r - within);
+      }
     }
-    *reinterpret_cast<float4*>(to + (prefix * 4 + column) * Config::kHeadStep + within) =
-        prepared<Config::kProducts>(v);
   }
-}
+
+  __device__ __forceinline__ void store(int thread, float* to) const {
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = thread + k * Config::kThreads;
+      const int line = i / (Config::kRank / 4);  // (prefix, head column)
+      const int within = i % (Config::kRank / 4) * 4;
+      *reinterpret_cast<float4*>(to + line * Config::kHeadStep + within) =
+          prepared<Config::kProducts>(values[k]);
+    }
+  }
+};
 
 // prefixes[kRows][kColumns] = heads[kRows][kRank] middle[kRank][kColumns].
 template <typename Config>
@@ -192,8 +211,9 @@ struct MiddleGrad {
               (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
               piece.middle_column() + middle_column;
           const bool exists = piece.has_middle(middle_column) && head < piece.head_r();
-          add_to_two<Config>(piece.table->middle_grad + line * last_r + r, sums[m][j][2 * half],
-                             sums[m][j][2 * half + 1], exists ? last_r - r : 0);
+          add_to_two<Config>(piece, kMiddlePart, piece.table->middle_grad + line * last_r + r,
+                             sums[m][j][2 * half], sums[m][j][2 * half + 1],
+                             exists ? last_r - r : 0);
         }
       }
     }
@@ -261,7 +281,7 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
 #pragma unroll
     for (int j = 0; j < kMine; ++j) {
       const int r = (first + j) * 8 + 2 * column;
-      add_to_two<Config>(table.head_grad + line * head_r + r, sums[j][2 * half],
+      add_to_two<Config>(piece, kHeadPart, table.head_grad + line * head_r + r, sums[j][2 * half],
                          sums[j][2 * half + 1], exists ? head_r - r : 0);
     }
   }

@@ -9,14 +9,30 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
+// The first distinct ids of a tile in shared memory, where they are read while other things are: a
+// warp that read them when it comes to its prefix would wait for memory once more for each.
+struct StagedIds {
+  const int2* ids;  // [count] (last, source)
+  int32_t first;
+  int32_t count;
+};
+
 // What a warp reads of 32 distinct ids at once, an id a lane.
 struct IdLane {
   int32_t last = 0;
   uint32_t source = 0;
 
-  __device__ __forceinline__ void read(const TileInput& in, int32_t distinct, bool exists) {
-    last = exists ? in.lasts[distinct] : 0;
-    source = exists ? in.sources[distinct] : 0;
+  __device__ __forceinline__ void read(const TileInput& in, const StagedIds& staged,
+                                       int32_t distinct, bool exists) {
+    const int32_t at = distinct - staged.first;
+    if (at < staged.count) {
+      const int2 id = staged.ids[exists ? at : 0];
+      last = exists ? id.x : 0;
+      source = exists ? static_cast<uint32_t>(id.y) : 0;
+    } else {
+      last = exists ? in.lasts[distinct] : 0;
+      source = exists ? in.sources[distinct] : 0;
+    }
   }
 };
 
@@ -46,14 +62,19 @@ struct PrefixOperand {
   }
 };
 
-// 32 columns of four slices of the last core, 4 columns of the row each.
+// 32 columns of four slices of the last core, 4 columns of the row each. A lane has eight of the
+// columns last_column + row % 2 and, in the second part, two further, of the id of its row / 2:
+// four ranks from 4 * column on, and those 16 further.
 struct LastValues {
   float b[2][8];
+};
 
-  // slice: that of the id of this lane's row / 2. r: first of the columns.
-  template <typename Config>
+// The last core in memory.
+template <typename Config>
+struct LastInMemory {
+  // slice: that of the id of this lane's row / 2. r: first of the ranks.
   __device__ __forceinline__ void read(const Piece<Config>& piece, int32_t slice,
-                                       int32_t last_column, int r) {
+                                       int32_t last_column, int r, LastValues* to) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
     const TableView& table = *piece.table;
     const int32_t last_r = piece.last_r();
@@ -65,9 +86,9 @@ struct LastValues {
       const size_t first =
           static_cast<size_t>(slice) * (piece.last_q() * last_r) + at * last_r + within;
       const int count = exists ? last_r - within : 0;
-      *reinterpret_cast<float4*>(b[half]) =
+      *reinterpret_cast<float4*>(to->b[half]) =
           load_four<Config>(table.last, table.last_type, first, count);
-      *reinterpret_cast<float4*>(b[half] + 4) =
+      *reinterpret_cast<float4*>(to->b[half] + 4) =
           load_four<Config>(table.last, table.last_type, first + 16, count - 16);
     }
   }
@@ -135,18 +156,19 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
       store_row<Config>(to, first, first_count);
       store_row<Config>(to + place.step, second, second_count);
     } else {
-      add_to_four<Config>(to, first, first_count);
-      add_to_four<Config>(to + place.step, second, second_count);
+      add_row<Config>(to, first, first_count);
+      add_row<Config>(to + place.step, second, second_count);
     }
   }
 }
 
 // Rows of distinct ids [begin, end) of a prefix: those that occur once are added to the output,
 // others are stored by slot, or all by number where bags gather. chunks: of 32 ranks.
-template <typename Config>
-__device__ __forceinline__ void lookup_ids(const TileInput& in, const Piece<Config>& piece,
-                                           const float* prefix, int chunks, int begin, int end,
-                                           bool gather) {
+template <typename Config, typename Last>
+__device__ __forceinline__ void lookup_ids(const TileInput& in, const StagedIds& staged,
+                                           const Piece<Config>& piece, const float* prefix,
+                                           int chunks, int begin, int end, bool gather,
+                                           const Last& last) {
   constexpr int kProducts = Config::kProducts;
   constexpr int kChunks = Config::kRank / 32;
   // The prefix, and the last values of the next four ids, are held in registers where they fit.
@@ -165,13 +187,13 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Piece<Conf
     const int count = piece.last_q() - last_column;
     for (int base = begin; base < end; base += 32) {
       IdLane id;
-      id.read(in, base + lane, base + lane < end);
+      id.read(in, staged, base + lane, base + lane < end);
       const int limit = min(32, end - base);
       auto read = [&](int from) {
         const int32_t slice = __shfl_sync(kAllLanes, id.last, from + row / 2);
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
-          values[c].template read<Config>(piece, slice, last_column, c * 32);
+          last.read(piece, slice, last_column, c * 32, values + c);
         }
       };
       if constexpr (kHolds) read(0);
@@ -189,7 +211,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Piece<Conf
             constexpr int kInSlice = Config::kSlice / 32;
             held[0].template read<Config>(prefix + c / kInSlice * Config::kSliceStep +
                                           c % kInSlice * 32);
-            values[0].template read<Config>(piece, slice, last_column, c * 32);
+            last.read(piece, slice, last_column, c * 32, values);
             add_rows(sums, held[0], values[0]);
           }
         }
@@ -213,7 +235,19 @@ __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t s
 // Adds gradients of the last core in memory.
 template <typename Config>
 struct LastGradInMemory {
-  // Eight columns from r on of two rows of a slice of the last core: those that d has of this lane.
+  // Whether the next four ids are read before this adds: pays where prefixes have many.
+  static constexpr bool kAhead = false;
+
+  // Whether the flag of a lane's slice has to be set. Flags of a core lie in a few sectors: writing
+  // them for each id would make all multiprocessors wait for these.
+  __device__ __forceinline__ bool touches(const Piece<Config>& piece, int32_t slice,
+                                          bool exists) const {
+    const uint8_t* const flags = piece.table->last_touched;
+    return flags != nullptr && exists && flags[slice] == 0;
+  }
+
+  // Four columns from r on and four from r + 16 on, of two rows of a slice of the last core: those
+  // that d has of this lane.
   __device__ __forceinline__ void add(const Piece<Config>& piece, bool exists, int32_t slice,
                                       int32_t last_column, int r, const float (&d)[4][4]) const {
     if (!exists) return;
@@ -225,11 +259,85 @@ struct LastGradInMemory {
       const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
       float* line = to + half * last_r;
       add_to_four<Config>(
-          line, make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
-      add_to_four<Config>(line + 4,
+          piece, kLastPart, line,
+          make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
+      add_to_four<Config>(piece, kLastPart, line + 16,
                           make_float4(d[0][2 * half + 1], d[1][2 * half + 1], d[2][2 * half + 1],
                                       d[3][2 * half + 1]),
-                          left - 4);
+                          left - 16);
+    }
+  }
+};
+
+// Four columns of the gradients of four distinct ids, as both products take them.
+template <typename Config>
+struct FourGrads {
+  float low[4], high[4];  // of the id of this lane's column: (head column, middle column) by row
+  float2 other[4];        // of the id of row / 2: two columns; middle column by column
+
+  // Of ids base + from on, of which those below base + limit exist.
+  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+                                       const RowPlace<Config>& place, const IdLane& id,
+                                       int32_t last_column, int base, int from, int limit) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+    const int count = piece.last_q() - last_column;
+    const bool has_low = from + column < limit, has_other = from + row / 2 < limit;
+    const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
+    const uint32_t other_source = __shfl_sync(kAllLanes, id.source, from + row / 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) low[e] = high[e] = 0.0f;
+    if (has_low) {
+      const float* at = grad_row<Config>(in, source) + last_column + place.first;
+      *reinterpret_cast<float4*>(low) =
+          load_row<Config>(at, Config::kExact || place.has_first ? count : 0);
+      *reinterpret_cast<float4*>(high) =
+          load_row<Config>(at + place.step, Config::kExact || place.has_second ? count : 0);
+    }
+    const float* line = grad_row<Config>(in, other_source) + last_column +
+                        piece.head_column() * piece.head_step() +
+                        (piece.middle_column() + column) * piece.middle_step() + row % 2 * 2;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* at = line + e * piece.head_step();
+      if constexpr (Config::kExact) {
+        other[e] = has_other ? *reinterpret_cast<const float2*>(at) : make_float2(0.0f, 0.0f);
+      } else {
+        const int left =
+            has_other && piece.has_head(e) && piece.has_middle(column) ? count - row % 2 * 2 : 0;
+        other[e] = make_float2(left > 0 ? at[0] : 0.0f, left > 1 ? at[1] : 0.0f);
+      }
+    }
+    if (in.factors == nullptr) return;
+    const float factor = has_low ? in.factors[base + from + column] : 0.0f;
+    const float other_factor = has_other ? in.factors[base + from + row / 2] : 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      low[e] *= factor;
+      high[e] *= factor;
+      other[e].x *= other_factor;
+      other[e].y *= other_factor;
+    }
+  }
+};
+
+// Four columns of the last core's slices of four distinct ids: 32 ranks, four a lane by row.
+template <typename Config>
+struct FourLasts {
+  float b[4][4];
+
+  __device__ __forceinline__ void read(const Piece<Config>& piece, const IdLane& id,
+                                       int32_t last_column, int first_r, int from) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+    const TableView& table = *piece.table;
+    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+    const size_t at =
+        static_cast<size_t>(__shfl_sync(kAllLanes, id.last, from + column)) * (last_q * last_r) +
+        last_column * last_r + first_r + row * 4;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool exists = Config::kExact || last_column + e < last_q;
+      *reinterpret_cast<float4*>(b[e]) = load_four<Config>(
+          table.last, table.last_type, at + e * last_r, exists ? last_r - first_r - row * 4 : 0);
     }
   }
 };
@@ -237,148 +345,95 @@ struct LastGradInMemory {
 // Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks: that of the prefix
 // replaces it in shared memory, those of slices of the last core go to last_grad.
 template <typename Config, typename LastGrad>
-__device__ __forceinline__ void gradient_ids(const TileInput& in, const Piece<Config>& piece,
-                                             int slice, float* prefix, int begin, int end,
-                                             const LastGrad& last_grad) {
+__device__ __forceinline__ void gradient_ids(const TileInput& in, const StagedIds& staged,
+                                             const Piece<Config>& piece, int slice, float* prefix,
+                                             int begin, int end, const LastGrad& last_grad) {
+  static_assert(Config::kSlice == 32);
   constexpr int kProducts = Config::kProducts;
-  constexpr int kChunks = Config::kSlice / 32;
+  constexpr bool kAhead = LastGrad::kAhead;
   const TableView& table = *piece.table;
-  const int32_t last_r = piece.last_r();
   const int32_t last_q = piece.last_q();
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   const int first_r = slice * Config::kSlice;
   const RowPlace<Config> place(piece);
-  // Of the other product, which has the row's columns in another order.
-  const int32_t other_first = piece.head_column() * piece.head_step() +
-                              (piece.middle_column() + column) * piece.middle_step() + row % 2 * 2;
-
-  float values[kChunks][4][4];
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      *reinterpret_cast<float4*>(values[c][e]) = *reinterpret_cast<const float4*>(
-          prefix + e * Config::kRowStep + column * Config::kColumnStep + c * 32 + row * 4);
-    }
-  }
-  __syncwarp();
-  float sums[kChunks][4][4] = {};
+  // Columns of the product that gives gradients of the last core are those of the prefix in such an
+  // order that the four lanes of a row have 16 neighbouring ones at a time: whole sectors of
+  // memory.
+  const float* const its_columns =
+      prefix + column * Config::kColumnStep + row / 2 * 4 + row % 2 * 16;
+  float sums[4][4] = {};
 #pragma unroll 1
   for (int32_t last_column = 0; last_column < last_q; last_column += 4) {
-    const int count = last_q - last_column;
 #pragma unroll 1
     for (int base = begin; base < end; base += 32) {
       IdLane id;
-      id.read(in, base + lane, base + lane < end);
-      if (table.last_touched != nullptr && base + lane < end) table.last_touched[id.last] = 1;
+      id.read(in, staged, base + lane, base + lane < end);
+      const bool touches = last_grad.touches(piece, id.last, base + lane < end);
       const int limit = min(32, end - base);
+      FourGrads<Config> grads;
+      FourLasts<Config> lasts;
+      auto read = [&](int from) {
+        grads.read(in, piece, place, id, last_column, base, from, limit);
+        lasts.read(piece, id, last_column, first_r, from);
+      };
+      if constexpr (kAhead) read(0);
 #pragma unroll 1
       for (int from = 0; from < limit; from += 4) {
+        if constexpr (!kAhead) read(from);
         // Gradient of the prefix: 16 rows; depth (id, last column).
-        float low[4] = {}, high[4] = {};
-        {
-          const float* grad =
-              grad_row<Config>(in, __shfl_sync(kAllLanes, id.source, from + column)) + last_column +
-              place.first;
-          if (from + column < limit) {
-            *reinterpret_cast<float4*>(low) =
-                load_row<Config>(grad, Config::kExact || place.has_first ? count : 0);
-            *reinterpret_cast<float4*>(high) =
-                load_row<Config>(grad + place.step, Config::kExact || place.has_second ? count : 0);
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          const auto a0 = rounded_operand<kProducts>(grads.low[2 * s]);
+          const auto a1 = rounded_operand<kProducts>(grads.high[2 * s]);
+          const auto a2 = rounded_operand<kProducts>(grads.low[2 * s + 1]);
+          const auto a3 = rounded_operand<kProducts>(grads.high[2 * s + 1]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            multiply_add(sums[j], a0, a1, a2, a3, rounded_operand<kProducts>(lasts.b[2 * s][j]),
+                         rounded_operand<kProducts>(lasts.b[2 * s + 1][j]));
           }
         }
-        // The same in another order: rows (id, last column); depth (head column, middle column).
+        // Gradients of slices of the last core: rows (id, last column); depth (head column, middle
+        // column). The prefix is read again for each four ids: registers are short.
+        float values[4][4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          *reinterpret_cast<float4*>(values[e]) =
+              *reinterpret_cast<const float4*>(its_columns + e * Config::kRowStep);
+        }
+        float d[4][4] = {};
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          const auto a0 = rounded_operand<kProducts>(grads.other[2 * s].x);
+          const auto a1 = rounded_operand<kProducts>(grads.other[2 * s].y);
+          const auto a2 = rounded_operand<kProducts>(grads.other[2 * s + 1].x);
+          const auto a3 = rounded_operand<kProducts>(grads.other[2 * s + 1].y);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(values[2 * s][j]),
+                         operand<kProducts>(values[2 * s + 1][j]));
+          }
+        }
         const bool has_other = from + row / 2 < limit;
-        float2 other[4];
-        {
-          const float* grad =
-              grad_row<Config>(in, __shfl_sync(kAllLanes, id.source, from + row / 2)) +
-              last_column + other_first;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float* at = grad + e * piece.head_step();
-            if constexpr (Config::kExact) {
-              other[e] = has_other ? *reinterpret_cast<const float2*>(at) : make_float2(0.0f, 0.0f);
-            } else {
-              const int left = has_other && piece.has_head(e) && piece.has_middle(column)
-                                   ? count - row % 2 * 2
-                                   : 0;
-              other[e] = make_float2(left > 0 ? at[0] : 0.0f, left > 1 ? at[1] : 0.0f);
-            }
-          }
-        }
-        if (in.factors != nullptr) {
-          const float factor = from + column < limit ? in.factors[base + from + column] : 0.0f;
-          const float other_factor = has_other ? in.factors[base + from + row / 2] : 0.0f;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            low[e] *= factor;
-            high[e] *= factor;
-            other[e].x *= other_factor;
-            other[e].y *= other_factor;
-          }
-        }
-        const size_t its_last =
-            static_cast<size_t>(__shfl_sync(kAllLanes, id.last, from + column)) *
-                (last_q * last_r) +
-            last_column * last_r + first_r + row * 4;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          float b[4][4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const bool exists = Config::kExact || last_column + e < last_q;
-            *reinterpret_cast<float4*>(b[e]) =
-                load_four<Config>(table.last, table.last_type, its_last + e * last_r + c * 32,
-                                  exists ? last_r - first_r - c * 32 - row * 4 : 0);
-          }
-#pragma unroll
-          for (int s = 0; s < 2; ++s) {
-            const auto a0 = rounded_operand<kProducts>(low[2 * s]);
-            const auto a1 = rounded_operand<kProducts>(high[2 * s]);
-            const auto a2 = rounded_operand<kProducts>(low[2 * s + 1]);
-            const auto a3 = rounded_operand<kProducts>(high[2 * s + 1]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              multiply_add(sums[c][j], a0, a1, a2, a3, rounded_operand<kProducts>(b[2 * s][j]),
-                           rounded_operand<kProducts>(b[2 * s + 1][j]));
-            }
-          }
-        }
         const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          float d[4][4] = {};
-#pragma unroll
-          for (int s = 0; s < 2; ++s) {
-            const auto a0 = rounded_operand<kProducts>(other[2 * s].x);
-            const auto a1 = rounded_operand<kProducts>(other[2 * s].y);
-            const auto a2 = rounded_operand<kProducts>(other[2 * s + 1].x);
-            const auto a3 = rounded_operand<kProducts>(other[2 * s + 1].y);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(values[c][2 * s][j]),
-                           operand<kProducts>(values[c][2 * s + 1][j]));
-            }
-          }
-          last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2,
-                        first_r + c * 32 + 8 * column, d);
+        if constexpr (kAhead) {
+          if (from + 4 < limit) read(from + 4);
         }
+        last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2, first_r + 4 * column,
+                      d);
       }
+      if (touches) table.last_touched[id.last] = 1;
     }
   }
+  __syncwarp();  // all lanes have read the prefix
+  float* to = prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + 8 * column;
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    float* to =
-        prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + c * 32 + 8 * column;
+  for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
-            prepared<kProducts>(make_float4(sums[c][0][2 * half + i], sums[c][1][2 * half + i],
-                                            sums[c][2][2 * half + i], sums[c][3][2 * half + i]));
-      }
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
+          prepared<kProducts>(make_float4(sums[0][2 * half + i], sums[1][2 * half + i],
+                                          sums[2][2 * half + i], sums[3][2 * half + i]));
     }
   }
 }

@@ -30,8 +30,11 @@ __device__ __forceinline__ int run_length(const int4* prefixes, int first, int c
 // after the other; block y is the block of head and middle columns.
 template <typename Config, bool kBackward>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
+  constexpr int kMostStaged = 16 * Config::kPrefixes;
   extern __shared__ float4 memory[];
   __shared__ int4 prefixes[Config::kPrefixes + 1];
+  __shared__ int2 staged_ids[kMostStaged];
+  __shared__ StagedIds staged;
   __shared__ TableView table;
   __shared__ int next;  // prefix of the tile that no warp has taken yet
   float* middle = reinterpret_cast<float*>(memory);
@@ -42,12 +45,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   enter_chain();
   const int thread = threadIdx.x;
   const int first_prefix = blockIdx.x * Config::kPrefixes;
-  const int count = min(Config::kPrefixes, in.counts->prefixes - first_prefix);
+  // Read beside the counts; what is behind them is not used.
+  int4 prefix = make_int4(0, -1, -1, -1);
+  if (thread <= Config::kPrefixes && first_prefix + thread <= in.most_prefixes) {
+    prefix = in.prefixes[first_prefix + thread];
+  }
+  const Counts counts = *in.counts;
+  const int count = min(Config::kPrefixes, counts.prefixes - first_prefix);
   if (count <= 0) return;
-  if (kBackward && in.leaves_dense && in.counts->dense != 0) return;
-  const bool gather = in.counts->gather != 0;
-  if (thread <= count) prefixes[thread] = in.prefixes[first_prefix + thread];
+  if (in.leaves_dense && counts.dense != 0) return;
+  const bool gather = in.always_gather || counts.gather != 0;
+  if (thread <= count) prefixes[thread] = prefix;
   __syncthreads();
+  {
+    const int begin = prefixes[0].x;
+    const int ids = min(kMostStaged, prefixes[count].x - begin);
+    if (thread == 0) staged = {staged_ids, begin, ids};
+    for (int i = thread; i < ids; i += Config::kThreads) {
+      staged_ids[i] = make_int2(in.lasts[begin + i], static_cast<int>(in.sources[begin + i]));
+    }
+  }
 
   int loaded = 0;
   int run;
@@ -64,6 +81,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     if (table.kernel != in.kernel || static_cast<int>(blockIdx.y) >= table.blocks) continue;
     Piece<Config> piece;
     piece.table = &table;
+    if constexpr (Config::kFixedPoint) {
+      piece.fixed_point = &in.fixed_point;
+      piece.number = number;
+    }
     piece.middle = prefixes[first].z;
     piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
     piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
@@ -77,8 +98,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
       __syncthreads();  // what was in shared memory is done with
+      HeadLoad<Config> head_load;
+      if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
       load_middle<Config>(thread, piece, slice, middle);
-      if (slice == 0) load_heads<Config>(thread, piece, mine, run, heads);
+      if (slice == 0) {
+        if constexpr (!HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+        head_load.store(thread, heads);
+      }
       if (thread == 0) next = 0;
       __syncthreads();
       float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
@@ -94,10 +120,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
         const int begin = mine[at].x;
         const int end = mine[at + 1].x;
         if constexpr (kBackward) {
-          gradient_ids(in, piece, slice, product, begin, end, LastGradInMemory<Config>{});
+          gradient_ids(in, staged, piece, slice, product, begin, end, LastGradInMemory<Config>{});
         } else {
-          lookup_ids<Config>(in, piece, product, slices * (Config::kSlice / 32), begin, end,
-                             gather);
+          lookup_ids<Config>(in, staged, piece, product, slices * (Config::kSlice / 32), begin, end,
+                             gather, LastInMemory<Config>{});
         }
       }
       if constexpr (kBackward) {
@@ -118,6 +144,16 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
   const int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
   launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
+}
+
+// Gradients that are the same bits in every run; of any shape.
+template <template <int> typename Config>
+void run_fixed_point(const TileRun& run, const TileInput& in) {
+  if (run.precision == Precision::kTf32) {
+    launch_tiles<Config<1>, true>(run, in);
+  } else {
+    launch_tiles<Config<3>, true>(run, in);
+  }
 }
 
 // Shapes<kProducts, kFit, kType> names the configurations of a rank: Few and Many, of prefixes, and

@@ -12,6 +12,9 @@ struct TileRun {
   Precision precision;
   bool backward;
   bool few;  // prefixes: many small tiles
+  // So many ids that kernels for many ids a prefix pay, where the device finds there to be many.
+  bool may_be_dense;
+  bool deterministic;  // of gradients: TileInput has sums in fixed point
   int64_t most_prefixes;
   int32_t blocks;      // of columns, at most
   int64_t only_lasts;  // slices of the last core, where the group is one table; otherwise 0

@@ -1,5 +1,6 @@
 // Tiles of ranks up to 32.
 #include "tensor_train/resident_kernel.cuh"
+#include "tensor_train/resident_lookup.cuh"
 #include "tensor_train/tile_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -16,21 +17,29 @@ struct Shapes {
 };
 
 template <int kProducts>
-void run_many_gradients(const TileRun& run, const TileInput& in) {
+void run_dense(const TileRun& run, const TileInput& in) {
   using Resident = TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, RowType::kFloat32, 1>;
-  using Tiles = typename Shapes<kProducts, Fit::kFours, RowType::kFloat32>::ManyBackward;
-  run_gradients<Resident, 2, Tiles>(run, in);
+  using Tiles = Shapes<kProducts, Fit::kFours, RowType::kFloat32>;
+  if (run.backward) {
+    run_gradients<Resident, 2, typename Tiles::ManyBackward>(run, in);
+  } else {
+    run_lookup<Resident, 2, typename Tiles::Many>(run, in);
+  }
 }
+
+template <int kProducts>
+using Repeatable = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
 }  // namespace
 
 void run_tiles_32(const TileRun& run, const TileInput& in) {
-  if (!run.backward || run.few || !run.kernel.fours) {
+  if (run.backward && run.deterministic) return run_fixed_point<Repeatable>(run, in);
+  if (!run.may_be_dense || !run.kernel.fours) {
     run_rank<Shapes>(run, in);
   } else if (run.precision == Precision::kTf32) {
-    run_many_gradients<1>(run, in);
+    run_dense<1>(run, in);
   } else {
-    run_many_gradients<3>(run, in);
+    run_dense<3>(run, in);
   }
 }
 

@@ -22,10 +22,14 @@ void run_many_gradients(const TileRun& run, const TileInput& in) {
   run_gradients<Resident, 1, Tiles>(run, in);
 }
 
+template <int kProducts>
+using Repeatable = TileConfig<64, 32, 8, 8, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
+
 }  // namespace
 
 void run_tiles_64(const TileRun& run, const TileInput& in) {
-  if (!run.backward || run.few || !run.kernel.fours) {
+  if (run.backward && run.deterministic) return run_fixed_point<Repeatable>(run, in);
+  if (!run.backward || !run.may_be_dense || !run.kernel.fours) {
     run_rank<Shapes>(run, in);
   } else if (run.precision == Precision::kTf32) {
     run_many_gradients<1>(run, in);

@@ -263,6 +263,39 @@ def test_streams_take_turns():
             tt.assert_near(one, other, 2e-5)
 
 
+@pytest.mark.parametrize("shape", [LARGER[0], LARGER[3]], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_many_ids_a_prefix(shape, precision, weighted):
+    """So many that the last core, and its gradient, are kept by each block."""
+    batch_size = 20_000
+    bags = draw([shape], batch_size, 14)
+    bags.ids[:1000] = bags.ids[0]
+    weights = bags.weights if weighted else None
+    group = TTGroup([shape], optimizer=SGD(), precision=precision)
+    cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
+    rows = tt.dense_table(shape, cores)[bags.ids]
+    if weighted:
+        rows = rows * bags.weights.double()[:, None]
+    expected = rows.reshape(batch_size, 14, -1).sum(dim=1)
+    args = (bags.ids, bags.offsets, batch_size)
+    out = group.lookup(cores, *args, weights=weights)
+    tt.assert_within(out, expected, precision)
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, cores, grad.double())
+    sizes = tt.magnitudes([shape], [0], bags, [cores], grad, weights=weights)[1:4]
+    gradients = torch.autograd.grad(out, cores, grad)
+    for one, other, size in zip(gradients, wanted, sizes, strict=True):
+        tt.assert_within(one, other, precision, size)
+    # Flags of slices: of some that no id has.
+    some = bags.ids % shape.p[-1] != 3
+    alone = torch.where(some, bags.ids, bags.ids + 1) % shape.num_embeddings
+    flat = group.flat_gradients([c.detach() for c in cores], grad, alone, *args[1:])
+    flags = torch.zeros(shape.p[-1], device="cuda")
+    flags[alone % shape.p[-1]] = 1
+    assert torch.equal(flat[-shape.p[-1] :], flags)
+
+
 @pytest.mark.parametrize("shape", LARGER, ids=str)
 def test_precisions_are_two(shape):
     cores = tt.random_cores(shape, "cuda")
@@ -303,9 +336,3 @@ def test_refusals():
     assert math.prod(high.p) == 10**6
     with pytest.raises(ValueError, match="table 'table_0' has rank 300, but on a GPU"):
         TTGroup([high]).sort(*args)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(RuntimeError, match="tt_lookup on a GPU does not have a deterministic"):
-            group.lookup(cores, *args)
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,216 @@
+// Gradients of ids that occur more than once are added up before the contraction. Sorted positions
+// are walked in chunks of 32, a chunk a warp. Sums of runs that cross the ends of chunks are put
+// together by the block, and those that cross the ends of blocks by a second kernel; all in one
+// order, so that two runs give the same bits, and in sums that are too short to lose digits.
+#include <climits>
+
+#include "common/cuda_check.h"
+#include "tensor_train/repeats.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+namespace {
+
+constexpr int kJoinThreads = 256;
+constexpr int kJoinWarps = kJoinThreads / 32;
+
+// What a block leaves for join_runs.
+struct BlockEnds {
+  int32_t slot;     // whose run begins here and goes on; kNoSlot: none
+  int32_t through;  // 1: all of the block is of one run that came and goes on
+};
+
+struct Partials {
+  BlockEnds* ends;  // [blocks]
+  float* rows;      // [blocks][2][widest]: of the run that came, of the one that goes on
+};
+
+int warps_of(int64_t num_ids) { return num_ids <= kSmallBatch ? 4 : 16; }
+
+int64_t blocks_of(int64_t num_ids) {
+  const int64_t positions = warps_of(num_ids) * kChunk;
+  return (num_ids + positions - 1) / positions;
+}
+
+size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) {
+  Carver carver{static_cast<char*>(memory)};
+  const int64_t blocks = blocks_of(num_ids);
+  partials->ends = carver.take<BlockEnds>(blocks);
+  partials->rows = carver.take<float>(blocks * 2 * widest);
+  return carver.used;
+}
+
+template <int kWidth, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32)
+    sum_runs(RepeatsInput in, const float* __restrict__ grad, float* slot_grads, Partials partials,
+             int64_t* steps) {
+  constexpr int kColumns = 32 * kWidth;         // at a time
+  __shared__ float sides[kWarps][2][kColumns];  // of runs that cross a chunk's ends
+  __shared__ int32_t slots_before[kWarps];      // of the run that came into a chunk, or kNoSlot
+  __shared__ int32_t slots_behind[kWarps];      // of the one that goes on
+  __shared__ bool passes[kWarps];               // a chunk is of one run that came and goes on
+  enter_chain();
+  if (steps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *steps += 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Chunk chunk(in, (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kChunk);
+  const bool came = (chunk.repeats & ~chunk.heads & 1) != 0;
+  const bool goes_on = (chunk.repeats & ~chunk.tails) >> 31 != 0;
+  if (lane == 0) {
+    slots_before[warp] = came ? chunk.slot : kNoSlot;
+    passes[warp] = came && chunk.tails == 0;
+  }
+  if (lane == 31) slots_behind[warp] = goes_on ? chunk.slot : kNoSlot;
+  const bool crosses = __syncthreads_or(came || goes_on) != 0;
+  if (!crosses) {
+    if (threadIdx.x == 0) partials.ends[blockIdx.x] = {kNoSlot, 0};
+    if (chunk.repeats == 0) return;
+  }
+  float* const rows = partials.rows + static_cast<size_t>(blockIdx.x) * 2 * in.widest;
+  for (int base = 0; base < in.widest; base += kColumns) {
+    const int column = base + lane * kWidth;
+    Columns<kWidth> sum = {};
+    bool open = came;  // the run began in an earlier chunk
+    for (int begin = 0; begin < kChunk; begin += kRowsAhead) {
+      if ((chunk.repeats >> begin & ((1u << kRowsAhead) - 1)) == 0) continue;
+      Columns<kWidth> ahead[kRowsAhead];
+#pragma unroll
+      for (int j = 0; j < kRowsAhead; ++j) {
+        const uint32_t place = __shfl_sync(kAllLanes, chunk.place, begin + j);
+        const float factor = __shfl_sync(kAllLanes, chunk.factor, begin + j);
+        const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, begin + j);
+        ahead[j] = {};
+        if ((chunk.repeats >> (begin + j) & 1) != 0 && column < dim) {
+          ahead[j].load(grad + static_cast<size_t>(place) * in.unit + column, factor);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kRowsAhead; ++j) {
+        const int at = begin + j;
+        const int32_t slot = __shfl_sync(kAllLanes, chunk.slot, at);
+        if ((chunk.repeats >> at & 1) == 0) continue;
+        if ((chunk.heads >> at & 1) != 0) {
+          sum = {};
+          open = false;
+        }
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum.v[i] += ahead[j].v[i];
+        const bool ends = (chunk.tails >> at & 1) != 0;
+        if (!ends && at != kChunk - 1) continue;
+        if (ends && !open) {
+          if (column < in.widest) {
+            sum.store(slot_grads + static_cast<size_t>(slot) * in.widest + column);
+          }
+        } else {
+          sum.store(&sides[warp][open ? 0 : 1][lane * kWidth]);
+        }
+      }
+    }
+    if (!crosses) continue;
+    __syncthreads();
+    const int mine = base + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kColumns && mine < in.widest) {
+      double run = 0.0;
+      bool began = false;  // in this block
+      for (int w = 0; w < kWarps; ++w) {
+        if (slots_before[w] != kNoSlot) {
+          run += sides[w][0][threadIdx.x];
+          if (passes[w]) continue;
+          const auto value = static_cast<float>(run);
+          if (began) {
+            slot_grads[static_cast<size_t>(slots_before[w]) * in.widest + mine] = value;
+          } else {
+            rows[mine] = value;
+          }
+        }
+        run = 0.0;
+        began = false;
+        if (slots_behind[w] != kNoSlot) {
+          run = sides[w][1][threadIdx.x];
+          began = true;
+        }
+      }
+      const int32_t behind = slots_behind[kWarps - 1];
+      if (behind != kNoSlot) rows[(began ? in.widest : 0) + mine] = static_cast<float>(run);
+      if (mine == 0) {
+        partials.ends[blockIdx.x] = {behind != kNoSlot && began ? behind : kNoSlot,
+                                     behind != kNoSlot && !began ? 1 : 0};
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Block b puts together the run that begins in block b of sum_runs and goes on.
+__global__ void __launch_bounds__(kJoinThreads)
+    join_runs(Partials partials, int blocks, int32_t widest, float* slot_grads) {
+  constexpr int kColumns = 64;  // at a time
+  __shared__ int last;          // block of the run
+  __shared__ double sums[kJoinWarps][kColumns];
+  enter_chain();
+  const int first = blockIdx.x;
+  const int32_t slot = partials.ends[first].slot;
+  if (slot == kNoSlot) return;
+  if (threadIdx.x == 0) last = INT_MAX;
+  __syncthreads();
+  for (int base = first + 1;; base += kJoinThreads) {
+    const int at = base + static_cast<int>(threadIdx.x);
+    if (at >= blocks || partials.ends[at].through == 0) atomicMin(&last, at);
+    __syncthreads();
+    const int found = last;
+    __syncthreads();
+    if (found != INT_MAX) break;
+  }
+  const int terms = last - first + 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int base = 0; base < widest; base += kColumns) {
+    const int column = base + 2 * lane;  // widest is a multiple of 4
+    double sum[2] = {};
+    if (column < widest) {
+#pragma unroll 8
+      for (int i = warp; i < terms; i += kJoinWarps) {
+        const size_t row = static_cast<size_t>(first + i) * 2 + (i == 0 ? 1 : 0);
+        const float2 pair = *reinterpret_cast<const float2*>(partials.rows + row * widest + column);
+        sum[0] += pair.x;
+        sum[1] += pair.y;
+      }
+    }
+    sums[warp][2 * lane] = sum[0];
+    sums[warp][2 * lane + 1] = sum[1];
+    __syncthreads();
+    const int mine = base + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kColumns && mine < widest) {
+      double all = 0.0;
+#pragma unroll
+      for (int w = 0; w < kJoinWarps; ++w) all += sums[w][threadIdx.x];
+      slot_grads[static_cast<size_t>(slot) * widest + mine] = static_cast<float>(all);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+size_t partial_grads_bytes(const Plan& plan, const Batch& batch) {
+  Partials partials;
+  return carve(batch.num_ids, plan.widest, nullptr, &partials);
+}
+
+void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads, void* memory,
+                        int64_t* steps, cudaStream_t stream) {
+  Partials partials;
+  carve(in.num_ids, in.widest, memory, &partials);
+  const int warps = warps_of(in.num_ids);
+  const auto blocks = static_cast<unsigned>(blocks_of(in.num_ids));
+  auto run = [&](auto kernel) {
+    launch_chained(kernel, {dim3(blocks), warps * 32}, stream, in, grad, slot_grads, partials,
+                   steps);
+  };
+  if (in.unit == 4) {
+    warps == 4 ? run(sum_runs<2, 4>) : run(sum_runs<2, 16>);
+  } else {
+    warps == 4 ? run(sum_runs<1, 4>) : run(sum_runs<1, 16>);
+  }
+  launch_chained(join_runs, {dim3(blocks), kJoinThreads}, stream, partials,
+                 static_cast<int>(blocks), in.widest, slot_grads);
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda
