@@ -78,6 +78,8 @@ def test_equal_slots_and_entries(options):
     if "admission" in OPTIONS[options]:
         assert all(table["unadmitted"] > 0 for table in counts)
         assert counts[1]["evicted"] > 0
+    elif "expire_after" in OPTIONS[options]:
+        assert all(table["expired"] > 0 for table in counts)
     else:
         assert all(table["evicted"] > 0 for table in counts)
         assert counts[1]["refused"] > 0
