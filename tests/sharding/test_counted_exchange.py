@@ -12,6 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.sharding.all_to_all import CountedAllToAll
 
+pytestmark = pytest.mark.compat
+
 #: Features of each rank of two, and of four where two make a host.
 SPLITS = {2: [[3, 3], [4, 1], [0, 2]], 4: [[2, 2, 2, 2], [1, 3, 0, 2]]}
 
