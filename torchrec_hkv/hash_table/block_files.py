@@ -41,6 +41,20 @@ def block_memory(size: int, pin: bool = False) -> Tensor:
     return memory[-memory.data_ptr() % BLOCK :][:size]
 
 
+def copy_to_host(to: Tensor, source: Tensor) -> None:
+    """Copies a contiguous tensor to one of host memory, without waiting for a GPU.
+
+    Args:
+        to: of the shape and dtype of ``source``, contiguous; pinned where that is on a GPU.
+        source: must outlive the copy.
+    """
+    if source.is_cuda:
+        to.copy_(source, non_blocking=True)
+    else:
+        # Several threads copy at a time: none should have threads of its own.
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+
+
 class BlockFile:
     """An open file.
 

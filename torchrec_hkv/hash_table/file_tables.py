@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.block_files import copy_to_host
 from torchrec_hkv.hash_table.manifest import OWNERS, Manifest, Shard, shard_name
 from torchrec_hkv.hash_table.shard_files import (
     ShardReader,
@@ -246,7 +247,7 @@ def _fill(
         n = min(len(batch["ids"]), room - filled)
         device = batch["ids"].device
         for name, to in memory.items():
-            to[filled : filled + n].copy_(batch[name][:n], non_blocking=True)
+            copy_to_host(to[filled : filled + n], batch[name][:n])
         more = len(batch["ids"]) > n
         rest = {name: tensor[n:] for name, tensor in batch.items()} if more else {}
         filled += n

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table.accumulation import Accumulator
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 from torchrec_hkv.hash_table.group_contents import GroupContents
@@ -54,9 +55,7 @@ class TableGroup(GroupContents, GroupCounters, GroupStrictness):
             )
         self.optimizer = optimizer
         self.tables = tuple(tables)
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = known_device(device)
         kernels_optimizer = (
             _C.OptimizerConfig(kind=_C.Optimizer.NONE) if optimizer is None else optimizer.config()
         )
