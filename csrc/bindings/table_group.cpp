@@ -317,6 +317,27 @@ at::ScalarType TableGroup::row_dtype(int64_t table) const {
   return scalar_type(configs_[table].row_type);
 }
 
+bool TableGroup::takes_scores() const {
+  return std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
+    return torchrec_hkv::takes_scores(config.eviction);
+  });
+}
+
+RowType TableGroup::matrix_type() const {
+  const RowType type = configs_[0].row_type;
+  const bool same = std::all_of(configs_.begin(), configs_.end(),
+                                [&](const TableConfig& config) { return config.row_type == type; });
+  return same ? type : RowType::kFloat32;
+}
+
+at::ScalarType TableGroup::matrix_dtype() const { return scalar_type(matrix_type()); }
+
+int32_t TableGroup::widest_state() const {
+  int32_t widest = 0;
+  for (const TableView& view : host_views_) widest = std::max(widest, view.states.width);
+  return widest;
+}
+
 const TableView* TableGroup::views() const {
   return reinterpret_cast<const TableView*>(views_.const_data_ptr<uint8_t>());
 }
