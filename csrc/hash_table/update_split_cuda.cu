@@ -4,6 +4,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "common/cuda_check.h"
+#include "hash_table/offsets_cuda.cuh"
 #include "hash_table/update_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -74,15 +75,16 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
       *scratch.runs.number = *scratch.runs.singles = 0;
     }
   }
+  const bool refused = is_refused(batch);  // nothing is sorted then
   unsigned repeated[kSplitOfThread];
 #pragma unroll
   for (int k = 0; k < kSplitOfThread; ++k) {
     const int64_t at = begin + k * kSplitThreads + threadIdx.x;
-    const int64_t slot = at < batch.num_ids ? slots[at] : kNoSlot;
+    const int64_t slot = at < batch.num_ids && !refused ? slots[at] : kNoSlot;
     repeated[k] = __ballot_sync(kAllLanes, slot != kNoSlot && scratch.repeats.repeated(slot));
     if (lane == 0) firsts[k * kSplitWarps + warp] = __popc(repeated[k]);
   }
-  const int64_t num_bags = batch.num_features * batch.batch_size;
+  const int64_t num_bags = batch.num_bags;
   if (warp == 0) {
     const int64_t bag = bag_at(batch.offsets, num_bags, begin);
     if (lane == 0) first_bag = bag;
