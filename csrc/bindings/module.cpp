@@ -261,6 +261,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("reserve", in_order(kWriteAll, &TableGroup::reserve), py::arg("table"), py::arg("rows"))
       .def("reserve_buckets", in_order(kWriteAll, &TableGroup::reserve_buckets), py::arg("table"),
            py::arg("num_buckets"), py::arg("bucket_slots"))
+      .def("check_offsets", &TableGroup::check_bad_offsets)
       .def("present_slots", &TableGroup::present_slots, py::arg("table"))
       .def("full_slots", &TableGroup::full_slots, py::arg("table"))
       .def_property_readonly("growths", &TableGroup::growths)
@@ -293,6 +294,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("handle"), py::arg("table"),
       "(dim, dtype of rows, width of states, whether it keeps scores, buckets, slots a bucket).");
+  m.def(
+      "group_feature_dims",
+      [](int64_t handle) {
+        const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+        std::vector<int64_t> dims;
+        for (int64_t f = 0; f < group->num_features(); ++f) dims.push_back(group->feature_dim(f));
+        return dims;
+      },
+      py::arg("handle"));
   m.def(
       "group_total_dim",
       [](int64_t handle) { return TableGroup::from_handle(handle)->total_dim(); },

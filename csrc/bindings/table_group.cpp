@@ -116,7 +116,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
       feature_table_list_(std::move(feature_tables)),
       optimizer_(optimizer),
       device_(device),
-      update_hint_(device) {
+      host_words_(device) {
   TORCH_CHECK_VALUE(device.is_cpu() || device.is_cuda(), "device is ", device,
                     ", but must be a CPU or a CUDA device.");
 #ifndef TORCHREC_HKV_CUDA
@@ -165,6 +165,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   make_aging();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
+  if (device.is_cuda()) refused_ = at::zeros({1}, at::dtype(at::kInt).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);
   for (int64_t t = 0; t < num_tables(); ++t) {

@@ -56,6 +56,22 @@ const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::T
   return reinterpret_cast<const uint64_t*>(scores->const_data_ptr<int64_t>());
 }
 
+// Ids of bags of the group's features or, without offsets, of one bag of its only one; with what
+// says so on the device.
+struct GivenIds {
+  GivenIds(const TableGroup& group, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
+           int64_t batch_size) {
+    if (offsets) layout.emplace(group, batch_size, at::OptionalIntArrayRef());
+    batch = layout ? make_batch(group, ids, *offsets, *layout) : make_batch(group, ids);
+  }
+  std::vector<int64_t> first_bags() const {
+    return layout ? layout->first_bags() : std::vector<int64_t>{};
+  }
+
+  std::optional<BagLayout> layout;
+  hash_table::Batch batch;
+};
+
 // A matrix of rows for all tables of the group, or of states.
 RowMatrix matrix_of(const at::Tensor& rows, RowType type) {
   return RowMatrix{static_cast<char*>(rows.data_ptr()), static_cast<int32_t>(rows.size(1)), type};
@@ -150,7 +166,8 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  const hash_table::Batch batch = make_batch(group, ids, offsets, batch_size);
+  const GivenIds given_ids(group, ids, offsets, batch_size);
+  const hash_table::Batch& batch = given_ids.batch;
   const int64_t n = ids.numel();
   const uint64_t* given_scores = score_pointer(group, scores, n);
   const at::Tensor held = rows ? check_rows(group, *rows, n) : at::Tensor();
@@ -165,7 +182,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
     check_length(*believed, "believed", n);
     TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
   }
-  owner->make_room(batch, ids, offsets);
+  owner->make_room(batch, ids, offsets, given_ids.first_bags());
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   at::Tensor writer;
@@ -225,7 +242,8 @@ std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor&
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_slots(group, slots, hash_table::kNoSlot);
-  const hash_table::Batch batch = make_batch(group, ids, offsets, batch_size);
+  const GivenIds given_ids(group, ids, offsets, batch_size);
+  const hash_table::Batch& batch = given_ids.batch;
   const int64_t n = slots.numel();
   check_length(ids, "ids", n);
   at::Tensor found = at::empty({n}, slots.options().dtype(at::kBool));
@@ -259,7 +277,8 @@ at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  const hash_table::Batch batch = make_batch(group, ids, offsets, batch_size);
+  const GivenIds given_ids(group, ids, offsets, batch_size);
+  const hash_table::Batch& batch = given_ids.batch;
   const uint64_t* given = score_pointer(group, scores, ids.numel());
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();

@@ -38,21 +38,21 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads);
 
-// out[b, columns of f] = the reduced rows of bag (f, b). An id without a slot counts with its
-// initial row. A bag without ids gives zeros.
+// out[b, columns of f] = the reduced rows of bag (f, b), added up in float and rounded once. An id
+// without a slot counts with its initial row. A bag without ids gives zeros.
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<float> out, int threads);
+               Output<char> out, int threads);
 
 // weights_grad[i] = the dot product of row i with its bag's gradient (divided by the bag's length
 // under mean).
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
-                       Output<const float> grad, float* weights_grad, int threads);
+                       Output<const char> grad, float* weights_grad, int threads);
 
 // Adds up the gradients of equal slots, then updates each row and its state once. Deterministic.
 // Every table's step goes on by one, before the rows are updated, whether or not it has ids in the
 // batch. learning_rate: one value, in the memory of the device.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int threads);
 
 // out[i] = the initial row of ids[i], columns [column_offset, column_offset + dim).
@@ -134,6 +134,13 @@ void find_misplaced(const int64_t* ids, const int64_t* slots, int64_t n, uint32_
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
+// Offsets of a batch may be wrong: they are read only by the device. Kernels never read or write
+// outside of arrays for that. Those that pool or update report what they find (Batch::refused); of
+// such a batch bags give zeros or wrong rows, and no row is updated.
+
+// to[i] = from[i], which is in host memory and may be freed at once.
+void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream);
+
 // `only`: the view in host memory, where the group has one table and one feature; otherwise null.
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream);
@@ -193,10 +200,10 @@ void export_slots(const TableView* tables, int32_t num_tables, const int64_t* sl
                   const Exported& out, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<float> out, const GroupShape& shape, cudaStream_t stream);
+               Output<char> out, const GroupShape& shape, cudaStream_t stream);
 
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
-                       Output<const float> grad, float* weights_grad, cudaStream_t stream);
+                       Output<const char> grad, float* weights_grad, cudaStream_t stream);
 
 // Whether rows that stand at one position of the batch are best updated in its order, as the device
 // has found some batches ago: it is not waited for.
@@ -210,7 +217,7 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape&
 // batch_order: what wants_batch_order has said. hint: the group's, in host memory that the GPU can
 // write. `scratch` must be aligned to 256 bytes.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
                  const GroupShape& shape, bool batch_order, UpdateHint* hint, void* scratch,
                  cudaStream_t stream);

@@ -1,6 +1,7 @@
 // The sort of the positions whose slots are repeated, where most are not: their number is known to
 // the device alone. They are split off in the order of the batch, then sorted.
 #include "common/cuda_check.h"
+#include "hash_table/offsets_cuda.cuh"
 #include "hash_table/small_sort_cuda.cuh"
 #include "hash_table/update_cuda.cuh"
 
@@ -20,12 +21,14 @@ __global__ void __launch_bounds__(kListThreads, 2)
       *scratch.runs.number = *scratch.runs.singles = 0;
     }
   }
-  const int64_t num_bags = batch.num_features * batch.batch_size;
+  const bool refused = is_refused(batch);  // nothing is sorted then
+  const int64_t num_bags = batch.num_bags;
   if (threadIdx.x < kWarp) {
     const int64_t bag = bag_at(batch.offsets, num_bags, block * kListed);
     if (threadIdx.x == 0) first_bag = bag;
   }
   const auto wanted = [&](int64_t at) {
+    if (refused) return false;
     const int64_t slot = slots[at];
     return slot != kNoSlot && scratch.repeats.repeated(slot);
   };

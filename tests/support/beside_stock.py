@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
@@ -15,6 +16,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs_registry,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import LAMB, SGD, PartialRowWiseAdam, RowWiseAdagrad
 
 from tests.support.models import make_model, shard_model
@@ -28,6 +30,7 @@ IDS = 40
 CAPACITY = 16 * IDS
 
 KEYS = ["f0", "f1", "f2", "g"]
+OUTPUTS = {None: torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BATCH = 6
 STEPS = 20
 
@@ -78,6 +81,8 @@ class Scenario:
         wire: what the output exchange sends, a ``CommType``; None for float32.
         columns: of a column-wise shard at least.
         trained: whether there are backwards.
+        output: ``"fp16"`` or ``"bf16"``, of what lookups give; None for nothing said: float32.
+        rows: ``"fp16"`` or ``"bf16"``, of rows; None for float32.
     """
 
     backend: str
@@ -89,6 +94,8 @@ class Scenario:
     wire: str | None = None
     columns: int | None = 4
     trained: bool = True
+    output: str | None = None
+    rows: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +124,11 @@ def raw_ids() -> torch.Tensor:
     return ids
 
 
-def _tables(rows: int, pooling: PoolingType) -> list[EmbeddingBagConfig]:
+def _tables(
+    rows: int, pooling: PoolingType, data_type: DataType = DataType.FP32
+) -> list[EmbeddingBagConfig]:
     """Two tables that share a feature and differ in dim, and a static one."""
-    return [
+    tables = [
         EmbeddingBagConfig(
             name="t0",
             num_embeddings=rows,
@@ -138,6 +147,7 @@ def _tables(rows: int, pooling: PoolingType) -> list[EmbeddingBagConfig]:
             name="s", num_embeddings=IDS, embedding_dim=4, feature_names=["g"], pooling=pooling
         ),
     ]
+    return [dataclasses.replace(table, data_type=data_type) for table in tables]
 
 
 def _shard(
@@ -145,9 +155,8 @@ def _shard(
 ) -> DistributedModelParallel:
     optimizer, kwargs = _ALL_OPTIMIZERS[scenario.optimizer]
     pooling = PoolingType.MEAN if scenario.pooling == "mean" else PoolingType.SUM
-    model = make_model(
-        _tables(rows, pooling), optimizer, kwargs, is_weighted=scenario.pooling == "weighted"
-    )
+    tables = _tables(rows, pooling, DataType((scenario.rows or "fp32").upper()))
+    model = make_model(tables, optimizer, kwargs, is_weighted=scenario.pooling == "weighted")
     constraints = {
         name: ParameterConstraints(
             compute_kernels=["fused" if name == "s" else kernel],
@@ -171,7 +180,8 @@ def codecs_registry(wire: str | None) -> dict[str, Any] | None:
 
 def _sharders(scenario: Scenario) -> list[Any]:
     registry = codecs_registry(scenario.wire)
-    return [BackendEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
+    told = {} if scenario.output is None else {"output_dtype": SparseType(scenario.output)}
+    return [BackendEmbeddingBagCollectionSharder(told, qcomm_codecs_registry=registry)]
 
 
 def draw_sizes(generator: torch.Generator) -> tuple[list[int], torch.Tensor]:
@@ -257,9 +267,9 @@ def _probe(
     outputs = model.module.ebc(_features(ids, [ones] * 4, weights, device, inverse)).wait()
     by_key = outputs.to_dict()
     return {
-        "t0": by_key["f0"].detach().cpu(),
-        "t1": by_key["f2"].detach().cpu(),
-        "s": by_key["g"].detach().cpu(),
+        "t0": by_key["f0"].detach().cpu().float(),
+        "t1": by_key["f2"].detach().cpu().float(),
+        "s": by_key["g"].detach().cpu().float(),
     }
 
 
@@ -299,7 +309,8 @@ def train_beside_stock(
         for model, sent in ((stock, ids), (ours, sent_to_ours)):
             output = model(_features(sent, batch.lengths, used_weights, device, batch.inverse))
             assert output.shape == (batch.target.numel(), projection.numel())
-            error = output @ projection - batch.target.to(device)
+            assert output.dtype == OUTPUTS[scenario.output]
+            error = output.float() @ projection - batch.target.to(device)
             loss = error.square().sum() / BATCH
             if scenario.trained:
                 loss.backward()

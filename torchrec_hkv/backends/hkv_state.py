@@ -73,7 +73,7 @@ def state_spec(
             f"table '{shard.name}': a shard has {slots} slots, but {places} places in a state_dict;"
             " spread its rows over fewer ranks."
         )
-    spec = {"weight": TensorSpec((places, shard.dim), torch.float32)}
+    spec = {"weight": TensorSpec((places, shard.dim), shard.dtype)}
     states, _ = state_columns(optimizer)
     for k in range(states.of_columns):
         spec[_state_name(k)] = TensorSpec((places, shard.dim), torch.float32)

@@ -63,10 +63,14 @@ class GroupCounters:
         were written to host memory when others took their place. ``host_hits`` are the hits whose
         row was in host memory (on a CPU all of them), ``returned`` the ids placed that the table
         remembers as evicted (0 without ``remember_evicted``). Waits for the device.
+
+        Raises:
+            ValueError: as :meth:`TableGroup.check_offsets` says.
         """
         # First: waits for calls on other streams too.
         sizes = self._group.sizes().tolist()
         counts = self._counts().tolist()
+        self._group.check_offsets()
         capacities = map(self._group.full_slots, range(len(self.tables)))
         return [
             {**dict(zip(DEVICE_COUNTS[:-1], count, strict=True)), "size": size, "capacity": slots}

@@ -6,6 +6,8 @@ dispatcher takes no other objects; :class:`torchrec_hkv.hash_table.TableGroup` c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,25 @@ _ops = torch.ops.torchrec_hkv
 
 
 @torch.library.register_fake("torchrec_hkv::find")
-def _(group: int, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
+def _(
+    group: int,
+    ids: Tensor,
+    offsets: Tensor | None,
+    batch_size: int,
+    bags: Sequence[int] | None = None,
+) -> Tensor:
     return torch.empty_like(ids)
 
 
 @torch.library.register_fake("torchrec_hkv::find_or_insert")
 def _(
-    counters: Tensor, group: int, ids: Tensor, offsets: Tensor, batch_size: int, pin: int | None
+    counters: Tensor,
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    batch_size: int,
+    pin: int | None,
+    bags: Sequence[int] | None = None,
 ) -> Tensor:
     return torch.empty_like(ids)
 
@@ -38,8 +52,14 @@ def _(
     mean: bool,
     pin: int | None,
     learning_rate: Tensor,
+    bags: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return ids.new_empty((batch_size, _C.group_total_dim(group)), dtype=torch.float32)
+    shape: tuple[int, ...] = (batch_size, _C.group_total_dim(group))
+    if bags is not None:
+        dims = _C.group_feature_dims(group)
+        shape = (sum(number * dim for number, dim in zip(bags, dims, strict=True)),)
+    return ids.new_empty(shape, dtype=dtype or torch.float32)
 
 
 @torch.library.register_fake("torchrec_hkv::weights_gradient")
@@ -51,6 +71,7 @@ def _(
     slots: Tensor,
     batch_size: int,
     mean: bool,
+    bags: Sequence[int] | None = None,
 ) -> Tensor:
     return torch.empty_like(ids, dtype=torch.float32)
 
@@ -68,6 +89,7 @@ def _(
     mean: bool,
     learning_rate: Tensor,
     rounds: int = 1,
+    bags: Sequence[int] | None = None,
 ) -> None:
     return None
 

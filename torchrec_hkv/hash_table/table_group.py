@@ -153,7 +153,13 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         """
         return self._group.pin()
 
-    def find(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
+    def find(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        batch_size: int,
+        bags: Sequence[int] | None = None,
+    ) -> Tensor:
         """Slots of ids, -1 where a table has no such id. Changes nothing.
 
         Args:
@@ -161,6 +167,8 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``; None for one bag of all
                 ids, where the group has one feature.
             batch_size: bags a feature.
+            bags: the number of bags of each feature, where they differ in them; then ``offsets``
+                are int64 ``[sum of bags + 1]``, and ``batch_size`` says nothing.
 
         Returns:
             int64 ``[n]``, slots numbered through the group's tables.
@@ -168,12 +176,17 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         Raises:
             TypeError: a dtype is not as above.
             ValueError: a length or device is not as above; on a CPU also offsets that decrease or
-                do not end with ``n``.
+                do not end with ``n``. On a GPU as :meth:`check_offsets` says.
         """
-        return _ops.find(self.handle, ids, offsets, batch_size)
+        return _ops.find(self.handle, ids, offsets, batch_size, bags)
 
     def find_or_insert(
-        self, ids: Tensor, offsets: Tensor, batch_size: int, pin: Pin | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        pin: Pin | None = None,
+        bags: Sequence[int] | None = None,
     ) -> Tensor:
         """As :meth:`find`, and inserts missing ids with their initial rows.
 
@@ -193,12 +206,13 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
             batch_size: as in :meth:`find`.
             pin: a new :meth:`pin`, where a backward is to come; without one, slots are valid until
                 the next call that inserts.
+            bags: as in :meth:`find`.
 
         Raises:
             RuntimeError: as :meth:`check_strict` says.
         """
         counters, number = self._group.counters, None if pin is None else pin.number
-        slots = _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, number)
+        slots = _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, number, bags)
         self.check_strict()
         return slots
 
@@ -208,6 +222,20 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         It does not count as a step, and waits for nothing.
         """
         _ops.expire(self._group.counters, self.handle)
+
+    def check_offsets(self) -> None:
+        """Raises if a GPU has been given offsets that decrease or overrun the ids.
+
+        On a GPU nobody looks at offsets before a call returns, which would make the host wait. Its
+        kernels never read or write outside of arrays for that: such bags give zeros or sums of
+        wrong rows, and from then on no row is updated. The first call of the group that is made
+        after the GPU has got there raises, whatever it is, and so do :meth:`counters`, which wait
+        for it. Then everything goes on. Does not wait.
+
+        Raises:
+            ValueError: it names a bag and its offsets.
+        """
+        self._group.check_offsets()
 
     def pooled_lookup(
         self,
@@ -220,6 +248,8 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         mean: bool,
         pin: Pin | None,
         learning_rate: Tensor,
+        bags: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Reduced rows of each bag; the backward updates the rows.
 
@@ -235,13 +265,19 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
             pin: that of :meth:`find_or_insert`; None in evaluation, where nothing is trained.
             learning_rate: float32 ``[]`` on the device. The backward takes what it is then, so that
                 it may change in between, and between replays of a CUDA graph.
+            bags: as in :meth:`find`.
+            dtype: of the result: float32, which None stands for, float16 or bfloat16. Rows are
+                added up in float32 and rounded once. Gradients are of the same dtype.
 
         Returns:
-            float32 ``[batch_size, total_dim]``.
+            ``[batch_size, total_dim]``; with ``bags`` ``[sum of bags * dims]``, features one after
+            the other, each as ``[bags, dim]``.
         """
+        bags = None if bags is None else tuple(bags)
         if pin is not None and self._accumulator.is_needed:
+            batch = (ids, offsets, slots, batch_size, mean)
             return self._accumulator.lookup(
-                anchor, weights, ids, offsets, slots, batch_size, mean, pin, learning_rate
+                anchor, weights, *batch, pin, learning_rate, bags, dtype
             )
         return _ops.pooled_lookup(
             anchor,
@@ -254,6 +290,8 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
             mean,
             None if pin is None else pin.number,
             learning_rate,
+            bags,
+            dtype,
         )
 
     def accumulate(self) -> AbstractContextManager[None]:

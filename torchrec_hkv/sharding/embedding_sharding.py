@@ -33,6 +33,7 @@ from torchrec_hkv.sharding.input_dist import (
     TableWiseFeaturesDist,
 )
 from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
 
@@ -56,6 +57,7 @@ class _Pooled:
             feature_processor=feature_processor,
             sharding_type=self.summed_as,
             env=self._env,
+            output_dtype=output_dtype_of_ranks(self._grouped_embedding_configs_per_rank),
         )
 
 
@@ -74,6 +76,7 @@ class _Sequence:
             pg=self._pg,
             device=device if device is not None else self._device,
             env=self._env,
+            output_dtype=output_dtype_of_ranks(self._grouped_embedding_configs_per_rank),
         )
 
 
