@@ -115,7 +115,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   const std::shared_ptr<Pin> held = pin ? group.clock().find(*pin) : nullptr;
   hash_table::Placement placement{
-      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
+      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
 #ifdef TORCHREC_HKV_CUDA

@@ -268,15 +268,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
   m.def(
       "group_state_dim",
-      [](int64_t handle) { return TableGroup::from_handle(handle)->view(0).states.width; },
-      py::arg("handle"));
+      [](int64_t handle) { return TableGroup::from_handle(handle)->widest_state(); },
+      py::arg("handle"), "Of the table with the widest states.");
   m.def(
       "group_row_dtype",
       [](int64_t handle) {
         return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
-            torch::getTHPDtype(TableGroup::from_handle(handle)->row_dtype(0))));
+            torch::getTHPDtype(TableGroup::from_handle(handle)->matrix_dtype())));
       },
-      py::arg("handle"));
+      py::arg("handle"), "Of rows that calls are given and give back.");
+  m.def(
+      "group_row_width",
+      [](int64_t handle) { return TableGroup::from_handle(handle)->shape().widest; },
+      py::arg("handle"), "Columns of rows that calls are given and give back.");
   m.def(
       "table_layout",
       [](int64_t handle, int64_t table) {

@@ -323,6 +323,33 @@ bool TableGroup::deterministic() const {
   return deterministic_ || at::globalContext().deterministicAlgorithms();
 }
 
+bool TableGroup::takes_scores() const {
+  return std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
+    return torchrec_hkv::takes_scores(config.eviction);
+  });
+}
+
+bool TableGroup::has_customized() const {
+  return std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
+    return config.eviction == Eviction::kCustomized;
+  });
+}
+
+RowType TableGroup::matrix_type() const {
+  const RowType type = configs_[0].row_type;
+  const bool same = std::all_of(configs_.begin(), configs_.end(),
+                                [&](const TableConfig& config) { return config.row_type == type; });
+  return same ? type : RowType::kFloat32;
+}
+
+at::ScalarType TableGroup::matrix_dtype() const { return scalar_type(matrix_type()); }
+
+int32_t TableGroup::widest_state() const {
+  int32_t widest = 0;
+  for (const TableView& view : host_views_) widest = std::max(widest, view.states.width);
+  return widest;
+}
+
 const TableView* TableGroup::views() const {
   return reinterpret_cast<const TableView*>(views_.const_data_ptr<uint8_t>());
 }

@@ -94,8 +94,11 @@ class TableGroup {
   // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
   // torch.use_deterministic_algorithms does, when the call is made.
   bool deterministic() const;
-  // Whether one of the tables needs a score with every id.
+  // Whether one of the tables needs a score with every id; whether one takes any.
   bool needs_scores() const { return needs_scores_; }
+  bool takes_scores() const;
+  // Whether one takes scores as they are given.
+  bool has_customized() const;
   const at::Tensor& counters() const { return counters_; }
   // What a new id's row is initialised to, in all tables.
   hash_table::NewRows initial_rows() const { return initial_rows_; }
@@ -117,6 +120,14 @@ class TableGroup {
   // that it was captured with.
   const hash_table::TableView* only_view() const { return growing_ ? nullptr : only_view_now(); }
   at::ScalarType row_dtype(int64_t table) const;
+  // The view of a group's only table, in host memory; null where there are several.
+  const hash_table::TableView* only_table() const {
+    return num_tables() == 1 ? &host_views_[0] : nullptr;
+  }
+  // Of rows that calls are given and give back, of any of the tables (hash_table/row_matrix.h).
+  RowType matrix_type() const;
+  at::ScalarType matrix_dtype() const;
+  int32_t widest_state() const;
   const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
   const int32_t* feature_columns() const { return feature_columns_.const_data_ptr<int32_t>(); }
 

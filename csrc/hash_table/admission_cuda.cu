@@ -13,8 +13,8 @@
 #include "hash_table/admission_cuda.cuh"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/leavers_cuda.cuh"
 #include "hash_table/missing_cuda.cuh"
-#include "hash_table/new_row_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
@@ -128,16 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   slots[position] = kNoSlot;
   const Leavers& leavers = placement.leavers;
   if (leavers.number == nullptr) return;
-  const TableView& table = tables[0];  // who wants leavers has one table
-  const uint64_t at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
-  const int64_t bytes = row_bytes(table);
-  leavers.ids[at] = batch.ids[position];
-  leavers.scores[at] =
-      first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
-  for (int64_t b = 0; b < bytes; b += 2) {
-    *reinterpret_cast<uint16_t*>(leavers.rows + at * bytes + b) =
-        *reinterpret_cast<const uint16_t*>(placement.given_rows + position * bytes + b);
-  }
+  give_back(placement, table_at(tables, batch, position), tables, batch, visit, position);
 }
 
 __global__ void __launch_bounds__(kThreads)

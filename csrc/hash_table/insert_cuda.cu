@@ -20,6 +20,7 @@
 #include "hash_table/insert_cuda.cuh"
 #include "hash_table/insert_ordered_cuda.cuh"
 #include "hash_table/kernels.h"
+#include "hash_table/leavers_cuda.cuh"
 #include "hash_table/missing_cuda.cuh"
 #include "hash_table/new_row_cuda.cuh"
 #include "hash_table/place_cuda.cuh"
@@ -188,17 +189,8 @@ __global__ void __launch_bounds__(kThreads)
     if (!__ballot_sync(kAllLanes, refused)) continue;
     count_warp(table, kRefused, refused);
     // A refused id's other copies were given too, and are given back.
-    const Leavers& leavers = placement.leavers;
-    if (!refused || leavers.number == nullptr) continue;
-    const uint64_t at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
-    const int64_t bytes = row_bytes(*table);
-    leavers.ids[at] = batch.ids[position];
-    leavers.scores[at] =
-        first_score(table->eviction, visit.now(), visit.epoch(), visit.given(position));
-    for (int64_t b = 0; b < bytes; b += 2) {
-      *reinterpret_cast<uint16_t*>(leavers.rows + at * bytes + b) =
-          *reinterpret_cast<const uint16_t*>(placement.given_rows + position * bytes + b);
-    }
+    if (!refused || placement.leavers.number == nullptr) continue;
+    give_back(placement, *table, tables, batch, visit, position);
   }
 }
 
@@ -227,19 +219,17 @@ __global__ void __launch_bounds__(kThreads)
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
                               bool*, const Missing, bool);
 
-// Few enough to compile quickly: the rare cases share the kernel of the general one.
 InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
-  if (!one_table) {
-    return rows == NewRows::kUniform ? insert_kernel<NewRows::kUniform, false>
-                                     : insert_kernel<NewRows::kInitial, false>;
-  }
   switch (rows) {
     case NewRows::kUntouched:
-      return insert_kernel<NewRows::kUntouched, true>;
+      return one_table ? insert_kernel<NewRows::kUntouched, true>
+                       : insert_kernel<NewRows::kUntouched, false>;
     case NewRows::kUniform:
-      return insert_kernel<NewRows::kUniform, true>;
+      return one_table ? insert_kernel<NewRows::kUniform, true>
+                       : insert_kernel<NewRows::kUniform, false>;
     default:
-      return insert_kernel<NewRows::kInitial, true>;
+      return one_table ? insert_kernel<NewRows::kInitial, true>
+                       : insert_kernel<NewRows::kInitial, false>;
   }
 }
 

@@ -9,6 +9,7 @@
 #include "hash_table/missing_cuda.cuh"
 #include "hash_table/new_row_cuda.cuh"
 #include "hash_table/place_cuda.cuh"
+#include "hash_table/row_matrix_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
@@ -39,8 +40,8 @@ __global__ void __launch_bounds__(kThreads)
     write_leavers_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                          const Placement placement, const int64_t* __restrict__ slots,
                          const __grid_constant__ InsertionOrder order) {
-  const TableView& table = tables[0];  // who wants leavers has one table
-  const int64_t bytes = row_bytes(table);
+  const Leavers& leavers = placement.leavers;
+  const RowMatrix& given = placement.given_rows;
   const uint32_t number = *order.leaving;
   const int lane = threadIdx.x % kTile;
   const uint32_t stride = gridDim.x * (kThreads / kTile);
@@ -48,16 +49,17 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t position = order.pairs.values[i];
     const int64_t to = static_cast<int64_t>(*order.leavers_before) + i;
     const bool left = slots[position] >= 0;  // another has taken its place
+    const TableView& table = table_at(tables, batch, position);
     if (lane == 0) {
-      placement.leavers.ids[to] = left ? order.left_ids[position] : batch.ids[position];
-      placement.leavers.scores[to] =
+      if (leavers.tables != nullptr) leavers.tables[to] = static_cast<int32_t>(&table - tables);
+      leavers.ids[to] = left ? order.left_ids[position] : batch.ids[position];
+      leavers.scores[to] =
           left ? order.left_scores[position]
                : first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
     }
-    copy_row(placement.leavers.rows + to * bytes,
-             left ? table.row(slots[position] - table.first_slot)
-                  : placement.given_rows + position * bytes,
-             bytes, lane);
+    copy_to_matrix<kTile>(leavers.rows, to, left ? table.rows.type : given.type,
+                          left ? table.row(slots[position] - table.first_slot) : given.at(position),
+                          table.dim(), lane);
   }
 }
 

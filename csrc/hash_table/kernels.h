@@ -64,23 +64,40 @@ void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
             int64_t n, char* rows, bool* found, int threads);
 
-// The row at slots[i] becomes rows[i] (of several for one slot one, whole: on a CPU the last), or
-// is added to. kNoSlot is passed over.
-void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
-                int threads);
+// The same for the rows of a group's tables: position i of the batch has slots[i], numbered through
+// the tables.
+void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
+                 const RowMatrix& rows, bool* found, int threads);
 
-// Touches slots as a hit does. kNoSlot is passed over.
-void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
+// The row at slots[i], numbered through the tables of a group, becomes rows[i] (of several for one
+// slot one, whole: on a CPU the last), or is added to. kNoSlot is passed over.
+void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
+                const RowMatrix& rows, bool add, int threads);
+
+// Touches slots as a hit does; position i of the batch has slots[i], numbered through the tables.
+// kNoSlot is passed over.
+void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
+                 const Visit& visit, int threads);
+
+// Frees slots, numbered through the tables of a group. kNoSlot is passed over.
+void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                  int threads);
 
-// Where a policy takes scores as they are given: of several for one slot the last one stays. After
-// a call that touched the slots, whose threads may have written them in any order. Slots that are
-// none are passed over.
-void keep_last_scores(const TableView& table, const int64_t* slots, const uint64_t* scores,
-                      int64_t n, int threads);
+// Where a policy takes scores as they are given: of several for one slot, numbered through the
+// tables of a group, the last one stays. After a call that touched the slots, whose threads may
+// have written them in any order. Slots that are none are passed over.
+void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                      const uint64_t* scores, int64_t n, int threads);
 
-// Frees slots. kNoSlot is passed over.
-void erase_slots(const TableView& table, const int64_t* slots, int64_t n, int threads);
+// chosen[i] = whether a slot holds an entry that is selected, of the slots that the tables have at
+// present: those of each table begin at selection.starts.
+void select_slots(const TableView* tables, int32_t num_tables, const Selection& selection,
+                  bool* chosen, int threads);
+
+// What the tables of a group keep of the entries at slots, numbered through the tables; none of
+// them is kNoSlot.
+void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
+                  const Exported& out, int threads);
 
 // Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the
 // number of occupied slots that could not be found again: ids outside their buckets, or standing
@@ -141,24 +158,39 @@ void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stre
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
             int64_t n, char* rows, bool* found, cudaStream_t stream);
 
+// only: the view in host memory, where the group has one table; otherwise null. So below.
+void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
+                 const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream);
+
 // Which of several rows for one slot is written: the one that `writer` names, or, where that is
-// null, the first to claim the slot in `claims`, a zeroed bitmap of the table's slots. Neither is
+// null, the first to claim the slot in `claims`, a zeroed bitmap of the group's slots. Neither is
 // read when adding.
-void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
+void write_rows(const TableView* tables, const TableView* only, int32_t num_tables,
+                const int64_t* slots, int64_t n, const RowMatrix& rows, bool add,
                 const bool* writer, uint32_t* claims, cudaStream_t stream);
 
 // write_rows and cpu::keep_last_scores in the order of positions, so that of several rows, or
 // scores, for one slot the last is kept, and sums are rounded as on a CPU. slots: sorted, [n];
 // positions: where they stood, ascending among equals. Slots that are none are passed over.
-void write_rows_in_order(const TableView& table, const int64_t* slots, const int64_t* positions,
-                         const char* rows, int64_t n, bool add, cudaStream_t stream);
-void keep_last_scores(const TableView& table, const int64_t* slots, const int64_t* positions,
-                      const uint64_t* scores, int64_t n, cudaStream_t stream);
+void write_rows_in_order(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                         const int64_t* positions, const RowMatrix& rows, int64_t n, bool add,
+                         cudaStream_t stream);
+void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                      const int64_t* positions, const uint64_t* scores, int64_t n,
+                      cudaStream_t stream);
 
-void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
-                 cudaStream_t stream);
+void touch_slots(const TableView* tables, const TableView* only, const Batch& batch,
+                 const int64_t* slots, const Visit& visit, cudaStream_t stream);
 
-void erase_slots(const TableView& table, const int64_t* slots, int64_t n, cudaStream_t stream);
+void erase_slots(const TableView* tables, const TableView* only, int32_t num_tables,
+                 const int64_t* slots, int64_t n, cudaStream_t stream);
+
+// most_slots: that one table has.
+void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
+                  const Selection& selection, bool* chosen, cudaStream_t stream);
+
+void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
+                  const Exported& out, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<float> out, const GroupShape& shape, cudaStream_t stream);

@@ -4,6 +4,7 @@
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/frames_cuda.cuh"
 #include "hash_table/kernels.h"
+#include "hash_table/row_matrix_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
@@ -17,18 +18,15 @@ __device__ __forceinline__ int64_t warp_index() {
 
 // The last row of each run stays.
 __global__ void __launch_bounds__(kThreads)
-    assign_last_kernel(TableView table, const int64_t* __restrict__ slots,
-                       const int64_t* __restrict__ positions, const char* __restrict__ rows,
-                       int64_t n) {
+    assign_last_kernel(const TableView* __restrict__ tables, int32_t num_tables,
+                       const int64_t* __restrict__ slots, const int64_t* __restrict__ positions,
+                       const RowMatrix rows, int64_t n) {
   const int64_t i = warp_index();
   if (i >= n || !is_slot(slots[i]) || (i + 1 < n && slots[i + 1] == slots[i])) return;
   const int lane = threadIdx.x % kWarp;
-  const int64_t bytes = table.rows.bytes();
-  const char* from = rows + positions[i] * bytes;
-  char* to = row_to_write(table, slots[i], lane == 0);
-  for (int64_t b = lane * 2; b < bytes; b += kWarp * 2) {
-    *reinterpret_cast<uint16_t*>(to + b) = *reinterpret_cast<const uint16_t*>(from + b);
-  }
+  const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
+  char* to = row_to_write(table, slots[i] - table.first_slot, lane == 0);
+  copy_from_matrix<kWarp>(rows, positions[i], table.rows.type, to, table.dim(), lane);
 }
 
 // As stored in a row of this type, and read again.
@@ -41,49 +39,55 @@ __device__ __forceinline__ float rounded(RowType type, float value) {
 
 // A run's rows are added to its row one after the other.
 __global__ void __launch_bounds__(kThreads)
-    add_runs_kernel(TableView table, const int64_t* __restrict__ slots,
-                    const int64_t* __restrict__ positions, const char* __restrict__ rows,
-                    int64_t n) {
+    add_runs_kernel(const TableView* __restrict__ tables, int32_t num_tables,
+                    const int64_t* __restrict__ slots, const int64_t* __restrict__ positions,
+                    const RowMatrix rows, int64_t n) {
   const int64_t first = warp_index();
   if (first >= n || !is_slot(slots[first])) return;
   const int64_t slot = slots[first];
   if (first > 0 && slots[first - 1] == slot) return;
+  const TableView& table = tables[table_of_slot(tables, num_tables, slot)];
   const RowStore& store = table.rows;
-  char* row = row_to_write(table, slot, threadIdx.x % kWarp == 0);
+  char* row = row_to_write(table, slot - table.first_slot, threadIdx.x % kWarp == 0);
   for (int32_t c = threadIdx.x % kWarp; c < store.width; c += kWarp) {
     float sum = load_element(store.type, row, c);
 #pragma unroll 4
     for (int64_t i = first; i < n && slots[i] == slot; ++i) {
-      sum = rounded(store.type,
-                    sum + load_element(store.type, rows + positions[i] * store.bytes(), c));
+      sum = rounded(store.type, sum + load_element(rows.type, rows.at(positions[i]), c));
     }
     store_element(store.type, row, c, sum);
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    last_scores_kernel(TableView table, const int64_t* __restrict__ slots,
-                       const int64_t* __restrict__ positions, const uint64_t* __restrict__ scores,
-                       int64_t n) {
+    last_scores_kernel(const TableView* __restrict__ tables, int32_t num_tables,
+                       const int64_t* __restrict__ slots, const int64_t* __restrict__ positions,
+                       const uint64_t* __restrict__ scores, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n || !is_slot(slots[i]) || (i + 1 < n && slots[i + 1] == slots[i])) return;
-  table.scores[slots[i]] = scores[positions[i]];
+  const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
+  if (table.eviction != Eviction::kCustomized) return;
+  table.scores[slots[i] - table.first_slot] = scores[positions[i]];
 }
 
 }  // namespace
 
-void write_rows_in_order(const TableView& table, const int64_t* slots, const int64_t* positions,
-                         const char* rows, int64_t n, bool add, cudaStream_t stream) {
+void write_rows_in_order(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                         const int64_t* positions, const RowMatrix& rows, int64_t n, bool add,
+                         cudaStream_t stream) {
   if (n == 0) return;
   const auto kernel = add ? add_runs_kernel : assign_last_kernel;
-  kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(table, slots, positions, rows, n);
+  kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(tables, num_tables, slots, positions, rows,
+                                                       n);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void keep_last_scores(const TableView& table, const int64_t* slots, const int64_t* positions,
-                      const uint64_t* scores, int64_t n, cudaStream_t stream) {
+void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                      const int64_t* positions, const uint64_t* scores, int64_t n,
+                      cudaStream_t stream) {
   if (n == 0) return;
-  last_scores_kernel<<<grid_for(n), kThreads, 0, stream>>>(table, slots, positions, scores, n);
+  last_scores_kernel<<<grid_for(n), kThreads, 0, stream>>>(tables, num_tables, slots, positions,
+                                                           scores, n);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

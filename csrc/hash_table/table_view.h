@@ -20,6 +20,7 @@
 #include "hash_table/clock.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
+#include "hash_table/row_matrix.h"
 
 namespace torchrec_hkv::hash_table {
 
@@ -89,6 +90,21 @@ struct TableView {
   }
 };
 
+// Which of a group's tables has a slot that is numbered through the group.
+HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_tables, int64_t slot) {
+  int32_t low = 0;
+  int32_t high = num_tables;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) >> 1;
+    if (tables[middle].first_slot <= slot) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 // What kernels are chosen by.
 struct GroupShape {
   int32_t widest;  // columns of the widest table
@@ -141,9 +157,10 @@ struct Batch {
 // What leaves a table, or is refused, while others are inserted. Null pointers: not wanted.
 struct Leavers {
   int64_t* ids;
-  char* rows;  // of the table's type
+  RowMatrix rows;
   uint64_t* scores;
   uint64_t* number;  // device counter
+  int32_t* tables;   // of each leaver, its table's index; null: not wanted
 };
 
 // What becomes of the rows of new ids.
@@ -158,9 +175,9 @@ struct Admissions;  // admission.h
 // How ids that are missing are placed.
 struct Placement {
   NewRows rows;
-  bool refuse_lower;       // an id whose score is lower than all it could replace is refused
-  const char* given_rows;  // [positions][dim] what ids came with, where leavers are wanted
-  Leavers leavers;         // groups of one table only
+  bool refuse_lower;     // an id whose score is lower than all it could replace is refused
+  RowMatrix given_rows;  // by position, what ids came with; read where leavers are wanted
+  Leavers leavers;
   // [positions], what the caller believes of each id: that it is in the table before the call, or
   // that it is not. Ids of which that is wrong are passed over: their slot is kPassedOver. Null:
   // all ids are taken.
@@ -204,6 +221,28 @@ struct Entries {
   HKV_HOST_DEVICE Rank rank(int64_t i) const {
     return Rank{scores != nullptr ? scores[i] : last_steps[i], last_steps[i]};
   }
+};
+
+// Which entries of a group's tables are meant: those that meet every condition.
+struct Selection {
+  // [num_tables] where the table's slots begin in the answer; -1: none of it is meant.
+  const int64_t* starts;
+  uint64_t score_at_least;
+  uint64_t score_at_most;
+  int64_t touched_before;  // the step of an entry's last touch is lower than this
+
+  HKV_HOST_DEVICE bool meets(uint16_t digest, Rank rank) const {
+    return digest != kEmptyDigest && digest != kClosedDigest && rank.score >= score_at_least &&
+           rank.score <= score_at_most && static_cast<int64_t>(rank.last_step) < touched_before;
+  }
+};
+
+// Entries as they are given back, [n] each.
+struct Exported {
+  int64_t* ids;
+  RowMatrix rows;
+  uint64_t* scores;
+  RowMatrix states;  // float32
 };
 
 // Room for entries that others took the place of.

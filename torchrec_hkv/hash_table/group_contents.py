@@ -9,8 +9,6 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.table_spec import TableState
 
-_SIGN_BIT = -(1 << 63)
-
 
 class GroupContents:
     """Whole tables of a group. Part of ``TableGroup``, which has the rest."""
@@ -86,41 +84,3 @@ class GroupContents:
         Elsewhere nothing happens.
         """
         self._group.fill_frames(table)
-
-    def select_slots(
-        self,
-        table: int,
-        score_below: int | None = None,
-        score_at_least: int | None = None,
-        older_than: int | None = None,
-    ) -> Tensor:
-        """Slots of the entries that meet every given condition (waits for the device).
-
-        Args:
-            table: index of the table.
-            score_below: unsigned score less than this.
-            score_at_least: unsigned score not less than this.
-            older_than: last touched more than this many steps before the last one.
-
-        Returns:
-            int64, ascending, counted from the table's first slot.
-
-        Raises:
-            ValueError: a bound is no unsigned 64-bit number, or an age is negative.
-        """
-        for what, bound in (("score_below", score_below), ("score_at_least", score_at_least)):
-            if bound is not None and not 0 <= bound < 1 << 64:
-                raise ValueError(f"{what} is {bound}, but must be from 0 to 2^64 - 1.")
-        if older_than is not None and older_than < 0:
-            raise ValueError(f"older_than is {older_than}, but must not be negative.")
-        chosen = self._group.occupied(table)
-        if score_below is not None or score_at_least is not None:
-            # Flipping the sign bit orders unsigned numbers as int64 orders them.
-            scores = self._group.scores(table) ^ _SIGN_BIT
-            if score_below is not None:
-                chosen &= scores < score_below + _SIGN_BIT
-            if score_at_least is not None:
-                chosen &= scores >= score_at_least + _SIGN_BIT
-        if older_than is not None:
-            chosen &= self._group.last_steps(table) < self._group.clock - older_than
-        return chosen.nonzero().flatten()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.admission import Admission
-from torchrec_hkv.hash_table.call_arguments import CallArguments
 from torchrec_hkv.hash_table.entries import Entries, Evicted
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.saved_table import SavedTable
 from torchrec_hkv.hash_table.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
-
-_ops = torch.ops.torchrec_hkv
 
 EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
 
@@ -130,7 +127,6 @@ class HashTable(SavedTable):
         self.eviction = spec.eviction
         self.state_dim = state_dim
         self._epoch = 0
-        self._arguments = CallArguments(self._group.device, spec.dim, spec.dtype, spec.eviction)
 
     @property
     def device(self) -> torch.device:
@@ -166,23 +162,22 @@ class HashTable(SavedTable):
             ``(rows, found)``: ``[n, dim]``, where an id that is not there has its initial row, and
             bool ``[n]``.
         """
-        return self._gather(ids, self.find_slots(ids))
+        return self._group.find_rows(ids, None, 1)
 
     def find_slots(self, ids: Tensor) -> Tensor:
         """Slots of ids, int64 ``[n]``, -1 where an id is not there; changes nothing.
 
         A slot is valid until its id is evicted or erased, or the table grows.
         """
-        return self._group.find(ids.contiguous(), None, 1)
+        return self._group.find_slots(ids, None, 1)
 
     def find_missing(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Ids that are not in the table and their positions in ``ids`` (waits for the device)."""
-        positions = (self.find_slots(ids) < 0).nonzero().flatten()
-        return ids[positions], positions
+        return self._group.find_missing(ids, None, 1)
 
     def contains(self, ids: Tensor) -> Tensor:
         """Whether ids are in the table, bool ``[n]``; changes nothing."""
-        return self.find_slots(ids) >= 0
+        return self._group.contains(ids, None, 1)
 
     def find_or_insert(self, ids: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows of ids; those that are not there are inserted with their initial rows.
@@ -195,16 +190,13 @@ class HashTable(SavedTable):
             ``(rows, found)``: ``[n, dim]`` (of an id that is refused or not admitted its initial
             row), and bool ``[n]``: whether an id was there before the call.
         """
-        slots, found = self.find_or_insert_slots(ids, scores)
-        return self._gather(ids, slots)[0], found
+        return self._group.find_or_insert_rows(ids, None, 1, scores)
 
     def find_or_insert_slots(
         self, ids: Tensor, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`find_or_insert`, with slots instead of rows; -1 for ids without one."""
-        slots, found, *_ = self._insert(ids, scores, None, initialize=True)
-        self._group.check_strict()
-        return slots, found
+        return self._group.find_or_insert_slots(ids, None, 1, scores)
 
     # -- insertions -------------------------------------------------------------------------------
 
@@ -221,10 +213,7 @@ class HashTable(SavedTable):
         Returns:
             bool ``[n]``: False for ids that were refused or not admitted.
         """
-        self._arguments.check_rows(rows, ids)
-        slots, *_ = self._insert(ids, scores, rows, assign=True)
-        self._group.check_strict()
-        return slots >= 0
+        return self._group.insert_or_assign(ids, None, 1, rows, scores)
 
     def insert_and_evict(
         self, ids: Tensor, rows: Tensor, scores: Tensor | None = None, *, trim: bool = True
@@ -242,15 +231,7 @@ class HashTable(SavedTable):
                 Otherwise there is room for as many entries as ids, and only the device knows how
                 many there are.
         """
-        self._arguments.check_rows(rows, ids)
-        _, _, out_ids, out_rows, out_scores, number = self._insert(
-            ids, scores, rows, assign=True, evicted=True
-        )
-        self._group.take_crowded()  # they are given back, so that a strict table need not raise
-        if trim:
-            n = int(number)
-            out_ids, out_rows, out_scores = out_ids[:n], out_rows[:n], out_scores[:n]
-        return Evicted(out_ids, out_rows, out_scores, number)
+        return self._group._insert_and_evict(ids, None, 1, rows, scores, trim)[0]
 
     def accum_or_assign(
         self, ids: Tensor, rows: Tensor, accumulate: Tensor, scores: Tensor | None = None
@@ -264,37 +245,25 @@ class HashTable(SavedTable):
                 False that it is not. Where the belief is wrong, nothing is done with the id.
             scores: as in :meth:`find_or_insert`.
         """
-        self._arguments.check_rows(rows, ids)
-        self._arguments.check(accumulate, "accumulate", torch.bool, (ids.numel(),))
-        slots, *_ = self._insert(ids, scores, None, believed=accumulate)
-        nowhere = torch.full_like(slots, -1)
-        self._write(torch.where(accumulate, nowhere, slots), rows, add=False)
-        self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
-        self._group.check_strict()
+        self._group.accum_or_assign(ids, None, 1, rows, accumulate, scores)
 
     # -- changes of what is there -----------------------------------------------------------------
 
     def assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
         """Sets rows and scores of ids that are there; returns which, bool ``[n]``."""
-        self._arguments.check_rows(rows, ids)
-        slots = self._touch(ids, scores)
-        self._write(slots, rows, add=False)
-        return slots >= 0
+        return self._group.assign(ids, None, 1, rows, scores)
 
     def assign_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Sets rows, not scores, of ids that are there; returns which, bool ``[n]``."""
-        self._arguments.check_rows(rows, ids)
-        slots = self.find_slots(ids)
-        self._write(slots, rows, add=False)
-        return slots >= 0
+        return self._group.assign_rows(ids, None, 1, rows)
 
     def assign_scores(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
         """Sets scores, not rows, of ids that are there, as a hit does; returns which."""
-        return self._touch(ids, scores) >= 0
+        return self._group.assign_scores(ids, None, 1, scores)
 
     def erase(self, ids: Tensor) -> None:
         """Forgets ids; those that are not there are passed over."""
-        self._erase(self.find_slots(ids))
+        self._group.erase(ids, None, 1)
 
     def erase_if(
         self,
@@ -302,6 +271,7 @@ class HashTable(SavedTable):
         score_below: int | None = None,
         score_at_least: int | None = None,
         older_than: int | None = None,
+        where: Callable[[Entries], Tensor] | None = None,
     ) -> int:
         """Forgets all entries that meet every given condition; returns how many.
 
@@ -309,10 +279,19 @@ class HashTable(SavedTable):
             score_below: unsigned score less than this.
             score_at_least: unsigned score not less than this.
             older_than: last touched more than this many calls ago.
+            where: a predicate on rows or whatever else a table keeps: it is given entries, a
+                bounded number at a time, and says which of them are meant, bool ``[n]``.
+
+        Raises:
+            TypeError: ``where`` gives something else.
+            ValueError: so, or a bound is no unsigned 64-bit number, or an age is negative.
         """
-        chosen = self._select(score_below, score_at_least, older_than)
-        self._erase(chosen)
-        return chosen.numel()
+        return self._group.erase_if(
+            score_below=score_below,
+            score_at_least=score_at_least,
+            older_than=older_than,
+            where=where,
+        )
 
     def expire(self) -> None:
         """Forgets all entries that were last touched more than ``expire_after`` calls ago.
@@ -337,7 +316,7 @@ class HashTable(SavedTable):
 
     def export(self, batch_size: int = 1 << 20) -> Iterator[Entries]:
         """All entries, in batches of at most ``batch_size`` (bounded memory)."""
-        yield from self._export(self._select(None, None, None), batch_size)
+        yield from self.export_if(batch_size=batch_size)
 
     def export_if(
         self,
@@ -345,10 +324,18 @@ class HashTable(SavedTable):
         score_below: int | None = None,
         score_at_least: int | None = None,
         older_than: int | None = None,
+        where: Callable[[Entries], Tensor] | None = None,
         batch_size: int = 1 << 20,
     ) -> Iterator[Entries]:
         """Entries that meet every given condition; see :meth:`erase_if`."""
-        yield from self._export(self._select(score_below, score_at_least, older_than), batch_size)
+        for part in self._group.export_if(
+            score_below=score_below,
+            score_at_least=score_at_least,
+            older_than=older_than,
+            where=where,
+            batch_size=batch_size,
+        ):
+            yield Entries(part.ids, part.rows, part.scores, part.states)
 
     # -- sizes ------------------------------------------------------------------------------------
 
@@ -394,58 +381,3 @@ class HashTable(SavedTable):
         ``size`` and ``capacity``; see :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
         """
         return self._group.counters()[0]
-
-    # -- inside -----------------------------------------------------------------------------------
-
-    def _insert(
-        self,
-        ids: Tensor,
-        scores: Tensor | None,
-        rows: Tensor | None,
-        *,
-        initialize: bool = False,
-        assign: bool = False,
-        evicted: bool = False,
-        believed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        self._arguments.check_call(ids, scores)
-        return _ops.insert(
-            self._group.counter_tensor,
-            self._group.handle,
-            ids.contiguous(),
-            None if scores is None else scores.contiguous(),
-            None if rows is None else rows.contiguous(),
-            None if believed is None else believed.contiguous(),
-            initialize,
-            assign,
-            evicted,
-        )
-
-    def _gather(self, ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return _ops.gather_rows(self._group.handle, ids.contiguous(), slots)
-
-    def _write(self, slots: Tensor, rows: Tensor, *, add: bool) -> None:
-        group = self._group
-        _ops.write_rows(group.counter_tensor, group.handle, slots, rows.contiguous(), add)
-
-    def _touch(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        """A call that touches what is there; returns slots."""
-        self._arguments.check_call(ids, scores)
-        group = self._group
-        if scores is not None:
-            scores = scores.contiguous()
-        return _ops.touch(group.counter_tensor, group.handle, ids.contiguous(), scores)
-
-    def _erase(self, slots: Tensor) -> None:
-        _ops.erase_slots(self._group.counter_tensor, self._group.handle, slots)
-
-    def _select(
-        self, score_below: int | None, score_at_least: int | None, older_than: int | None
-    ) -> Tensor:
-        return self._group.select_slots(0, score_below, score_at_least, older_than)
-
-    def _export(self, slots: Tensor, batch_size: int) -> Iterator[Entries]:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
-        for part in slots.split(batch_size) if slots.numel() else ():
-            yield Entries(*_ops.export_slots(self._group.handle, part))

@@ -12,9 +12,11 @@ from torchrec_hkv import _C
 from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table.accumulation import Accumulator
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
+from torchrec_hkv.hash_table.call_arguments import CallArguments
 from torchrec_hkv.hash_table.group_contents import GroupContents
 from torchrec_hkv.hash_table.group_counters import GroupCounters
-from torchrec_hkv.hash_table.group_strictness import GroupStrictness
+from torchrec_hkv.hash_table.group_rows import GroupRows
+from torchrec_hkv.hash_table.group_selection import GroupSelection
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.hash_table.table_config import table_config
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -24,8 +26,11 @@ _ops = torch.ops.torchrec_hkv
 Pin = _C.Pin
 
 
-class TableGroup(GroupContents, GroupCounters, GroupStrictness):
+class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
     """Hash tables of any dims and capacities behind one lookup.
+
+    :class:`torchrec_hkv.hash_table.group_calls.GroupCalls` has HierarchicalKV's operations on them,
+    :class:`torchrec_hkv.hash_table.group_selection.GroupSelection` what goes by score and age.
 
     Args:
         tables: the tables.
@@ -55,6 +60,7 @@ class TableGroup(GroupContents, GroupCounters, GroupStrictness):
             )
         self.optimizer = optimizer
         self.tables = tuple(tables)
+        self.feature_tables = tuple(feature_tables)
         self.device = known_device(device)
         kernels_optimizer = (
             _C.OptimizerConfig(kind=_C.Optimizer.NONE) if optimizer is None else optimizer.config()
@@ -75,6 +81,8 @@ class TableGroup(GroupContents, GroupCounters, GroupStrictness):
         self._count_hits_by_memory(configs)
         self._accumulator = Accumulator(self._group, optimizer)
         self._watch(self.tables)
+        self._arguments = CallArguments.of(self.tables, self.device)
+        self._number_slots()
 
     @property
     def handle(self) -> int:
