@@ -9,7 +9,6 @@ import torch
 
 from torchrec_hkv.hash_table import (
     SGD,
-    Adagrad,
     Adam,
     RowWiseAdagrad,
     RowWiseAdam,
@@ -23,7 +22,6 @@ DIMS = (64, 128)
 ROWS = 20_000
 OPTIMIZERS = {
     "sgd": SGD(),
-    "adagrad": Adagrad(),
     "rowwise_adagrad": RowWiseAdagrad(eps=1e-8),
     "adam": Adam(),
     "rowwise_adam": RowWiseAdam(),  # has no updater of its own
@@ -85,17 +83,17 @@ def draw(kind, lengths, device):
     return torch.randint(300, (n,), device=device)  # "repeated"
 
 
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", ["sum", "weighted mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["alone", "few repeated", "repeated", "one id"])
-def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, weighted, mean):
+def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, pooling):
     device = torch.device(device_type)
     groups = [make_group(optimizer, device) for _ in range(2)]
     lengths = torch.randint(6, (3 * BATCH,), device=device)
     lengths[5] = 300
     ids = draw(kind, lengths, device)
-    weights = torch.rand(len(ids), device=device) if weighted else None
+    mean = pooling == "weighted mean"
+    weights = torch.rand(len(ids), device=device) if mean else None
     grad = torch.randn(BATCH, sum((DIMS[0], DIMS[1], DIMS[0])), device=device)
     # What the batches before were like: the first group's rows stood alone, the second's did not.
     for group, before in zip(groups, ("alone", "repeated"), strict=True):
