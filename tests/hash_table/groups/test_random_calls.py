@@ -7,6 +7,7 @@ import torch
 
 from tests.support.checked_group import CheckedGroup, GroupDriver, random_specs
 from tests.support.table_model import POLICIES
+from tests.support.tiers import hbm_bytes_for
 from torchrec_hkv.hash_table import MinFrequency, Probability
 
 
@@ -70,3 +71,29 @@ def test_tables_that_grow(device_type):
     for _ in range(40):
         driver.call()
     assert checked.group.growths > 0
+
+
+def test_tables_in_two_tiers(device_type):
+    """One table in HBM, two with a part of their rows there, one in host memory."""
+    shares = [None, 0.5, 0.1, 0.0]
+    specs = [
+        dataclasses.replace(
+            spec,
+            capacity=600,
+            hbm_bytes=share
+            if share is None
+            else hbm_bytes_for(share, 600, spec.dim, eviction=spec.eviction),
+        )
+        for spec, share in zip(random_specs(4, seed=6), shares, strict=True)
+    ]
+    checked = CheckedGroup(specs, device_type)
+    if device_type == "cuda":
+        assert [checked.group.host_bytes(table) > 0 for table in range(4)] == [
+            False,
+            True,
+            True,
+            True,
+        ]
+    driver = GroupDriver(checked, seed=6)
+    for _ in range(40):
+        driver.call()
