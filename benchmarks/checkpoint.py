@@ -45,6 +45,7 @@ from torchrec_hkv import (
     checkpoint,
     get_default_sharders,
 )
+from torchrec_hkv.hash_table.block_files import BLOCK, BlockFile, block_memory, host_memory
 
 #: Optimizer, its arguments, and float32 values of state a row of ``dim`` columns keeps.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float], Callable[[int], int]]]
@@ -159,6 +160,18 @@ def disk_rates(folder: Path, size: int, threads: int, progress: Progress) -> Rat
     return Rates(max(r.write for r in found), max(r.read for r in found))
 
 
+def goes_past_the_cache(folder: Path, device: torch.device) -> bool:
+    """Whether the folder's file system and memory that the device copies to allow it."""
+    memory = block_memory(BLOCK, pin=device.type == "cuda").zero_()
+    path = folder / "block"
+    file = BlockFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    file.write_blocks(host_memory(memory), 0)
+    direct = file.is_direct
+    file.close()
+    path.unlink()
+    return direct
+
+
 def fits_twice(args: argparse.Namespace, device: torch.device) -> bool:
     """Whether a second model fits beside the first, which is there."""
     if device.type != "cuda":
@@ -176,6 +189,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
     rows = args.bytes // entry
     model = make_model(args, rows, device)
     fill(model, rows, device)
+    direct = goes_past_the_cache(folder, device)
+    progress.say(f"files {'go' if direct else 'do not go'} past the page cache here")
     progress.say(f"a table of {rows:,} rows on {device}")
     digest = checkpoint.digest(model)
     progress.say("its digest")
@@ -219,6 +234,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
             "files": len(sizes),
             "threads": args.threads,
             "batch_mb": args.batch_mb,
+            "past_cache": direct,
             "disk_write_gb_s": round(disk.write / 1e9, 3),
             "disk_read_gb_s": round(disk.read / 1e9, 3),
             "save_s": round(saved_s, 2),

@@ -36,11 +36,19 @@ class FileOptions:
         batch_bytes: memory it may take, on the host and on the device.
         threads: that write or read files at the same time.
         allow_loss: load also into tables that are too small; what ranks lowest is left out.
+
+    Raises:
+        ValueError: one of the numbers is not positive.
     """
 
     batch_bytes: int
     threads: int
     allow_loss: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{what} is {value!r}, but must be an integer, at least 1.")
 
 
 class TablesLoad(abc.ABC):

@@ -39,8 +39,8 @@ from torchrec_hkv.hash_table.table_spec import TableSpec
 #: What a save or a load may take of host memory, and as much of a GPU's.
 BATCH_BYTES = 64 << 20
 #: Size that shards of a table keep below, but a sixteenth of a larger table's: each shard costs a
-#: look at all slots.
-SHARD_BYTES = 1 << 30
+#: look at all slots. Several threads share a table in shards that are no less than the second.
+SHARD_BYTES, LEAST_SHARD_BYTES = 1 << 30, 64 << 20
 SHARDS = 16
 
 #: Nothing is evicted before a table is this full (promise 7).
@@ -92,7 +92,8 @@ def save(
         path: a folder; an earlier save in it is replaced.
         epoch: of the epoch policies.
         batch_bytes: memory the save may take, on the host and on the device.
-        shard_bytes: size that files keep below. None: 1 GiB, or a sixteenth of the table.
+        shard_bytes: size that files keep below. None: 1 GiB, or a sixteenth of a larger table; of
+            a smaller one less, so that several threads have two files each.
         threads: that write files at the same time; they share ``batch_bytes``.
 
     Raises:
@@ -107,7 +108,7 @@ def save(
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
-        shard_bytes = default_shard_bytes(int(counts.sum()) * entry)
+        shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
     written: list[Path] = []
     save_name = os.urandom(4).hex()
@@ -139,9 +140,16 @@ def save(
     remove_others(folder, manifest)
 
 
-def default_shard_bytes(size: int) -> int:
-    """What shards of a table keep below whose entries have so many bytes: at most 16 or so."""
-    return max(SHARD_BYTES, size // (SHARDS - 1))
+def default_shard_bytes(size: int, threads: int) -> int:
+    """What shards of a table keep below whose entries have so many bytes.
+
+    So many that the threads end at about the same time, but 16 or so at most where each thread
+    still has one.
+    """
+    most = SHARD_BYTES
+    if threads > 1:
+        most = min(SHARD_BYTES, max(LEAST_SHARD_BYTES, size // (2 * threads)))
+    return max(most, size // (SHARDS - 1))
 
 
 def load(

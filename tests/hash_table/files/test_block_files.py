@@ -105,11 +105,18 @@ def test_a_table_past_the_page_cache(device_type, tmp_path):
     assert_same(snapshot(table), snapshot(loaded))
 
 
-@pytest.mark.parametrize(("size", "shards"), [(10**6, 1), (4 << 30, 4), (50 * 10**9, 16)])
-def test_the_number_of_shards_is_bounded(size, shards):
+@pytest.mark.parametrize(
+    ("size", "threads", "shards"),
+    [
+        *[(10**6, 1, 1), (4 << 30, 1, 4), (50 * 10**9, 1, 16)],
+        *[(10**6, 4, 1), (128 << 20, 4, 2), (4 << 30, 4, 8), (50 * 10**9, 4, 16)],
+    ],
+)
+def test_the_number_of_shards_is_bounded(size, threads, shards):
     """Each costs a look at all slots, so that their number must not grow with the table."""
     entry = 100
     counts = torch.full((1 << 16,), size // entry >> 16) + (torch.arange(1 << 16) % 3)
-    plan = plan_shards(counts, files.default_shard_bytes(int(counts.sum()) * entry) // entry)
+    most = files.default_shard_bytes(int(counts.sum()) * entry, threads)
+    plan = plan_shards(counts, most // entry)
     assert shards <= len(plan) <= shards + 1
     assert sum(entries for _, _, entries in plan) == counts.sum()
