@@ -7,9 +7,9 @@
 
 With its own torch, a version has a virtual environment with the torch and FBGEMM that belong to it,
 and a copy of the tree where the extension is built for that torch; both are kept in ``--folder``
-for the next time. Where they do not install or build, and with ``--this-torch``, the version's
-Python is put before that of the Python that runs this, whose torch, FBGEMM and extension then serve
-it: seconds instead of minutes, and the Python side is what differs most between versions.
+for the next time. Where they do not install, and with ``--this-torch``, the version's Python is put
+before that of the Python that runs this, whose torch, FBGEMM and extension then serve it: seconds
+of preparation in the place of an hour, and the Python side is what differs most between versions.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class Failed(Exception):
     """A step that did not work; the message says which and where its output is."""
 
 
+class NotInstalled(Failed):
+    """A version's own torch can't be had here."""
+
+
 def run(log: Path, command: list[str], cwd: Path = ROOT, **environment: str) -> None:
     """Runs a command, its output in a file.
 
@@ -77,7 +81,8 @@ def own_environment(folder: Path, release: Release) -> tuple[Path, Path]:
     """The Python and the tree of a release, made or brought up to date.
 
     Raises:
-        Failed: torch does not install, or the extension does not build.
+        NotInstalled: its torch does not install.
+        Failed: the extension does not build.
     """
     python = folder / "venv" / "bin" / "python"
     stamp = folder / "installed.txt"
@@ -86,9 +91,12 @@ def own_environment(folder: Path, release: Release) -> tuple[Path, Path]:
     if not stamp.is_file() or stamp.read_text() != text:
         venv.create(folder / "venv", with_pip=True, clear=True)
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        run(folder / "install.log", [*pip, "setuptools", *wanted])
         torchrec = f"torchrec=={release.torchrec}"
-        run(folder / "install_torchrec.log", [*pip, "--no-deps", torchrec])
+        try:
+            run(folder / "install.log", [*pip, "setuptools", *wanted])
+            run(folder / "install_torchrec.log", [*pip, "--no-deps", torchrec])
+        except Failed as reason:
+            raise NotInstalled(str(reason)) from None
         stamp.write_text(text)
     tree = folder / "tree"
     copy_tree(tree)
