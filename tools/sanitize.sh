@@ -50,7 +50,10 @@ run_cpu() { # run_cpu SANITIZER LIBRARY
   fi
   local tree=$out/tree
   mkdir -p "$tree"
-  # Times are kept, so that only what has changed is compiled again.
+  # All is copied anew but for what was built; times are kept, so that only what has changed is
+  # compiled again.
+  find "$tree" -mindepth 1 -maxdepth 1 ! -name build ! -name torchrec_hkv -exec rm -rf {} +
+  find "$tree" -path "$tree/torchrec_hkv/*" -name '*.py' -delete
   git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t "$tree"
   cd "$tree" || exit 2
   echo "building for the $sanitizer sanitizer"
