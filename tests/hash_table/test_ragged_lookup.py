@@ -254,3 +254,58 @@ def test_a_gradient_of_another_shape():
             torch.ops.torchrec_hkv.update_rows(
                 group.counter_tensor, group.handle, torch.zeros(shape), *args
             )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
+    """With more features than one launch tells of their bags."""
+    features = 150
+    spec = TableSpec("t", 4000, 8, initializer=Uniform(-1, 1))
+    ours, theirs = (TableGroup([spec], [0] * features, SGD(), "cuda") for _ in range(2))
+    bags = [(7 * index) % 5 for index in range(features)]
+    pool = random_ids(800)
+    batches = [Batch(bags, pool, "cuda") for _ in range(6)]
+    most = max(len(batch.ids) for batch in batches)
+    static = Batch(bags, pool, "cuda")
+    static.ids = torch.zeros(most, dtype=torch.int64, device="cuda")
+
+    def step(group, ids, offsets):
+        out = look_up(group, ids, offsets, None, False, bags, dtype=dtype)
+        out.backward(torch.ones_like(out))
+        return out.detach()
+
+    def fill(batch):
+        """All of the static ids: the last bag has what is left."""
+        static.ids[: len(batch.ids)].copy_(batch.ids)
+        static.ids[len(batch.ids) :] = batch.ids[0]
+        static.offsets.copy_(batch.offsets)
+        static.offsets[-1] = most
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in batches[:2]:
+            fill(batch)
+            step(ours, static.ids, static.offsets)
+            step(theirs, static.ids, static.offsets)
+        fill(batches[2])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(ours, static.ids, static.offsets)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        step(theirs, static.ids, static.offsets)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(ours, static.ids, static.offsets)
+    for batch in batches[3:]:
+        fill(batch)
+        graph.replay()
+        assert torch.equal(out, step(theirs, static.ids, static.offsets))
+    torch.cuda.synchronize()
+    got, wanted = rows_by_id(ours), rows_by_id(theirs)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[id_], row) for id_, row in wanted.items())

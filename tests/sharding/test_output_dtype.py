@@ -96,7 +96,7 @@ def _refused(rank, world_size, device, kernels, told, fused_params):
     ]
     constraints = {
         name: ParameterConstraints(
-            compute_kernels=[kernels[name]], sharding_types=["row_wise"], output_dtype=told[name]
+            compute_kernels=[kernels[name]], sharding_types=["table_wise"], output_dtype=told[name]
         )
         for name in ("a", "b")
     }
@@ -115,7 +115,7 @@ def _refused(rank, world_size, device, kernels, told, fused_params):
             ("hkv", "hkv"),
             (DataType.INT8, None),
             {},
-            "output_dtype=DataType.INT8, but backend 'hkv'",
+            "output_dtype=INT8, but backend 'hkv'",
         ),
         (
             ("hkv", "hkv"),

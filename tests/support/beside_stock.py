@@ -82,7 +82,8 @@ class Scenario:
         columns: of a column-wise shard at least.
         trained: whether there are backwards.
         output: ``"fp16"`` or ``"bf16"``, of what lookups give; None for nothing said: float32.
-        rows: ``"fp16"`` or ``"bf16"``, of rows; None for float32.
+        rows: ``"fp16"`` or ``"bf16"``, of the backend's tables; None for float32.
+        stock_rows: likewise, of stock tables.
     """
 
     backend: str
@@ -96,6 +97,7 @@ class Scenario:
     trained: bool = True
     output: str | None = None
     rows: str | None = None
+    stock_rows: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,16 +127,17 @@ def raw_ids() -> torch.Tensor:
 
 
 def _tables(
-    rows: int, pooling: PoolingType, data_type: DataType = DataType.FP32
+    rows: int, pooling: PoolingType, data_type: DataType, static_type: DataType
 ) -> list[EmbeddingBagConfig]:
     """Two tables that share a feature and differ in dim, and a static one."""
-    tables = [
+    return [
         EmbeddingBagConfig(
             name="t0",
             num_embeddings=rows,
             embedding_dim=8,
             feature_names=["f0", "f1"],
             pooling=pooling,
+            data_type=data_type,
         ),
         EmbeddingBagConfig(
             name="t1",
@@ -142,12 +145,17 @@ def _tables(
             embedding_dim=12,
             feature_names=["f1", "f2"],
             pooling=pooling,
+            data_type=data_type,
         ),
         EmbeddingBagConfig(
-            name="s", num_embeddings=IDS, embedding_dim=4, feature_names=["g"], pooling=pooling
+            name="s",
+            num_embeddings=IDS,
+            embedding_dim=4,
+            feature_names=["g"],
+            pooling=pooling,
+            data_type=static_type,
         ),
     ]
-    return [dataclasses.replace(table, data_type=data_type) for table in tables]
 
 
 def _shard(
@@ -155,7 +163,9 @@ def _shard(
 ) -> DistributedModelParallel:
     optimizer, kwargs = _ALL_OPTIMIZERS[scenario.optimizer]
     pooling = PoolingType.MEAN if scenario.pooling == "mean" else PoolingType.SUM
-    tables = _tables(rows, pooling, DataType((scenario.rows or "fp32").upper()))
+    stock_type = DataType((scenario.stock_rows or "fp32").upper())
+    our_type = DataType((scenario.rows or "fp32").upper())
+    tables = _tables(rows, pooling, stock_type if kernel == "fused" else our_type, stock_type)
     model = make_model(tables, optimizer, kwargs, is_weighted=scenario.pooling == "weighted")
     constraints = {
         name: ParameterConstraints(
@@ -305,16 +315,19 @@ def train_beside_stock(
         sent_to_ours = [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]
         if scenario.narrow and rank == 0:
             sent_to_ours = [sent.int() for sent in sent_to_ours]
-        step_losses = []
+        step_losses, dtypes = [], []
         for model, sent in ((stock, ids), (ours, sent_to_ours)):
             output = model(_features(sent, batch.lengths, used_weights, device, batch.inverse))
             assert output.shape == (batch.target.numel(), projection.numel())
-            assert output.dtype == OUTPUTS[scenario.output]
+            dtypes.append(output.dtype)
             error = output.float() @ projection - batch.target.to(device)
             loss = error.square().sum() / BATCH
             if scenario.trained:
                 loss.backward()
             step_losses.append(float(loss.detach()))
+        assert dtypes[0] == dtypes[1]
+        if scenario.pooling != "mean":  # TorchRec divides sums over ranks by float32
+            assert dtypes[0] == OUTPUTS[scenario.output]
         losses.append(step_losses)
     stock_rows = _probe(stock, torch.arange(IDS), scenario, device)
     our_rows = _probe(ours, mapped, scenario, device)
