@@ -64,10 +64,9 @@ at::Tensor gather(const TableView& view, const hash_table::RowStore& store, at::
   at::Tensor out = at::empty({slots.numel(), store.width}, slots.options().dtype(dtype));
   const int64_t* at = slots.const_data_ptr<int64_t>();
   char* to = static_cast<char*>(out.data_ptr());
-  HKV_ON_DEVICE(
-      slots.device(),
-      hash_table::cpu::gather(view, store, nullptr, at, slots.numel(), to, nullptr, threads),
-      hash_table::cuda::gather(view, store, nullptr, at, slots.numel(), to, nullptr, stream));
+  HKV_ON_DEVICE(slots.device(),
+                hash_table::cpu::gather(view, store, at, slots.numel(), to, threads),
+                hash_table::cuda::gather(view, store, at, slots.numel(), to, stream));
   return out;
 }
 

@@ -392,10 +392,10 @@ at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
     const auto options = at::dtype(states ? at::kFloat : row_dtype(table)).device(device_);
     const at::Tensor slots = at::arange(memory.num_slots(), options.dtype(at::kLong));
     at::Tensor out = at::empty({memory.num_slots(), store.width}, options);
-    HKV_ON_DEVICE(device_, ,
-                  hash_table::cuda::gather(view, store, nullptr, slots.const_data_ptr<int64_t>(),
-                                           slots.numel(), static_cast<char*>(out.data_ptr()),
-                                           nullptr, stream));
+    HKV_ON_DEVICE(
+        device_, ,
+        hash_table::cuda::gather(view, store, slots.const_data_ptr<int64_t>(), slots.numel(),
+                                 static_cast<char*>(out.data_ptr()), stream));
     return out;
   }
 #endif

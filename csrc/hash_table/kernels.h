@@ -59,13 +59,13 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
                   int32_t column_offset, float* out, int threads);
 
-// rows[i] = the vector at slots[i] of one table (slots counted from the table's first). Where there
-// is none, the id's initial row; without ids, zeros. found[i], where wanted: whether there is one.
-void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, bool* found, int threads);
+// vectors[i] = the vector at slots[i] of one table (slots counted from the table's first), zeros
+// where there is none.
+void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
+            char* vectors, int threads);
 
-// The same for the rows of a group's tables: position i of the batch has slots[i], numbered through
-// the tables.
+// rows[i] = the row at slots[i], numbered through the tables of a group, of the batch's id i. Where
+// there is none, the id's initial row. found[i], where wanted: whether there is one.
 void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
                  const RowMatrix& rows, bool* found, int threads);
 
@@ -162,8 +162,8 @@ void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
 // The pin ends.
 void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stream);
 
-void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, bool* found, cudaStream_t stream);
+void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
+            char* vectors, cudaStream_t stream);
 
 // only: the view in host memory, where the group has one table; otherwise null. So below.
 void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,

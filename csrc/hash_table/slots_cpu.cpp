@@ -27,8 +27,8 @@ void for_each_feature(const TableView* tables, const Batch& batch, int64_t begin
 
 }  // namespace
 
-void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, bool* found, int threads) {
+void gather(const TableView& /*table*/, const RowStore& store, const int64_t* slots, int64_t n,
+            char* vectors, int threads) {
   const int64_t bytes = static_cast<int64_t>(store.width) * element_size(store.type);
   parallel_for(n, 1024, threads, [&](int64_t begin, int64_t end) {
     constexpr int64_t kAhead = 8;
@@ -36,15 +36,11 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
       if (i + kAhead < end && slots[i + kAhead] != kNoSlot) {
         prefetch_bytes(store.at(slots[i + kAhead], kNoFrame), bytes);
       }
-      char* to = rows + i * bytes;
-      if (found != nullptr) found[i] = slots[i] != kNoSlot;
+      char* to = vectors + i * bytes;
       if (slots[i] != kNoSlot) {
         std::memcpy(to, store.at(slots[i], kNoFrame), bytes);
-      } else if (ids == nullptr) {
-        std::memset(to, 0, bytes);
       } else {
-        store_initial_row(table.initial_rows, ids[i], static_cast<uint32_t>(table.column_offset),
-                          store.width, store.type, to);
+        std::memset(to, 0, bytes);
       }
     }
   });

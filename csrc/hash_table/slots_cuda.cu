@@ -188,10 +188,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
-
-void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
-            int64_t n, char* rows, bool* found, cudaStream_t stream) {
+// Without ids zeros where there is no slot.
+void gather_of_one(const TableView& table, const RowStore& store, const int64_t* ids,
+                   const int64_t* slots, int64_t n, char* rows, bool* found, cudaStream_t stream) {
   if (n == 0 || store.width == 0) return;
   const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
   const auto kernel = table.initial_rows.distribution == Distribution::kUniform
@@ -202,11 +201,18 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
   HKV_CUDA_CHECK_LAUNCH();
 }
 
+}  // namespace
+
+void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
+            char* vectors, cudaStream_t stream) {
+  gather_of_one(table, store, nullptr, slots, n, vectors, nullptr, stream);
+}
+
 void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
                  const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   if (only != nullptr) {
-    gather(*only, only->rows, batch.ids, slots, batch.num_ids, rows.data, found, stream);
+    gather_of_one(*only, only->rows, batch.ids, slots, batch.num_ids, rows.data, found, stream);
     return;
   }
   gather_group_kernel<<<grid_for(batch.num_ids * kRowLanes), kThreads, 0, stream>>>(
