@@ -154,10 +154,12 @@ def rows_by_slices(shape, cores, ids):
     ("shape", "batch_size"),
     [
         (LARGER[0], 5000),  # more ids than one cluster sorts
+        (LARGER[2], 13_000),  # nearly as many as there are threads on the largest devices
+        (LARGER[0], 20_000),  # more than that
         (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 50),  # keys past 32 bits
         (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 5000),
     ],
-    ids=["ids", "keys", "both"],
+    ids=["ids", "threads", "many", "keys", "both"],
 )
 def test_large_index(shape, batch_size):
     cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
