@@ -141,6 +141,7 @@ class TTLookup(GroupLookup):
             _optimizer(optimizer),
             [shard.name for shard in shards],
             "tf32" if all(_options(s).precision == "tf32" for s in shards) else "fp32",
+            any(_options(s).strict for s in shards),
         )
         # No parameters: the sharded module exports them by table.
         self._cores = [core for shard in shards for core in _initial_cores(shard, device)]
@@ -174,6 +175,8 @@ class TTLookup(GroupLookup):
         if ids.device.type == "cpu":
             # Refuses bad ids before the caches see them.
             self._group.sort(ids, offsets, batch_size)
+        elif self._group.strict:
+            self._group.refuse_outside(ids, offsets, batch_size)
         if self.training:
             self._caches.before_training(self._cores, ids, offsets, batch_size)
         return self._caches.lookup(
