@@ -215,8 +215,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 }  // namespace
 
 bool is_medium(const Plan& plan, const Batch& batch) {
-  return (variant() & 64) == 0 && plan.cooperative && !is_small(plan, batch) &&
-         plan.num_keys < 0xffffffffu &&
+  return plan.cooperative && !is_small(plan, batch) && plan.num_keys < 0xffffffffu &&
          batch.num_ids <= static_cast<int64_t>(plan.multiprocessors) * kMostThreads;
 }
 
