@@ -3,20 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 
 #include "tensor_train/cuda_kernels.h"
 
 namespace torchrec_hkv::tensor_train::cuda {
-
-// For measuring: bits that switch kernels.
-inline int variant() {
-  static const int bits = [] {
-    const char* value = std::getenv("HKV_TT_VARIANT");
-    return value == nullptr ? 0 : std::atoi(value);
-  }();
-  return bits;
-}
 
 // Sorted positions that one warp walks to add up repeated ids.
 constexpr int kChunk = 32;
@@ -87,7 +77,7 @@ inline bool gathers(const Plan& plan, const Batch& batch) { return !is_small(pla
 // Whether they do so whatever that number is: in a small batch launches cost more than traffic, and
 // the output need not be cleared; and where results are to be the same bits in every run.
 inline bool always_gathers(const Batch& batch) {
-  return (batch.num_ids <= kSmallBatch && (variant() & 2) == 0) || batch.deterministic;
+  return batch.num_ids <= kSmallBatch || batch.deterministic;
 }
 
 // Takes the pieces out of memory, or counts their bytes.

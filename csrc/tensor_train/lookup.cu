@@ -40,10 +40,8 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.precision = precision;
   run.backward = backward;
   run.few = batch.num_ids <= kSmallBatch;
-  if ((variant() & 16) != 0) run.few = false;
-  if ((variant() & 32) != 0) run.few = true;
   run.deterministic = batch.deterministic;
-  run.may_be_dense = batch.num_ids >= ((variant() & 4) != 0 ? kSmallBatch : kMaybeDense);
+  run.may_be_dense = batch.num_ids >= kMaybeDense;
   run.most_prefixes = most_prefixes(plan, batch);
   run.only_lasts = plan.only_lasts;
   run.multiprocessors = plan.multiprocessors;

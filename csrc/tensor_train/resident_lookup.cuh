@@ -119,7 +119,7 @@ size_t resident_lookup_bytes(int64_t lasts) {
 template <typename Resident, int kSubs, typename Tiles>
 void run_lookup(const TileRun& run, TileInput in) {
   const size_t bytes = resident_lookup_bytes<Resident, kSubs>(run.only_lasts);
-  in.leaves_dense = run.only_lasts > 0 && bytes <= kMostResidentBytes && (variant() & 1) == 0;
+  in.leaves_dense = run.only_lasts > 0 && bytes <= kMostResidentBytes;
   if (in.leaves_dense) {
     auto kernel = resident_lookup<Resident, kSubs>;
     HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
