@@ -6,6 +6,8 @@ Environment variables:
     TORCHREC_HKV_RELEASE: 1 builds for all supported GPU architectures, and for any x86-64 machine.
     TORCHREC_HKV_CPU_ARCH: GCC's ``-march`` for the CPU kernels; empty for the compiler's default.
         By default ``x86-64-v3`` on a machine with AVX2.
+    TORCHREC_HKV_SANITIZE: ``address`` or ``thread`` builds the CPU kernels under that sanitizer of
+        the compiler; ``tools/sanitize.sh`` does so in a folder of its own and runs the tests there.
     TORCH_CUDA_ARCH_LIST: PyTorch's own; by default the GPU that is present, or 9.0 without one.
     MAX_JOBS: PyTorch's own; compilations at a time.
 """
@@ -30,6 +32,7 @@ from torch.utils.cpp_extension import (
 ROOT = Path(__file__).resolve().parent
 RELEASE_CUDA_ARCHS = "8.0;9.0;10.0"
 DEFAULT_CUDA_ARCH = "9.0"
+SANITIZERS = ("address", "thread")
 
 
 def is_set(variable: str) -> bool:
@@ -61,6 +64,24 @@ def cpu_arch() -> str:
     except OSError:
         return ""
     return "x86-64-v3" if {"avx2", "bmi2", "fma"} <= set(flags) else ""
+
+
+def sanitizer_flags() -> list[str]:
+    """For the compiler and the linker; none by default."""
+    sanitizer = os.environ.get("TORCHREC_HKV_SANITIZE", "")
+    if not sanitizer:
+        return []
+    if sanitizer not in SANITIZERS:
+        sys.exit(
+            f"error: TORCHREC_HKV_SANITIZE is {sanitizer!r}, but must be one of "
+            f"{', '.join(SANITIZERS)}, or empty."
+        )
+    if wants_cuda():
+        sys.exit(
+            f"error: TORCHREC_HKV_SANITIZE={sanitizer} makes a CPU build: it needs "
+            "TORCHREC_HKV_CUDA=0."
+        )
+    return [f"-fsanitize={sanitizer}"]
 
 
 def choose_cuda_archs() -> None:
@@ -115,11 +136,14 @@ def extension():
     cxx += ["-Wall", "-Wextra", *system]
     if arch := cpu_arch():
         cxx.append(f"-march={arch}")
+    sanitizer = sanitizer_flags()
+    if sanitizer:  # stacks that tell where, at a bearable speed
+        cxx += [*sanitizer, "-O1", "-g1", "-fno-omit-frame-pointer"]
     common = {
         "name": "torchrec_hkv._C",
         "include_dirs": [str(ROOT / "csrc")],
         "depends": [*files("*.h"), *files("*.cuh"), *files("*.hpp"), "setup.py"],
-        "extra_link_args": ["-pthread", *shared_cpp_runtime()],
+        "extra_link_args": ["-pthread", *shared_cpp_runtime(), *sanitizer],
     }
     if not cuda:
         return CppExtension(sources=files("*.cpp"), extra_compile_args={"cxx": cxx}, **common)

@@ -1,13 +1,18 @@
 """Saving and loading a sharded hash table, beside what the disk writes and reads in sequence.
 
-    python -m benchmarks.checkpoint --gigabytes 50 --out benchmarks/results/checkpoint.csv
+    python -m benchmarks.checkpoint --bytes 50e9 --out benchmarks/results/checkpoint.csv
 
 One process with one table under ``DistributedModelParallel``: ``torchrec_hkv.checkpoint.save`` and
-``.load``, the load into a fresh model, whose digest is compared. In the same run, before and after
-each, files of the same sizes are written by one thread in pieces of 16 MiB and synced, and read
-again. Files are dropped from the page cache before they are read. Rates are of file bytes, in
-gigabytes of 10^9 a second; ``save_over_disk`` and ``load_over_disk`` are to the mean of the two
-rates beside. ``peak_mb`` is what the process took of host memory at most beyond what it had before.
+``.load``, the load into a fresh model where two fit into a GPU, whose digest is compared. Before
+each save as many bytes are written by as many threads in pieces of 16 MiB, synced, and read again,
+past the page cache; then up to 4 GB through it. The faster of both is the disk's rate. Those files
+are gone when the save begins, so that the disk needs room for the checkpoint alone. Rates are of
+file bytes, in gigabytes of 10^9 a second. ``save_peak_mb`` and ``load_peak_mb`` are what the
+process took of host memory at most beyond what it had before.
+
+Each stage prints a line when it ends. With ``--time-limit`` a stage that would not end in time by
+the disk's rate is left out, and its columns are empty; the sequential files stop at a quarter of
+the limit.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +36,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from benchmarks.disk import Rates, drop_from_cache, sequential_rates
 from benchmarks.environment import report
 from torchrec_hkv import (
     EmbeddingShardingPlanner,
@@ -38,8 +45,8 @@ from torchrec_hkv import (
     checkpoint,
     get_default_sharders,
 )
+from torchrec_hkv.hash_table.block_files import BLOCK, BlockFile, block_memory, host_memory
 
-PIECE = 16 << 20
 #: Optimizer, its arguments, and float32 values of state a row of ``dim`` columns keeps.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float], Callable[[int], int]]]
 OPTIMIZERS = {
@@ -90,38 +97,6 @@ def fill(model: nn.Module, rows: int, device: torch.device) -> None:
             lookup(ids, offsets, None, 1, torch.tensor(0.0, device=device))
 
 
-def drop_from_cache(folder: Path) -> None:
-    """So that what is read next comes from the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def disk_rates(folder: Path, sizes: list[int]) -> tuple[float, float]:
-    """Bytes a second that one thread writes, synced, and reads, in files of these sizes."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    data = memoryview(bytearray(os.urandom(PIECE)))
-    begin = time.perf_counter()
-    for index, size in enumerate(sizes):
-        with open(folder / str(index), "wb", buffering=0) as file:
-            for first in range(0, size, PIECE):
-                file.write(data[: min(PIECE, size - first)])
-            os.fsync(file.fileno())
-    written = time.perf_counter() - begin
-    drop_from_cache(folder)
-    begin = time.perf_counter()
-    for index in range(len(sizes)):
-        with open(folder / str(index), "rb", buffering=0) as file:
-            while file.readinto(data):
-                pass
-    read = time.perf_counter() - begin
-    shutil.rmtree(folder)
-    return sum(sizes) / written, sum(sizes) / read
-
-
 def peak_mb() -> float:
     """The most that the process has had in memory since it was last forgotten."""
     with open("/proc/self/status") as status:
@@ -139,14 +114,86 @@ def timed(work: Callable[[], object], device: torch.device) -> tuple[float, floa
     return time.perf_counter() - begin, peak_mb() - before
 
 
+class Progress:
+    """Lines that say what is done, and what time is left.
+
+    Args:
+        limit: seconds from now.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._begin = time.perf_counter()
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.limit - (time.perf_counter() - self._begin)
+
+    def say(self, what: str) -> None:
+        """One line."""
+        print(f"[{time.perf_counter() - self._begin:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+    def allows(self, what: str, seconds: float) -> bool:
+        """Whether so many seconds are left; says so where they are not."""
+        if seconds <= self.left:
+            return True
+        self.say(f"{what} left out: some {seconds:.0f} s, {self.left:.0f} s are left")
+        return False
+
+
+def disk_rates(folder: Path, size: int, threads: int, progress: Progress) -> Rates:
+    """The higher ones of those past the page cache and through it."""
+    folder.mkdir()
+    found = []
+    for direct, most in ((True, size), (False, min(size, 4_000_000_000))):
+        rates = sequential_rates(
+            folder, most, threads, direct=direct, seconds=progress.limit / (8 if direct else 32)
+        )
+        way = "past" if direct else "through"
+        progress.say(
+            f"disk, {most / 1e9:.3f} GB {way} the page cache by {threads} threads: writes "
+            f"{rates.write / 1e9:.3f} GB/s, reads {rates.read / 1e9:.3f} GB/s"
+        )
+        found.append(rates)
+    folder.rmdir()
+    return Rates(max(r.write for r in found), max(r.read for r in found))
+
+
+def goes_past_the_cache(folder: Path, device: torch.device) -> bool:
+    """Whether the folder's file system and memory that the device copies to allow it."""
+    memory = block_memory(BLOCK, pin=device.type == "cuda").zero_()
+    path = folder / "block"
+    file = BlockFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    file.write_blocks(host_memory(memory), 0)
+    direct = file.is_direct
+    file.close()
+    path.unlink()
+    return direct
+
+
+def fits_twice(args: argparse.Namespace, device: torch.device) -> bool:
+    """Whether a second model fits beside the first, which is there."""
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return free > 1.3 * args.bytes + (1 << 30)
+
+
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
     """One row a repetition."""
+    progress = Progress(args.time_limit)
     device = torch.device(args.device)
     entry = 4 * (args.dim + OPTIMIZERS[args.optimizer][2](args.dim)) + 20
-    rows = int(args.gigabytes * 1e9 / entry)
+    entry += 8 * (args.eviction == "lfu")
+    rows = args.bytes // entry
     model = make_model(args, rows, device)
     fill(model, rows, device)
+    direct = goes_past_the_cache(folder, device)
+    progress.say(f"files {'go' if direct else 'do not go'} past the page cache here")
+    progress.say(f"a table of {rows:,} rows on {device}")
     digest = checkpoint.digest(model)
+    progress.say("its digest")
     path = folder / "checkpoint"
     options = {"threads": args.threads, "batch_bytes": args.batch_mb * 1_000_000}
     warm = make_model(args, 1000, device)
@@ -154,32 +201,32 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
     checkpoint.save(folder / "warm", warm)  # imports, and threads that begin
     checkpoint.load(folder / "warm", warm)
     del warm
-    sizes: list[int] = []
     for _ in range(args.repeat):
-        rates = [disk_rates(folder / "disk", sizes)] if sizes else []
         shutil.rmtree(path, ignore_errors=True)
+        disk = disk_rates(folder / "disk", args.bytes, args.threads, progress)
+        if not progress.allows("the save", args.bytes / disk.write):
+            return
         os.sync()
         saved_s, save_peak = timed(partial(checkpoint.save, path, model, **options), device)
         sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-        rates.append(disk_rates(folder / "disk", sizes))
-        drop_from_cache(path)
-        target = model
-        if not args.same_model:
-            target = make_model(args, rows, device)
-            fill(target, rows // 2, device)
-        else:
-            fill(model, rows // 1000, device)
-        loaded_s, load_peak = timed(partial(checkpoint.load, path, target, **options), device)
-        rates.append(disk_rates(folder / "disk", sizes))
-        if checkpoint.digest(target) != digest:
-            raise RuntimeError("what was loaded is not what was saved.")
-        del target
-        total = sum(sizes) / 1e9
-        write = sum(rate for rate, _ in rates) / len(rates) / 1e9
-        read = sum(rate for _, rate in rates) / len(rates) / 1e9
+        total = sum(sizes)
+        progress.say(
+            f"saved {total / 1e9:.3f} GB in {saved_s:.2f} s: {total / saved_s / 1e9:.3f} GB/s, "
+            f"{total / saved_s / disk.write:.2f} of the disk's rate"
+        )
+        loaded = {"load_s": "", "load_gb_s": "", "load_over_disk": "", "load_peak_mb": ""}
+        # All is read twice.
+        if progress.allows("the load", 2 * total / disk.read):
+            loaded_s, peak = load(args, model, rows, path, digest, options, progress)
+            loaded = {
+                "load_s": round(loaded_s, 2),
+                "load_gb_s": round(total / loaded_s / 1e9, 3),
+                "load_over_disk": round(total / loaded_s / disk.read, 2),
+                "load_peak_mb": round(peak, 1),
+            }
         yield {
             "table_device": device.type,
-            "gigabytes": round(total, 3),
+            "gigabytes": round(total / 1e9, 3),
             "rows": rows,
             "dim": args.dim,
             "optimizer": args.optimizer,
@@ -187,23 +234,52 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
             "files": len(sizes),
             "threads": args.threads,
             "batch_mb": args.batch_mb,
+            "past_cache": direct,
+            "disk_write_gb_s": round(disk.write / 1e9, 3),
+            "disk_read_gb_s": round(disk.read / 1e9, 3),
             "save_s": round(saved_s, 2),
-            "save_gb_s": round(total / saved_s, 3),
-            "disk_write_gb_s": round(write, 3),
-            "save_over_disk": round(total / saved_s / write, 2),
-            "load_s": round(loaded_s, 2),
-            "load_gb_s": round(total / loaded_s, 3),
-            "disk_read_gb_s": round(read, 3),
-            "load_over_disk": round(total / loaded_s / read, 2),
+            "save_gb_s": round(total / saved_s / 1e9, 3),
+            "save_over_disk": round(total / saved_s / disk.write, 2),
             "save_peak_mb": round(save_peak, 1),
-            "load_peak_mb": round(load_peak, 1),
+            **loaded,
         }
+
+
+def load(
+    args: argparse.Namespace,
+    model: nn.Module,
+    rows: int,
+    path: Path,
+    digest: dict[str, str],
+    options: dict[str, int],
+    progress: Progress,
+) -> tuple[float, float]:
+    """Seconds and megabytes of a load that gives back what was saved."""
+    device = torch.device(args.device)
+    if args.same_model or not fits_twice(args, device):
+        target, where = model, "the saved model, changed meanwhile"
+        fill(target, max(1, rows // 1000), device)
+    else:
+        target, where = make_model(args, rows, device), "a fresh model"
+        fill(target, rows // 2, device)
+    drop_from_cache(path)
+    seconds, peak = timed(partial(checkpoint.load, path, target, **options), device)
+    progress.say(f"loaded into {where} in {seconds:.2f} s")
+    if checkpoint.digest(target) != digest:
+        raise RuntimeError("what was loaded is not what was saved.")
+    progress.say("the digests are equal")
+    return seconds, peak
+
+
+def whole(text: str) -> int:
+    """A number of bytes, as an option says it."""
+    return int(float(text))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of entries, 10^9 bytes")
+    parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 50e9")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lfu")
@@ -211,9 +287,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hbm-bytes", type=int, help="HBM the table may take; all by default")
     parser.add_argument("--threads", type=int, default=checkpoint.files.THREADS)
     parser.add_argument("--batch-mb", type=int, default=100)
-    parser.add_argument("--repeat", type=int, default=2, help="saves and loads")
+    parser.add_argument("--repeat", type=int, default=1, help="saves and loads")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument(
-        "--same-model", action="store_true", help="load into the saved model, where two don't fit"
+        "--same-model", action="store_true", help="load into the saved model although two fit"
     )
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

@@ -32,8 +32,17 @@ def describe() -> dict[str, str]:
         "cuda": torch.version.cuda or "",
         "torchrec_hkv": __version__,
         "commit": _commit(),
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """What was typed: under torchrun its command, not that of the processes that it starts."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return shlex.join(["python", *sys.orig_argv[1:]])
+    ranks = os.environ["LOCAL_WORLD_SIZE"]
+    arguments = [word for word in sys.orig_argv[1:] if word != "-u"]
+    return shlex.join(["torchrun", "--nproc_per_node", ranks, *arguments])
 
 
 def _cpu_model() -> str:

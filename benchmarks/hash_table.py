@@ -3,15 +3,18 @@
     python -m benchmarks.hash_table --out benchmarks/results/hash_table.csv
     python -m benchmarks.hash_table --hbm 1.0 0.1 0.0 --power 1.05 --dims 64 --loads 0.75
 
-The axes: dim, load factor, share of the ids that are in the table, and share of the rows in HBM
-(others are in pinned host memory). Ids are drawn from random slots, uniformly or by a power law.
-Below load factor 1 each call's new ids are erased after it, untimed, so that the load factor stays.
-Rows are written as they come; a run that is stopped keeps those it has.
+The axes: dim, load factor, hit rate (``present``: the share of the ids that are in the table), and
+tiers (``hbm_share``: the share of the rows in HBM; all are in pinned host memory then). Ids are
+drawn from random slots, uniformly or by a power law. What a call does to the load factor is undone
+after it, untimed. ``erase_if`` and ``export`` go through the whole table, of which ``ids`` says the
+slots: one finds nothing to forget, the other takes the first batch of entries. Rows are written as
+they come; a run that is stopped keeps those it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,21 +34,59 @@ _EVICT = (
     {"trim": False} if "trim" in inspect.signature(HashTable.insert_and_evict).parameters else {}
 )
 
-Call = Callable[[Tensor], object]
+#: A call's ids, and which of them are in the table.
+Input = tuple[Tensor, Tensor]
+Call = Callable[[Input], object]
 
-#: By operation: the call on a table and rows to write, and the shares of ids that are present.
-OPERATIONS: dict[str, tuple[Callable[[HashTable, Tensor], Call], tuple[float, ...]]] = {
-    "find_slots": (lambda table, rows: table.find_slots, (1.0, 0.5, 0.0)),
-    "find": (lambda table, rows: table.find, (1.0, 0.5, 0.0)),
-    "find_or_insert_slots": (lambda table, rows: table.find_or_insert_slots, (1.0, 0.6, 0.0)),
-    "find_or_insert": (lambda table, rows: table.find_or_insert, (1.0, 0.6, 0.0)),
-    "insert_or_assign": (
-        lambda table, rows: lambda ids: table.insert_or_assign(ids, rows),
-        (1.0, 0.6, 0.0),
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What a row measures.
+
+    Attributes:
+        call: makes the call from a table and rows to write.
+        present: shares of ids that are in the table, by default.
+        adds: new ids of the call are in the table after it.
+        removes: ids of the call are not in the table after it.
+        by_slots: it goes through all slots, whatever the ids.
+    """
+
+    call: Callable[[HashTable, Tensor], Call]
+    present: tuple[float, ...] = (1.0,)
+    adds: bool = False
+    removes: bool = False
+    by_slots: bool = False
+
+
+_MIXED, _NEW = (1.0, 0.5, 0.0), (1.0, 0.6, 0.0)
+OPERATIONS: dict[str, Operation] = {
+    "find_slots": Operation(lambda table, rows: lambda c: table.find_slots(c[0]), _MIXED),
+    "contains": Operation(lambda table, rows: lambda c: table.contains(c[0]), _MIXED),
+    "find": Operation(lambda table, rows: lambda c: table.find(c[0]), _MIXED),
+    "find_or_insert_slots": Operation(
+        lambda table, rows: lambda c: table.find_or_insert_slots(c[0]), _NEW, adds=True
     ),
-    "insert_and_evict": (
-        lambda table, rows: lambda ids: table.insert_and_evict(ids, rows, **_EVICT),
-        (1.0, 0.6, 0.0),
+    "find_or_insert": Operation(
+        lambda table, rows: lambda c: table.find_or_insert(c[0]), _NEW, adds=True
+    ),
+    "insert_or_assign": Operation(
+        lambda table, rows: lambda c: table.insert_or_assign(c[0], rows), _NEW, adds=True
+    ),
+    "insert_and_evict": Operation(
+        lambda table, rows: lambda c: table.insert_and_evict(c[0], rows, **_EVICT), _NEW, adds=True
+    ),
+    "accum_or_assign": Operation(
+        lambda table, rows: lambda c: table.accum_or_assign(c[0], rows, c[1]), _NEW, adds=True
+    ),
+    "assign": Operation(lambda table, rows: lambda c: table.assign(c[0], rows), _MIXED),
+    "assign_rows": Operation(lambda table, rows: lambda c: table.assign_rows(c[0], rows), _MIXED),
+    "assign_scores": Operation(lambda table, rows: lambda c: table.assign_scores(c[0]), _MIXED),
+    "erase": Operation(lambda table, rows: lambda c: table.erase(c[0]), _MIXED, removes=True),
+    "erase_if": Operation(
+        lambda table, rows: lambda c: table.erase_if(older_than=1 << 40), by_slots=True
+    ),
+    "export": Operation(
+        lambda table, rows: lambda c: next(table.export(batch_size=len(rows))), by_slots=True
     ),
 }
 
@@ -66,13 +107,16 @@ def make_table(args: argparse.Namespace, dim: int, share: float) -> HashTable:
 
 
 def _inputs(
-    ids: Ids, present: float, args: argparse.Namespace, keep_load: bool
-) -> Iterator[Tensor]:
-    """Ids of the calls, drawn one call after the other."""
+    ids: Ids, operation: Operation, present: float, load: float, args: argparse.Namespace
+) -> Iterator[Input]:
+    """Inputs of the calls, drawn one call after the other."""
     for _ in range(args.calls + args.warm):
-        yield ids.mixed(args.ids, present)
-        if keep_load:
+        batch = ids.mixed(args.ids, present)
+        yield batch, ids.table.contains(batch)
+        if operation.adds and load < 1:
             ids.forget()
+        if operation.removes:
+            ids.fill(load)
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -86,10 +130,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             for load in args.loads:
                 ids.fill(load)
                 for name in args.operations:
-                    make_call, hit_rates = OPERATIONS[name]
-                    for present in hit_rates if args.present is None else args.present:
-                        inputs = _inputs(ids, present, args, keep_load=load < 1)
-                        ms = median_ms(make_call(table, rows), inputs, device, args.warm)
+                    operation = OPERATIONS[name]
+                    given = operation.by_slots or args.present is None
+                    for present in operation.present if given else args.present:
+                        inputs = _inputs(ids, operation, present, load, args)
+                        call = operation.call(table, rows)
+                        ms = median_ms(call, inputs, device, args.warm)
+                        number = table.capacity if operation.by_slots else args.ids
                         yield {
                             "operation": name,
                             "dim": dim,
@@ -98,9 +145,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                             "present": present,
                             "hbm_share": share,
                             "power": args.power,
-                            "ids": args.ids,
+                            "ids": number,
                             "ms": round(ms, 4),
-                            "giga_ids_per_s": round(args.ids / ms / 1e-3 / 2**30, 3),
+                            "giga_ids_per_s": round(number / ms / 1e-3 / 2**30, 3),
                         }
             del table, ids
 

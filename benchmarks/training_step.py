@@ -7,6 +7,12 @@ group finding or inserting them as ids in every step; all are there. ``ms`` are 
 of 20 steps back to back, ``single_ms`` those of a step that begins when the device is idle, and
 ``replayed_ms`` those of the group's step as a CUDA graph, back to back. ``ratio`` is the group's
 over FBGEMM's back to back. The group's tables are filled to a load factor of ``--load``.
+
+    python -m benchmarks.training_step --deterministic \\
+        --out benchmarks/results/training_step_deterministic.csv
+
+Two groups instead, one of them in deterministic mode, one after the other on the same ids;
+``ratio`` is what that takes of the other back to back. All ids are there in these, too.
 """
 
 from __future__ import annotations
@@ -85,6 +91,7 @@ class HashTables:
         load: load factor of the tables then.
         device: a GPU.
         hbm_share: share of the rows that fit in HBM.
+        deterministic: whether results must follow from the calls alone.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class HashTables:
         load: float,
         device: torch.device,
         hbm_share: float = 1.0,
+        deterministic: bool = False,
     ) -> None:
         capacity = int(work.rows / load)
         hbm_bytes = None
@@ -109,6 +117,7 @@ class HashTables:
                 work.dim,
                 hbm_bytes=hbm_bytes,
                 initializer=Uniform(-0.05, 0.05),
+                deterministic=deterministic,
             )
             for t in range(work.tables)
         ]
@@ -190,36 +199,68 @@ def replayed(tables: HashTables, ids: list[Tensor], offsets: Tensor, grad: Tenso
     return milliseconds(lambda at: graph.replay(), 20)[0]
 
 
+class Steps:
+    """The steps of a workload, on the same ids for whoever takes them.
+
+    Args:
+        work: the workload.
+    """
+
+    def __init__(self, work: Workload) -> None:
+        device = torch.device("cuda")
+        self._batches = [work.draw(device) for _ in range(4)]
+        self._offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
+        self._grad = torch.randn(work.batch, work.tables * work.dim, device=device)
+
+    def times(self, side: str, forward: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
+        """Milliseconds of a step, as columns of this side."""
+
+        def step(at: int) -> None:
+            forward(self._batches[at % 4], self._offsets).backward(self._grad)
+
+        together, single = milliseconds(step, 20)
+        return {f"{side}_ms": together, f"{side}_single_ms": single}
+
+    def times_of_tables(self, side: str, tables: HashTables) -> dict[str, float]:
+        """The same of a group of hash tables, and as a CUDA graph."""
+        times = self.times(side, tables.forward)
+        as_graph = replayed(tables, self._batches, self._offsets, self._grad)
+        return times | {f"{side}_replayed_ms": as_graph}
+
+
 def compare(work: Workload, optimizer: str, load: float) -> dict[str, float]:
     """Milliseconds of both sides."""
     device = torch.device("cuda")
-    batches = [work.draw(device) for _ in range(4)]
-    offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
-    grad = torch.randn(work.batch, work.tables * work.dim, device=device)
+    steps = Steps(work)
+    result = steps.times("fbgemm", make_fbgemm(work, optimizer, device))
+    result |= steps.times_of_tables("hkv", HashTables(work, optimizer, load, device))
+    return result | {"ratio": result["hkv_ms"] / result["fbgemm_ms"]}
 
-    def step_of(forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int], None]:
-        return lambda at: forward(batches[at % 4], offsets).backward(grad)
 
-    result = {}
-    step = step_of(make_fbgemm(work, optimizer, device))
-    result["fbgemm_ms"], result["fbgemm_single_ms"] = milliseconds(step, 20)
-    del step
-    tables = HashTables(work, optimizer, load, device)
-    step = step_of(tables.forward)
-    result["hkv_ms"], result["hkv_single_ms"] = milliseconds(step, 20)
-    result["hkv_replayed_ms"] = replayed(tables, batches, offsets, grad)
-    result["ratio"] = result["hkv_ms"] / result["fbgemm_ms"]
-    return {key: round(value, 3) for key, value in result.items()}
+def compare_modes(work: Workload, optimizer: str, load: float) -> dict[str, float]:
+    """Milliseconds without and with deterministic mode."""
+    device = torch.device("cuda")
+    steps = Steps(work)
+    result: dict[str, float] = {}
+    for side in ("plain", "deterministic"):
+        ordered = side == "deterministic"
+        tables = HashTables(work, optimizer, load, device, deterministic=ordered)
+        result |= steps.times_of_tables(side, tables)
+        del tables  # there may be no room for two
+        torch.cuda.empty_cache()
+    return result | {"ratio": result["deterministic_ms"] / result["plain_ms"]}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """One row a workload and optimizer."""
     for name in args.workloads:
         for optimizer in args.optimizers:
-            times = compare(WORKLOADS[name], optimizer, args.load)
+            sides = compare_modes if args.deterministic else compare
+            times = sides(WORKLOADS[name], optimizer, args.load)
             torch.cuda.empty_cache()
-            versions = {"fbgemm_gpu": fbgemm_gpu.__version__}
-            yield {"workload": name, "optimizer": optimizer, **times, **versions}
+            row = {key: round(value, 3) for key, value in times.items()}
+            versions = {} if args.deterministic else {"fbgemm_gpu": fbgemm_gpu.__version__}
+            yield {"workload": name, "optimizer": optimizer, **row, **versions}
 
 
 def main() -> None:
@@ -230,6 +271,9 @@ def main() -> None:
         "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
     )
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="deterministic mode beside the other"
+    )
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args()
     report(measure(args), args.out)

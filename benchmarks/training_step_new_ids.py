@@ -5,6 +5,7 @@
 The tables are full, so that each new id takes the place of the one that was longest not looked up.
 ``ms`` are milliseconds a step back to back, ``missing`` the share of ids that were not in their
 table, and ``ratio`` what the step takes of the one without new ids, in the same run.
+``--deterministic`` measures the tables' deterministic mode.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from benchmarks.training_step import OPTIMIZERS, WORKLOADS, HashTables, Workload
 STEPS = 20
 
 
-def full_tables(work: Workload, optimizer: str, device: torch.device) -> HashTables:
+def full_tables(
+    work: Workload, optimizer: str, device: torch.device, deterministic: bool
+) -> HashTables:
     """Tables with all rows of a workload, and other ids in what is left."""
-    tables = HashTables(work, optimizer, 0.95, device)
+    tables = HashTables(work, optimizer, 0.95, device, deterministic=deterministic)
     others = torch.arange(work.rows // 8, device=device) - (1 << 40)
     for part in others.split(1 << 16):
         ends = torch.arange(work.tables + 1, device=device) * len(part)
@@ -68,7 +71,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for name in args.workloads:
         work = WORKLOADS[name]
         for optimizer in args.optimizers:
-            tables = full_tables(work, optimizer, device)
+            tables = full_tables(work, optimizer, device, args.deterministic)
             first, without = 1 << 41, None
             for share in args.shares:
                 ms, missing, first = measure_share(tables, work, share, first)
@@ -76,6 +79,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 yield {
                     "workload": name,
                     "optimizer": optimizer,
+                    "deterministic": args.deterministic,
                     "new": share,
                     "missing": round(missing, 4),
                     "ms": round(ms, 3),
@@ -93,6 +97,7 @@ def main() -> None:
         "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["rowwise_adagrad"]
     )
     parser.add_argument("--shares", nargs="+", type=float, default=[0.0, 0.01, 0.1])
+    parser.add_argument("--deterministic", action="store_true", help="in deterministic mode")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args()
     report(measure(args), args.out)

@@ -19,6 +19,15 @@ class ClickBatch:
     #: False in rows that only fill up the last batch.
     real: torch.Tensor
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
+        """The batch on a device."""
+        return ClickBatch(
+            dense=self.dense.to(device, non_blocking=non_blocking),
+            sparse=self.sparse.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            real=self.real.to(device, non_blocking=non_blocking),
+        )
+
 
 class ClickBatches:
     """One rank's part of a log, as a variant's tables take it.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from click_model import SLACK, Variant
 from click_training import TRAIN_SHARE, Settings, run
 from launch import MOVIELENS, load, make_parser, positive, processes
-from report import print_table, write_json
+from report import print_judgements, print_table, write_json
 
 HKV = Variant("hkv", "hash tables", "hkv", SLACK)
 
@@ -33,6 +33,12 @@ def main(description: str, architecture: str) -> None:
         help="rows of a hash table for each id of its column; less than 1 evicts (default:"
         " %(default)s)",
     )
+    parser.add_argument(
+        "--evaluate-every",
+        type=positive,
+        metavar="STEPS",
+        help="evaluate on the test after every so many steps and the last, by TorchRec's metrics",
+    )
     arguments = parser.parse_args()
     if not 0 < arguments.rows <= 100:
         parser.error(f"argument --rows: {arguments.rows} is not above 0 and at most 100")
@@ -46,6 +52,7 @@ def main(description: str, architecture: str) -> None:
             device=device,
             tensorboard=arguments.tensorboard,
             architecture=architecture,
+            evaluate_every=arguments.evaluate_every,
         )
         speaks = dist.get_rank() == 0
         if speaks:
@@ -55,6 +62,7 @@ def main(description: str, architecture: str) -> None:
             )
         result = run(log, split, dataclasses.replace(HKV, rows=arguments.rows), settings)
         if speaks:
+            print_judgements(result.judgements)
             print_table(f"{log.name}, {architecture}, seed {settings.seed}", [result])
             print(f"test AUC {result.auc:.4f}, {result.samples_per_second:,.0f} samples/s")
             if arguments.json:

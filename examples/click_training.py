@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from click_batches import ClickBatch, ClickBatches
 from click_data import ClickLog
+from click_evaluation import Judged, Judgement, make_metrics, train_with_evaluations
 from click_model import Variant, build
 from torch import nn
 from torchmetrics.functional.classification import binary_auroc
@@ -39,6 +40,8 @@ class Settings:
     device: torch.device
     tensorboard: Path | None = None
     architecture: str = "dlrm"
+    #: Steps between evaluations on the test; None: one at the end, without TorchRec's metrics.
+    evaluate_every: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Result:
     samples_per_second: float
     rows: dict[str, int]
     counters: dict[str, int]
+    judgements: Sequence[Judgement] = ()
 
 
 def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Result:
@@ -62,11 +66,19 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
     steps = settings.epochs * (split // settings.batch_size)
     started = time.perf_counter()
     folder = settings.tensorboard / variant.key if settings.tensorboard and rank == 0 else None
-    with Reporter(model, variant, steps, folder) as reporter:
-        loss = train(model, training_batches(batches, split, settings), reporter)
-    seconds = time.perf_counter() - started
-    counters = hash_table_counters(model, device)
     test = range(split, len(log))
+    judgements: list[Judgement] = []
+    judging = 0.0
+    with Reporter(model, variant, steps, folder) as reporter:
+        training = training_batches(batches, split, settings)
+        if settings.evaluate_every is None:
+            loss = train(model, training, reporter)
+        else:
+            loss, judgements, judging = train_and_judge(
+                model, training, batches, test, settings, reporter
+            )
+    seconds = time.perf_counter() - started - judging
+    counters = hash_table_counters(model, device)
     return Result(
         variant=variant,
         auc=test_auc(model, batches.in_order(test, settings.batch_size)),
@@ -74,6 +86,7 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
         samples_per_second=steps * settings.batch_size / seconds,
         rows={c.name: variant.num_embeddings(c) for c in log.columns},
         counters=counters,
+        judgements=judgements,
     )
 
 
@@ -124,9 +137,7 @@ class Reporter:
 def train(model: nn.Module, batches: Iterable[ClickBatch], reporter: Reporter) -> float:
     """Returns the mean loss of the last batches."""
     model.train()
-    # The rows are not among these: their optimizer runs in the backward.
-    dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense_optimizer = torch.optim.Adam(dense_parameters.values(), lr=DENSE_LEARNING_RATE)
+    dense_optimizer = make_dense_optimizer(model)
     recent: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=WINDOW)
     loss = float("nan")
     for step, batch in enumerate(batches, start=1):
@@ -140,6 +151,51 @@ def train(model: nn.Module, batches: Iterable[ClickBatch], reporter: Reporter) -
             loss, auc = recent_quality(recent)
             reporter.quality(step, loss, auc)
     return loss
+
+
+def make_dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all but the rows, whose optimizer runs in the backward."""
+    dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return torch.optim.Adam(dense_parameters.values(), lr=DENSE_LEARNING_RATE)
+
+
+def train_and_judge(
+    model: nn.Module,
+    training: Iterable[ClickBatch],
+    batches: ClickBatches,
+    test: range,
+    settings: Settings,
+    reporter: Reporter,
+) -> tuple[float, list[Judgement], float]:
+    """Trains with evaluations in between: the same steps as :func:`train`.
+
+    Returns:
+        The mean loss of the last training batches, the judgements, and the seconds that they took.
+    """
+    ranks = dist.get_world_size()
+    recent: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=WINDOW)
+    loss = float("nan")
+
+    def reported() -> Iterator[ClickBatch]:
+        nonlocal loss
+        for step, batch in enumerate(training, start=1):
+            yield batch
+            # It has been trained on when the next one is asked for.
+            reporter.step(len(batch.labels) * ranks)
+            if step % REFRESH == 0 or step == reporter.steps:
+                loss, auc = recent_quality(recent)
+                reporter.quality(step, loss, auc)
+
+    judgements, seconds = train_with_evaluations(
+        Judged(model, recent),
+        make_dense_optimizer(model),
+        reported(),
+        lambda: batches.in_order(test, settings.batch_size),
+        settings.evaluate_every,
+        lambda: make_metrics(settings.batch_size // ranks, len(test), settings.device),
+        settings.device,
+    )
+    return loss, judgements, seconds
 
 
 def recent_quality(recent: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:

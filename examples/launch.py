@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ def positive(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    if number > 1 << 62:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than 2^62")
     return number
 
 
@@ -146,14 +149,26 @@ def check_json(path: Path) -> None:
         raise DataError(f"There is no folder {folder}.")
     if path.is_dir():
         raise DataError(f"--json is {path}, but that is a folder.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise DataError(f"{path} can't be written.")
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise DataError(f"{path} can't be written: {error.strerror}.") from None
+    if is_new:
+        path.unlink(missing_ok=True)
 
 
 def check_tensorboard(folder: Path) -> None:
-    """Raises DataError where TensorBoard is not installed, or its folder is no folder."""
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"--tensorboard is {folder}, but that is no folder.")
+    """Raises DataError where TensorBoard is not installed, or its folder can't be written to."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise DataError(f"--tensorboard is {folder}, but {there} is no folder.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise DataError(
+            f"--tensorboard is {folder}, but {there} can't be written to: {error.strerror}."
+        ) from None
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError:
@@ -195,7 +210,8 @@ def run(example: Callable[[], int | None]) -> int:
     """Runs an example; what is wrong with its input is said in one sentence, once.
 
     Returns:
-        The exit code: the example's, 0 where it gives none; 2 for bad input.
+        The exit code: the example's, 0 where it gives none; 2 for bad input; 130 where Ctrl-C
+        ended it.
     """
     silence_advice()
     try:
@@ -208,4 +224,8 @@ def run(example: Callable[[], int | None]) -> int:
             # must have spoken by then.
             time.sleep(5)
         return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("error: Interrupted.", file=sys.stderr)
+        return 130
     return code or 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from torchrec_hkv._version import __version__
 
 if TYPE_CHECKING:
     from click_data import ClickLog
+    from click_evaluation import Judgement
     from click_training import Result, Settings
 
 PACKAGES = ["torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torch"]
@@ -58,6 +61,15 @@ def print_table(title: str, results: list[Result]) -> None:
     Console().print(table)
 
 
+def print_judgements(judgements: Sequence[Judgement]) -> None:
+    """One line an evaluation on the test."""
+    for one in judgements:
+        print(
+            f"after {one.step:,} steps: test loss {one.loss:.4f},"
+            f" normalized entropy {one.normalized_entropy:.4f}, AUC {one.auc:.4f}"
+        )
+
+
 def print_comparison(results: list[Result]) -> None:
     """The claim of the example: a hash table with room for all ids trains as a stock table does."""
     auc = {result.variant.key: result.auc for result in results}
@@ -87,6 +99,7 @@ def write_json(
                 "samples_per_second": result.samples_per_second,
                 "rows": result.rows,
                 "counters": result.counters,
+                "evaluations": [dataclasses.asdict(one) for one in result.judgements],
             }
             for result in results
         },

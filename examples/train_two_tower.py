@@ -54,7 +54,7 @@ def likes_of(log: ClickLog) -> tuple[Likes, Likes]:
     """Those to train on, and each user's last fifth.
 
     Raises:
-        DataError: the log has no users and movies.
+        DataError: the log has no users and movies, or nothing that could be recalled.
     """
     columns = {column.name: column for column in log.columns}
     if not {"user", "movie"} <= set(columns):
@@ -66,7 +66,14 @@ def likes_of(log: ClickLog) -> tuple[Likes, Likes]:
     position = np.empty(len(users), dtype=np.int64)
     position[order] = np.arange(len(users)) - np.repeat(counts.cumsum() - counts, counts)
     later = position >= np.ceil(TRAIN_SHARE * counts[user])
-    return Likes(users[~later], items[~later]), Likes(users[later], items[later])
+    train, test = Likes(users[~later], items[~later]), Likes(users[later], items[later])
+    known = np.isin(test.users, train.users) & np.isin(test.items, train.items)
+    seen = set(zip(train.users.tolist(), train.items.tolist(), strict=True))
+    if not set(zip(test.users[known].tolist(), test.items[known].tolist(), strict=True)) - seen:
+        raise DataError(
+            f"{log.name} has no later likes of known users and movies to recall: use more rows."
+        )
+    return train, test
 
 
 def build(train: Likes, device: torch.device, arguments: argparse.Namespace) -> torch.nn.Module:
@@ -144,18 +151,12 @@ def vectors(tower: torch.nn.Module, ids: np.ndarray, device: torch.device) -> to
 def recalls(
     model: torch.nn.Module, train: Likes, later: Likes, k: int, device: torch.device
 ) -> dict[str, float]:
-    """recall@k of the model and of the most liked items, over users that are known.
-
-    Raises:
-        DataError: there are no such users.
-    """
+    """recall@k of the model and of the most liked items, over users that are known."""
     model.eval()
     module = model.module
     items, counts = np.unique(train.items, return_counts=True)
     known = np.isin(later.users, train.users) & np.isin(later.items, items)
     users = np.unique(later.users[known])
-    if len(users) == 0:
-        raise DataError("No user of the test was there in the training: use more rows.")
     scores = vectors(module.user, users, device) @ vectors(module.item, items, device).T
     popularity = torch.from_numpy(np.log(counts / counts.sum())).to(device).float()
     scores += popularity

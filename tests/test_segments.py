@@ -112,6 +112,21 @@ def test_environment(monkeypatch):
             segment_bags(segments, counts)
 
 
+def test_by_feature(monkeypatch):
+    segments, counts = _features(_draw(3))
+    assert segment_bags(segments, counts, {"f": 1, "g": 1}) is segments
+    assert segment_bags(segments, counts, {"other": 1}).stride() == 5
+    with pytest.raises(ValueError, match=r"rank is \{'f': 1, 'g': 0\} by feature, but a batch"):
+        segment_bags(segments, counts, {"f": 1})
+    with pytest.raises(ValueError, match="rank is 3, but must be 0 or 1"):
+        segment_bags(segments, counts, {"f": 3, "g": 3})
+    monkeypatch.setenv("TORCHREC_HKV_EMB_SEGMENT_RANK", "f=1,g=1")
+    assert segment_bags(segments, counts) is segments
+    monkeypatch.setenv("TORCHREC_HKV_EMB_SEGMENT_RANK", "f=1")
+    with pytest.raises(ValueError, match=r"TORCHREC_HKV_EMB_SEGMENT_RANK is .* by feature"):
+        segment_bags(segments, counts)
+
+
 @pytest.mark.parametrize(
     ("counts", "rank", "message"),
     [

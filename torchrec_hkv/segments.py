@@ -7,6 +7,8 @@ level of bags, which is what tables reduce: this makes one of either level.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -16,7 +18,7 @@ from torchrec_hkv import environment
 def segment_bags(
     segments: KeyedJaggedTensor,
     segment_counts: torch.Tensor,
-    rank: int | None = None,
+    rank: int | Mapping[str, int] | None = None,
 ) -> KeyedJaggedTensor:
     """Features whose bags are samples, or the segments of samples.
 
@@ -26,13 +28,15 @@ def segment_bags(
         segment_counts: integers ``[features, samples]``: segments of each sample.
         rank: 0: a bag is a sample, all ids of its segments; ``[samples, dim]`` comes out of a
             pooled table. 1: a bag is a segment; ``[segments, dim]`` comes out, which
-            :func:`pool_segments` or a model of one's own reduces. None: what
-            ``TORCHREC_HKV_EMB_SEGMENT_RANK`` says, else 0.
+            :func:`pool_segments` or a model of one's own reduces. Or by feature, 0 for those that
+            are not named; one batch has bags of one kind, so that features of different ranks take
+            a call each. None: what ``TORCHREC_HKV_EMB_SEGMENT_RANK`` says, else 0.
 
     Raises:
-        ValueError: another rank, or counts that do not fit the segments.
+        ValueError: another rank, features of different ranks, or counts that do not fit the
+            segments.
     """
-    rank = _checked_rank(rank)
+    rank = _rank_of(segments.keys(), rank)
     _check_counts(segments, segment_counts)
     if rank == 1:
         return segments
@@ -76,19 +80,25 @@ def pool_segments(
     return pooled / counts.clamp_min(1).unsqueeze(1).to(rows) if mean else pooled
 
 
-def _checked_rank(rank: int | None) -> int:
-    name = "rank"
-    if rank is None:
-        said = environment.text("EMB_SEGMENT_RANK")
+def _rank_of(features: Sequence[str], told: int | Mapping[str, int] | None) -> int:
+    name, ranks = "rank", told
+    if told is None:
         name = f"{environment.PREFIX}EMB_SEGMENT_RANK"
-        if said is None:
-            return 0
-        rank = int(said) if said.isdecimal() else -1
-        if rank < 0:
-            raise ValueError(f"{name} is {said!r}, but must be 0 or 1.")
-    if rank not in (0, 1):
-        raise ValueError(f"{name} is {rank!r}, but must be 0 or 1.")
-    return rank
+        ranks = {
+            feature: int(said) if said.isdecimal() else said
+            for feature, said in environment.by_table("EMB_SEGMENT_RANK").items()
+        }
+    by_feature = ranks if isinstance(ranks, Mapping) else {"": ranks}
+    for rank in by_feature.values():
+        if rank not in (0, 1):
+            raise ValueError(f"{name} is {rank!r}, but must be 0 or 1.")
+    found = {feature: by_feature.get(feature, by_feature.get("", 0)) for feature in features}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{name} is {found} by feature, but a batch has bags of one kind: take the features of "
+            "each rank in a call of their own."
+        )
+    return next(iter(found.values()), 0)
 
 
 def _check_counts(segments: KeyedJaggedTensor, segment_counts: torch.Tensor) -> None:

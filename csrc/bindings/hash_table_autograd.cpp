@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <vector>
 
 #include "bindings/batch.h"
 #include "bindings/table_group.h"
@@ -26,13 +27,15 @@ struct LookupPin : torch::CustomClassHolder {
 
 // The slots of a lookup, found again where a table has grown since. What is pinned is still there.
 at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const at::Tensor& ids,
-                         const at::Tensor& offsets, int64_t batch_size, int64_t growths) {
+                         const at::Tensor& offsets, int64_t batch_size,
+                         at::OptionalIntArrayRef bags, int64_t growths) {
   if (group.growths() == growths) return slots;
-  static const auto find = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("torchrec_hkv::find", "")
-                               .typed<at::Tensor(int64_t, const at::Tensor&,
-                                                 const std::optional<at::Tensor>&, int64_t)>();
-  return at::where(slots.lt(0), slots, find.call(group.handle(), ids, offsets, batch_size));
+  static const auto find =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("torchrec_hkv::find", "")
+          .typed<at::Tensor(int64_t, const at::Tensor&, const std::optional<at::Tensor>&, int64_t,
+                            at::OptionalIntArrayRef)>();
+  return at::where(slots.lt(0), slots, find.call(group.handle(), ids, offsets, batch_size, bags));
 }
 
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
@@ -41,16 +44,19 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
                           const std::optional<Variable>& weights, int64_t handle,
                           const Variable& ids, const Variable& offsets, const Variable& slots,
                           int64_t batch_size, bool mean, std::optional<int64_t> pin,
-                          const Variable& learning_rate) {
+                          const Variable& learning_rate, at::OptionalIntArrayRef bags,
+                          std::optional<at::ScalarType> dtype) {
     static const auto lookup =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
             .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
                               const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
-                              std::optional<int64_t>, const at::Tensor&)>();
+                              std::optional<int64_t>, const at::Tensor&, at::OptionalIntArrayRef,
+                              std::optional<at::ScalarType>)>();
     ctx->save_for_backward({ids, offsets, slots, weights.value_or(Variable())});
     ctx->saved_data["handle"] = handle;
     ctx->saved_data["batch_size"] = batch_size;
+    if (bags) ctx->saved_data["bags"] = bags->vec();
     ctx->saved_data["mean"] = mean;
     // Not among the saved variables: it may change until the backward, which takes what it is then.
     ctx->saved_data["learning_rate"] = learning_rate.detach();
@@ -65,7 +71,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     }
     const at::AutoDispatchBelowADInplaceOrView below;
     return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, pin,
-                       learning_rate);
+                       learning_rate, bags, dtype);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -74,12 +80,12 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
             .findSchemaOrThrow("torchrec_hkv::update_rows", "")
             .typed<void(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&,
                         const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
-                        int64_t, bool, const at::Tensor&, int64_t)>();
+                        int64_t, bool, const at::Tensor&, int64_t, at::OptionalIntArrayRef)>();
     static const auto gradient =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::weights_gradient", "")
             .typed<at::Tensor(int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                              const at::Tensor&, int64_t, bool)>();
+                              const at::Tensor&, int64_t, bool, at::OptionalIntArrayRef)>();
     const variable_list saved = ctx->get_saved_variables();
     const Variable &ids = saved[0], &offsets = saved[1];
     std::optional<at::Tensor> weights;
@@ -87,6 +93,12 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     const int64_t handle = ctx->saved_data["handle"].toInt();
     const int64_t batch_size = ctx->saved_data["batch_size"].toInt();
     const bool mean = ctx->saved_data["mean"].toBool();
+    std::vector<int64_t> numbers;
+    at::OptionalIntArrayRef bags;
+    if (const auto found = ctx->saved_data.find("bags"); found != ctx->saved_data.end()) {
+      numbers = found->second.toIntVector();
+      bags = numbers;
+    }
     const bool training = ctx->saved_data["training"].toBool();
     c10::intrusive_ptr<LookupPin> held;
     if (training) {
@@ -105,22 +117,22 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     at::Tensor slots;
     if (training || weighs) {
       slots = present_slots(*TableGroup::from_handle(handle), saved[2], ids, offsets, batch_size,
-                            ctx->saved_data["growths"].toInt());
+                            bags, ctx->saved_data["growths"].toInt());
     }
     // The weights' gradient reads the rows of the forward: before they change.
     Variable weights_grad;
     if (weighs) {
-      weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean);
+      weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean, bags);
     }
     if (training) {
       if (held->group->optimizer().kind != Optimizer::kNone) {
         update.call(held->group->counters(), handle, grad, ids, offsets, weights, slots, batch_size,
-                    mean, ctx->saved_data["learning_rate"].toTensor(), /*rounds=*/1);
+                    mean, ctx->saved_data["learning_rate"].toTensor(), /*rounds=*/1, bags);
       }
       held->pin->release();
     }
-    return {Variable(), weights_grad, Variable(), Variable(), Variable(),
-            Variable(), Variable(),   Variable(), Variable(), Variable()};
+    return {Variable(), weights_grad, Variable(), Variable(), Variable(), Variable(),
+            Variable(), Variable(),   Variable(), Variable(), Variable(), Variable()};
   }
 };
 
@@ -128,9 +140,10 @@ at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, cons
                                   const at::Tensor& offsets,
                                   const std::optional<at::Tensor>& weights, const at::Tensor& slots,
                                   int64_t batch_size, bool mean, std::optional<int64_t> pin,
-                                  const at::Tensor& learning_rate) {
+                                  const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
+                                  std::optional<at::ScalarType> dtype) {
   return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, pin,
-                             learning_rate);
+                             learning_rate, bags, dtype);
 }
 
 }  // namespace

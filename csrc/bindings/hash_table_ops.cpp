@@ -2,8 +2,6 @@
 // by writing `counters`, the group's counters tensor. Fakes are in torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
-#include <limits>
-
 #include "bindings/batch.h"
 #include "bindings/checks.h"
 #include "bindings/initial_rows.h"
@@ -35,51 +33,35 @@ Pooling make_pooling(const TableGroup& group, const std::optional<at::Tensor>& w
   return Pooling{mean, weights->const_data_ptr<float>()};
 }
 
-Output<const float> make_grad(const TableGroup& group, const at::Tensor& grad, int64_t batch_size,
-                              int64_t rounds = 1) {
-  const int64_t columns = rounds * group.total_dim();
-  check_dtype(grad, "grad", at::kFloat);
+// The types of outputs and gradients.
+RowType output_type(at::ScalarType dtype, const char* name) {
+  switch (dtype) {
+    case at::kFloat:
+      return RowType::kFloat32;
+    case at::kHalf:
+      return RowType::kFloat16;
+    case at::kBFloat16:
+      return RowType::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, name, " must be of dtype Float, Half or BFloat16, but is of dtype ",
+                       dtype, ".");
+  }
+}
+
+Output<const char> make_grad(const TableGroup& group, const at::Tensor& grad,
+                             const BagLayout& layout) {
+  const RowType type = output_type(grad.scalar_type(), "grad");
   check_device(grad, "grad", group.device());
-  TORCH_CHECK_VALUE(grad.dim() == 2 && grad.size(0) == batch_size && grad.size(1) == columns,
-                    "grad must have shape [", batch_size, ", ", columns, "], but has ",
+  const at::IntArrayRef shape = layout.output_shape();
+  TORCH_CHECK_VALUE(grad.sizes() == shape, "grad must have shape ", shape, ", but has ",
                     grad.sizes(), ".");
   TORCH_CHECK_VALUE(grad.is_contiguous(), "grad must be contiguous.");
   TORCH_CHECK_VALUE(
       !grad.is_cuda() || reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kGradAlignment == 0,
       "grad must begin at a multiple of ", kGradAlignment, " bytes.");
-  return Output<const float>{grad.const_data_ptr<float>(), columns};
+  return Output<const char>{static_cast<const char*>(grad.const_data_ptr()), layout.output_stride(),
+                            type};
 }
-
-// Batches one after the other are one batch in which the group's features come `rounds` times,
-// those of each round with the next columns of the output.
-struct Rounds {
-  Rounds(const TableGroup& group, int64_t rounds) {
-    TORCH_CHECK_VALUE(rounds >= 1, "rounds is ", rounds, ", but must be at least 1.");
-    TORCH_CHECK_VALUE(
-        group.total_dim() == 0 || rounds <= std::numeric_limits<int32_t>::max() / group.total_dim(),
-        "the columns of ", rounds, " rounds of ", group.total_dim(),
-        " must not exceed 2^31 - 1 together.");
-    if (rounds == 1) return;
-    const auto options = at::dtype(at::kInt).device(group.device());
-    const auto given = [&](const int32_t* from) {
-      return at::from_blob(const_cast<int32_t*>(from), {group.num_features()}, options);
-    };
-    const at::Tensor first = at::arange(rounds, options).mul(group.total_dim()).unsqueeze(1);
-    tables = given(group.feature_tables()).repeat({rounds});
-    columns = first.add(given(group.feature_columns())).flatten();
-  }
-
-  Batch apply(Batch batch) const {
-    if (tables.defined()) {
-      batch.feature_tables = tables.const_data_ptr<int32_t>();
-      batch.feature_columns = columns.const_data_ptr<int32_t>();
-    }
-    return batch;
-  }
-
-  at::Tensor tables;   // int32 [rounds * features], undefined for one round
-  at::Tensor columns;  // the same
-};
 
 // One value on the group's device: read when the rows are updated, so that it can change in
 // between, and between replays of a CUDA graph.
@@ -93,10 +75,13 @@ const float* learning_rate_of(const TableGroup& group, const at::Tensor& learnin
 }
 
 at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
-                int64_t batch_size) {
+                int64_t batch_size, at::OptionalIntArrayRef bags) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
-  const Batch batch = make_batch(group, ids, offsets, batch_size);
+  TORCH_CHECK_VALUE(offsets || !bags, "bags are given, but no offsets.");
+  std::optional<BagLayout> layout;
+  if (offsets) layout.emplace(group, batch_size, bags);
+  const Batch batch = layout ? make_batch(group, ids, *offsets, *layout) : make_batch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   HKV_ON_GROUP(group, kReadIndex, hash_table::cpu::find(group.views(), batch, out, threads),
@@ -105,17 +90,18 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
 }
 
 at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
-                          const at::Tensor& offsets, int64_t batch_size,
-                          std::optional<int64_t> pin) {
+                          const at::Tensor& offsets, int64_t batch_size, std::optional<int64_t> pin,
+                          at::OptionalIntArrayRef bags) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  const Batch batch = make_batch(group, ids, offsets, batch_size);
+  const BagLayout layout(group, batch_size, bags);
+  const Batch batch = make_batch(group, ids, offsets, layout);
   TORCH_CHECK_VALUE(!group.needs_scores(),
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   const std::shared_ptr<Pin> held = pin ? group.clock().find(*pin) : nullptr;
   hash_table::Placement placement{
-      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/nullptr, {}};
+      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
 #ifdef TORCHREC_HKV_CUDA
@@ -124,9 +110,10 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   }
 #endif
   placement.remembers = group.remembers_evicted();
-  owner->make_room(batch, ids, offsets);
+  placement.ordered = group.deterministic();
+  owner->make_room(batch, ids, offsets, layout.first_bags());
   if (held) held->set_growths(group.growths());
-  const at::Tensor scratch = insert_scratch(group, ids);
+  const at::Tensor scratch = insert_scratch(group, ids, placement, /*scored=*/false);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin);
@@ -142,13 +129,17 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
 
 at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
                             const at::Tensor& offsets, const at::Tensor& slots, int64_t batch_size,
-                            bool mean) {
+                            bool mean, at::OptionalIntArrayRef bags) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
-  const Batch batch = make_batch(group, ids, offsets, batch_size);
+  const BagLayout layout(group, batch_size, bags);
+  const Batch batch = make_batch(group, ids, offsets, layout);
   check_slots(group, slots, ids);
-  const Output<const float> from = make_grad(group, grad, batch_size);
-  at::Tensor result = at::empty({ids.numel()}, grad.options());
+  const Output<const char> from = make_grad(group, grad, layout);
+  // Where offsets turn out to be wrong on a GPU, not all of it is written.
+  const auto options = grad.options().dtype(at::kFloat);
+  at::Tensor result = group.device().is_cuda() ? at::zeros({ids.numel()}, options)
+                                               : at::empty({ids.numel()}, options);
   const int64_t* at = slots.const_data_ptr<int64_t>();
   float* out = result.data_ptr<float>();
   HKV_ON_GROUP(
@@ -161,18 +152,18 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
 void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
                  const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                  const at::Tensor& slots, int64_t batch_size, bool mean,
-                 const at::Tensor& learning_rate, int64_t rounds) {
+                 const at::Tensor& learning_rate, int64_t rounds, at::OptionalIntArrayRef bags) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   TORCH_CHECK_VALUE(group.optimizer().kind != Optimizer::kNone,
                     "the tables of this group were built without an optimizer.");
   const c10::OptionalDeviceGuard on_device(group.device());
-  const Rounds all(group, rounds);
-  const Batch batch = all.apply(make_batch(group, ids, offsets, batch_size, rounds));
+  const BagLayout layout(group, batch_size, bags, rounds);
+  const Batch batch = make_batch(group, ids, offsets, layout);
   check_slots(group, slots, ids);
   const Pooling pooling = make_pooling(group, weights, mean, ids);
-  const Output<const float> from = make_grad(group, grad, batch_size, rounds);
+  const Output<const char> from = make_grad(group, grad, layout);
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const float* rate = learning_rate_of(group, learning_rate);
   const auto num_tables = static_cast<int32_t>(group.num_tables());
@@ -221,20 +212,24 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
                          const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                          const at::Tensor& slots, int64_t batch_size, bool mean,
-                         std::optional<int64_t> pin, const at::Tensor& learning_rate) {
+                         std::optional<int64_t> pin, const at::Tensor& learning_rate,
+                         at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   learning_rate_of(group, learning_rate);
-  const Batch batch = make_batch(group, ids, offsets, batch_size);
+  const RowType type = output_type(dtype.value_or(at::kFloat), "the output");
+  const BagLayout layout(group, batch_size, bags);
+  const Batch batch = make_batch(group, ids, offsets, layout);
   check_slots(group, slots, ids);
   // Other lookups may have made a table grow since these slots were found.
   at::Tensor present = slots;
   if (pin && group.growths() > 0 && group.clock().find(*pin)->growths() != group.growths()) {
-    present = at::where(slots.lt(0), slots, find(handle, ids, offsets, batch_size));
+    present = at::where(slots.lt(0), slots, find(handle, ids, offsets, batch_size, bags));
   }
   const Pooling pooling = make_pooling(group, weights, mean, ids);
-  at::Tensor pooled = at::empty({batch_size, group.total_dim()}, ids.options().dtype(at::kFloat));
-  const Output<float> out{pooled.data_ptr<float>(), group.total_dim()};
+  at::Tensor pooled =
+      at::empty(layout.output_shape(), ids.options().dtype(dtype.value_or(at::kFloat)));
+  const Output<char> out{static_cast<char*>(pooled.data_ptr()), layout.output_stride(), type};
   const int64_t* at = present.const_data_ptr<int64_t>();
   HKV_ON_GROUP(
       group, pin ? kReadPinned : kReadRows,
@@ -246,20 +241,21 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
-  m.def("find(int group, Tensor ids, Tensor? offsets, int batch_size) -> Tensor");
+  m.def("find(int group, Tensor ids, Tensor? offsets, int batch_size, int[]? bags=None) -> Tensor");
   m.def(
       "find_or_insert(Tensor(a!) counters, int group, Tensor ids, Tensor offsets, int batch_size, "
-      "int? pin) -> Tensor");
+      "int? pin, int[]? bags=None) -> Tensor");
   m.def(
       "pooled_lookup(Tensor anchor, int group, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor slots, int batch_size, bool mean, int? pin, Tensor learning_rate) -> Tensor");
+      "Tensor slots, int batch_size, bool mean, int? pin, Tensor learning_rate, "
+      "int[]? bags=None, ScalarType? dtype=None) -> Tensor");
   m.def(
       "weights_gradient(int group, Tensor grad, Tensor ids, Tensor offsets, Tensor slots, "
-      "int batch_size, bool mean) -> Tensor");
+      "int batch_size, bool mean, int[]? bags=None) -> Tensor");
   m.def(
       "update_rows(Tensor(a!) counters, int group, Tensor grad, Tensor ids, Tensor offsets, "
       "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, int "
-      "rounds=1) -> ()");
+      "rounds=1, int[]? bags=None) -> ()");
   m.def(
       "initial_rows(Tensor ids, int dim, int column_offset, int seed, str distribution, float low, "
       "float high, float mean, float std) -> Tensor");

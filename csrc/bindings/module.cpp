@@ -23,7 +23,7 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                         int64_t column_offset, Eviction eviction, RowType row_type, int64_t seed,
                         std::string distribution, double low, double high, double mean, double std,
                         int64_t hbm_slots, const AdmissionConfig& admission, int64_t expire_after,
-                        int64_t remember_evicted) {
+                        int64_t remember_evicted, bool deterministic) {
   return TableConfig{std::move(name),
                      capacity,
                      initial_capacity,
@@ -36,7 +36,8 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                      hbm_slots,
                      admission,
                      expire_after,
-                     remember_evicted};
+                     remember_evicted,
+                     deterministic};
 }
 
 // A method of a group as Python calls it: in order with its other calls.
@@ -188,7 +189,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("initial_capacity"), py::arg("dim"), py::arg("column_offset"),
            py::arg("eviction"), py::arg("row_type"), py::arg("seed"), py::arg("distribution"),
            py::arg("low"), py::arg("high"), py::arg("mean"), py::arg("std"), py::arg("hbm_slots"),
-           py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"))
+           py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"),
+           py::arg("deterministic"))
       .def_readonly("hbm_slots", &TableConfig::hbm_slots);
 
   py::class_<TableState>(m, "TableState")
@@ -259,6 +261,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("reserve", in_order(kWriteAll, &TableGroup::reserve), py::arg("table"), py::arg("rows"))
       .def("reserve_buckets", in_order(kWriteAll, &TableGroup::reserve_buckets), py::arg("table"),
            py::arg("num_buckets"), py::arg("bucket_slots"))
+      .def("check_offsets", &TableGroup::check_bad_offsets)
       .def("present_slots", &TableGroup::present_slots, py::arg("table"))
       .def("full_slots", &TableGroup::full_slots, py::arg("table"))
       .def_property_readonly("growths", &TableGroup::growths)
@@ -266,15 +269,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("host_bytes", &TableGroup::host_bytes, py::arg("table"));
   m.def(
       "group_state_dim",
-      [](int64_t handle) { return TableGroup::from_handle(handle)->view(0).states.width; },
-      py::arg("handle"));
+      [](int64_t handle) { return TableGroup::from_handle(handle)->widest_state(); },
+      py::arg("handle"), "Of the table with the widest states.");
   m.def(
       "group_row_dtype",
       [](int64_t handle) {
         return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
-            torch::getTHPDtype(TableGroup::from_handle(handle)->row_dtype(0))));
+            torch::getTHPDtype(TableGroup::from_handle(handle)->matrix_dtype())));
       },
-      py::arg("handle"));
+      py::arg("handle"), "Of rows that calls are given and give back.");
+  m.def(
+      "group_row_width",
+      [](int64_t handle) { return TableGroup::from_handle(handle)->shape().widest; },
+      py::arg("handle"), "Columns of rows that calls are given and give back.");
   m.def(
       "table_layout",
       [](int64_t handle, int64_t table) {
@@ -287,6 +294,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("handle"), py::arg("table"),
       "(dim, dtype of rows, width of states, whether it keeps scores, buckets, slots a bucket).");
+  m.def(
+      "group_feature_dims",
+      [](int64_t handle) {
+        const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+        std::vector<int64_t> dims;
+        for (int64_t f = 0; f < group->num_features(); ++f) dims.push_back(group->feature_dim(f));
+        return dims;
+      },
+      py::arg("handle"));
   m.def(
       "group_total_dim",
       [](int64_t handle) { return TableGroup::from_handle(handle)->total_dim(); },

@@ -125,6 +125,36 @@ void overwrite_slots(at::Tensor counters, int64_t handle, int64_t table, const a
                hash_table::cuda::overwrite_slots(view, entries, at, stream));
 }
 
+#ifdef TORCHREC_HKV_CUDA
+// As cuda::restore_entries, in the order of the entries. Returns the entries that took the place of
+// others, in this order, before all others: what they displaced is at their places.
+at::Tensor restore_in_order(const TableGroup& group, const TableView& view,
+                            const hash_table::Entries& entries,
+                            const hash_table::Displaced& displaced) {
+  const auto options = at::dtype(at::kLong).device(group.device());
+  return group.order().run(kWriteAll, [&] {
+    const at::Tensor buckets = at::empty({2 * entries.n}, options);
+    HKV_ON_DEVICE(
+        group.device(), ,
+        hash_table::cuda::entry_buckets(view, entries, buckets.data_ptr<int64_t>(), stream));
+    const auto [sorted, places] =
+        at::sort(buckets, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+    const at::Tensor scratch =
+        at::zeros({2 * entries.n + view.num_buckets + 1}, options.dtype(at::kInt));
+    const at::Tensor moved = at::zeros({entries.n}, options.dtype(at::kByte));
+    auto* const words = reinterpret_cast<uint32_t*>(scratch.data_ptr<int32_t>());
+    const hash_table::cuda::RestoreOrder order{words + 1, words + 1 + 2 * entries.n, words,
+                                               moved.data_ptr<uint8_t>()};
+    const int64_t* at = sorted.const_data_ptr<int64_t>();
+    const int64_t* stood = places.const_data_ptr<int64_t>();
+    HKV_ON_DEVICE(group.device(), ,
+                  hash_table::cuda::restore_entries_in_order(view, entries, displaced, at, stood,
+                                                             order, stream));
+    return std::get<1>(at::sort(moved, /*stable=*/true, /*dim=*/0, /*descending=*/true));
+  });
+}
+#endif
+
 // (ids, rows, last steps, scores, states) of the displaced, and [how many these are, how many found
 // no place].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> restore_entries(
@@ -149,6 +179,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
                              : nullptr,
       out_states.data_ptr<float>(),
       reinterpret_cast<uint64_t*>(counts.data_ptr<int64_t>())};
+#ifdef TORCHREC_HKV_CUDA
+  if (group->device().is_cuda() && group->deterministic()) {
+    const at::Tensor first = restore_in_order(*group, view, entries, displaced);
+    const auto sorted = [&](const at::Tensor& out) {
+      return out.size(0) == entries.n ? out.index_select(0, first) : out;  // no scores under LRU
+    };
+    return {sorted(out_ids),    sorted(out_rows),   sorted(out_steps),
+            sorted(out_scores), sorted(out_states), counts};
+  }
+#endif
   at::Tensor waiting =
       at::empty({group->device().is_cuda() ? entries.n : 0}, ids.options().dtype(at::kBool));
   [[maybe_unused]] bool* scratch = waiting.data_ptr<bool>();

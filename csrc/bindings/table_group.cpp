@@ -1,5 +1,6 @@
 #include "bindings/table_group.h"
 
+#include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -115,7 +116,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
       feature_table_list_(std::move(feature_tables)),
       optimizer_(optimizer),
       device_(device),
-      update_hint_(device) {
+      host_words_(device) {
   TORCH_CHECK_VALUE(device.is_cpu() || device.is_cuda(), "device is ", device,
                     ", but must be a CPU or a CUDA device.");
 #ifndef TORCHREC_HKV_CUDA
@@ -156,6 +157,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
+    deterministic_ = deterministic_ || config.deterministic;
     evicted_.push_back(at::zeros({config.remember_evicted}, at::dtype(at::kShort).device(device)));
   }
   clock_ = std::make_shared<GroupClock>(device);
@@ -163,6 +165,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   make_aging();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
+  if (device.is_cuda()) refused_ = at::zeros({1}, at::dtype(at::kInt).device(device));
   feature_tables_ = to_device_int32(feature_table_list_, device);
   feature_columns_ = to_device_int32(columns, device);
   for (int64_t t = 0; t < num_tables(); ++t) {
@@ -315,6 +318,37 @@ const TableView& TableGroup::view(int64_t table) const {
 at::ScalarType TableGroup::row_dtype(int64_t table) const {
   check_index(table);
   return scalar_type(configs_[table].row_type);
+}
+
+bool TableGroup::deterministic() const {
+  return deterministic_ || at::globalContext().deterministicAlgorithms();
+}
+
+bool TableGroup::takes_scores() const {
+  return std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
+    return torchrec_hkv::takes_scores(config.eviction);
+  });
+}
+
+bool TableGroup::has_customized() const {
+  return std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
+    return config.eviction == Eviction::kCustomized;
+  });
+}
+
+RowType TableGroup::matrix_type() const {
+  const RowType type = configs_[0].row_type;
+  const bool same = std::all_of(configs_.begin(), configs_.end(),
+                                [&](const TableConfig& config) { return config.row_type == type; });
+  return same ? type : RowType::kFloat32;
+}
+
+at::ScalarType TableGroup::matrix_dtype() const { return scalar_type(matrix_type()); }
+
+int32_t TableGroup::widest_state() const {
+  int32_t widest = 0;
+  for (const TableView& view : host_views_) widest = std::max(widest, view.states.width);
+  return widest;
 }
 
 const TableView* TableGroup::views() const {

@@ -11,10 +11,10 @@
 
 #include "bindings/group_admission.h"
 #include "bindings/group_clock.h"
+#include "bindings/host_words.h"
 #include "bindings/initial_rows.h"
 #include "bindings/stream_order.h"
 #include "bindings/table_memory.h"
-#include "bindings/update_hint.h"
 #include "common/optimizers.h"
 #include "hash_table/aging.h"
 #include "hash_table/table_view.h"
@@ -35,6 +35,7 @@ struct TableConfig {
   AdmissionConfig admission;
   int64_t expire_after;      // calls; 0: entries don't expire
   int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
+  bool deterministic;        // results follow from the calls alone, on a GPU too
 };
 
 // What tables may take, in bytes, and what there is at all.
@@ -81,17 +82,30 @@ class TableGroup {
   int64_t num_tables() const { return static_cast<int64_t>(configs_.size()); }
   int64_t num_features() const { return static_cast<int64_t>(feature_table_list_.size()); }
   int64_t total_dim() const { return total_dim_; }
+  int64_t feature_dim(int64_t feature) const {
+    return configs_[feature_table_list_.at(feature)].dim;
+  }
   // Of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
   const hash_table::GroupShape& shape() const { return shape_; }
   // What the device says of updates; null on a CPU.
-  hash_table::UpdateHint* update_hint() const { return update_hint_.get(); }
+  hash_table::UpdateHint* update_hint() const { return host_words_.update_hint(); }
+  // Has the kernels of a batch say here if they can't follow its offsets. On a CPU nothing.
+  void watch_offsets(hash_table::Batch* batch) const;
+  // Throws ValueError if a GPU has said so since this was last called. Does not wait for it.
+  void check_bad_offsets() const;
   // Whether one of the tables has rows in host memory and frames for them, or will have.
   bool has_frames() const { return has_frames_; }
   // Whether one of the tables remembers what it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
-  // Whether one of the tables needs a score with every id.
+  // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
+  // torch.use_deterministic_algorithms does, when the call is made.
+  bool deterministic() const;
+  // Whether one of the tables needs a score with every id; whether one takes any.
   bool needs_scores() const { return needs_scores_; }
+  bool takes_scores() const;
+  // Whether one takes scores as they are given.
+  bool has_customized() const;
   const at::Tensor& counters() const { return counters_; }
   // What a new id's row is initialised to, in all tables.
   hash_table::NewRows initial_rows() const { return initial_rows_; }
@@ -113,6 +127,14 @@ class TableGroup {
   // that it was captured with.
   const hash_table::TableView* only_view() const { return growing_ ? nullptr : only_view_now(); }
   at::ScalarType row_dtype(int64_t table) const;
+  // The view of a group's only table, in host memory; null where there are several.
+  const hash_table::TableView* only_table() const {
+    return num_tables() == 1 ? &host_views_[0] : nullptr;
+  }
+  // Of rows that calls are given and give back, of any of the tables (hash_table/row_matrix.h).
+  RowType matrix_type() const;
+  at::ScalarType matrix_dtype() const;
+  int32_t widest_state() const;
   const int32_t* feature_tables() const { return feature_tables_.const_data_ptr<int32_t>(); }
   const int32_t* feature_columns() const { return feature_columns_.const_data_ptr<int32_t>(); }
 
@@ -142,9 +164,10 @@ class TableGroup {
   // Waits for the device where a table grows or may have to, and throws where a CUDA graph is being
   // captured.
 
-  // Before the ids of a batch are inserted, and before their call's turn.
+  // Before the ids of a batch are inserted, and before their call's turn. first_bags: number of
+  // each feature's first bag, and that of all bags; where there are no offsets nothing.
   void make_room(const hash_table::Batch& batch, const at::Tensor& ids,
-                 const std::optional<at::Tensor>& offsets);
+                 const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags);
   // Before n entries are put into a table that has room for them, and before their call's turn.
   void expect_entries(int64_t table, int64_t n);
   // Grows a table now, so that it takes so many rows without growing. In the turn of a call that
@@ -180,11 +203,13 @@ class TableGroup {
 
   int64_t buckets_for(int64_t table, int64_t entries) const;
   std::vector<int64_t> count_new(const hash_table::Batch& batch, const at::Tensor& ids,
-                                 const std::optional<at::Tensor>& offsets) const;
+                                 const std::optional<at::Tensor>& offsets,
+                                 at::IntArrayRef first_bags) const;
   // The tables that may get too full by n more ids, for all that the host knows.
   std::vector<int64_t> expect_ids(int64_t n);
   void look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
-                     const std::optional<at::Tensor>& offsets, const std::vector<int64_t>& tables);
+                     const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags,
+                     const std::vector<int64_t>& tables);
   void grow(int64_t table, int64_t num_buckets);
   // The fewest buckets in which all of a state's ids stand where they are found, or all.
   int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
@@ -204,10 +229,12 @@ class TableGroup {
   bool needs_scores_ = false;
   bool has_frames_ = false;
   bool remembers_evicted_ = false;
+  bool deterministic_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;
   std::unique_ptr<GroupAdmission> admission_;
-  GroupUpdateHint update_hint_;
+  GroupHostWords host_words_;
+  at::Tensor refused_;               // int32 [1], see Batch; undefined on a CPU
   std::vector<at::Tensor> evicted_;  // int16 marks of each table's EvictedMemory, or empty
   at::Tensor expire_after_;          // int32 [tables], on the device
   hash_table::Aging aging_;

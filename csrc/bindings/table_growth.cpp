@@ -44,8 +44,8 @@ int64_t TableGroup::buckets_for(int64_t table, int64_t entries) const {
 }
 
 void TableGroup::make_room(const hash_table::Batch& batch, const at::Tensor& ids,
-                           const std::optional<at::Tensor>& offsets) {
-  if (!growing_ || batch.num_ids == 0 || batch.batch_size == 0) return;
+                           const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags) {
+  if (!growing_ || batch.num_ids == 0 || batch.num_bags == 0) return;
   const c10::OptionalDeviceGuard guard(device_);
   for (int64_t t = 0; t < num_tables(); ++t) {
     // A graph inserts unseen by the host when it is replayed.
@@ -57,7 +57,7 @@ void TableGroup::make_room(const hash_table::Batch& batch, const at::Tensor& ids
   const std::vector<int64_t> unsure =
       order_->run(kHostOnly, [&] { return expect_ids(batch.num_ids); });
   if (unsure.empty()) return;
-  order_->run(kWriteAll, [&] { look_and_grow(batch, ids, offsets, unsure); });
+  order_->run(kWriteAll, [&] { look_and_grow(batch, ids, offsets, first_bags, unsure); });
 }
 
 std::vector<int64_t> TableGroup::expect_ids(int64_t n) {
@@ -75,10 +75,10 @@ std::vector<int64_t> TableGroup::expect_ids(int64_t n) {
 }
 
 void TableGroup::look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
-                               const std::optional<at::Tensor>& offsets,
+                               const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags,
                                const std::vector<int64_t>& tables) {
   const at::Tensor sizes = this->sizes().cpu();
-  const std::vector<int64_t> added = count_new(batch, ids, offsets);
+  const std::vector<int64_t> added = count_new(batch, ids, offsets, first_bags);
   for (int64_t t = 0; t < num_tables(); ++t) {
     growth_[t].most_entries = sizes.const_data_ptr<int64_t>()[t] + added[t];
   }
@@ -93,16 +93,17 @@ void TableGroup::look_and_grow(const hash_table::Batch& batch, const at::Tensor&
 }
 
 std::vector<int64_t> TableGroup::count_new(const hash_table::Batch& batch, const at::Tensor& ids,
-                                           const std::optional<at::Tensor>& offsets) const {
+                                           const std::optional<at::Tensor>& offsets,
+                                           at::IntArrayRef first_bags) const {
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   HKV_ON_DEVICE(device_, hash_table::cpu::find(views(), batch, out, threads),
                 hash_table::cuda::find(views(), only_view_now(), batch, out, stream));
   const at::Tensor missing = slots.lt(0);
   // Where the ids of each feature begin.
-  const at::Tensor starts =
-      offsets ? offsets->slice(0, 0, std::nullopt, batch.batch_size).cpu().contiguous()
-              : at::tensor({int64_t{0}, batch.num_ids}, at::kLong);
+  const at::Tensor starts = offsets
+                                ? offsets->cpu().index_select(0, at::tensor(first_bags, at::kLong))
+                                : at::tensor({int64_t{0}, batch.num_ids}, at::kLong);
   const int64_t* start = starts.const_data_ptr<int64_t>();
   std::vector<int64_t> added(num_tables());
   for (int64_t t = 0; t < num_tables(); ++t) {

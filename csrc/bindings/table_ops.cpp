@@ -1,8 +1,12 @@
-// Dispatcher ops of a single table (a group of one table and one feature). Slots are counted from
-// the table's first. Fakes are in torchrec_hkv/hash_table/ops.py.
+// Dispatcher ops on the entries of a group's tables. Slots are numbered through the tables.
+// `offsets` and `batch_size` say which id is of which feature, and so of which table; a group of
+// one feature needs none. Rows of all tables are one matrix (hash_table/row_matrix.h). Fakes are in
+// torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "bindings/batch.h"
 #include "bindings/checks.h"
@@ -13,26 +17,28 @@
 namespace torchrec_hkv::bindings {
 namespace {
 
+using hash_table::RowMatrix;
 using hash_table::TableView;
 
-std::shared_ptr<TableGroup> one_table(int64_t handle) {
-  std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
-  TORCH_CHECK_VALUE(group->num_tables() == 1 && group->num_features() == 1,
-                    "this operation takes a group of one table and one feature, but the group has ",
-                    group->num_tables(), " and ", group->num_features(), ".");
-  return group;
-}
-
-void check_slots(const TableGroup& group, const at::Tensor& slots) {
+void check_slots(const TableGroup& group, const at::Tensor& slots, int64_t least) {
   check_dtype(slots, "slots", at::kLong);
   check_vector(slots, "slots");
   check_device(slots, "slots", group.device());
   TORCH_CHECK_VALUE(slots.is_contiguous(), "slots must be contiguous.");
   if (group.device().is_cuda() || slots.numel() == 0) return;  // looking would wait for the device
+  const auto tables = static_cast<int32_t>(group.num_tables());
+  const int64_t end = tables == 1 ? group.present_slots(0) : group.num_slots();
   const int64_t highest = slots.max().item<int64_t>(), lowest = slots.min().item<int64_t>();
-  const int64_t end = group.present_slots(0);
-  TORCH_CHECK_VALUE(lowest >= -1 && highest < end, "slots must be from -1 to ", end - 1,
+  TORCH_CHECK_VALUE(lowest >= least && highest < end, "slots must be from ", least, " to ", end - 1,
                     ", but go from ", lowest, " to ", highest, ".");
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  for (int64_t i = 0; tables > 1 && i < slots.numel(); ++i) {
+    if (at[i] < 0) continue;
+    const TableView& table = group.views()[table_of_slot(group.views(), tables, at[i])];
+    TORCH_CHECK_VALUE(at[i] < table.first_slot + table.num_slots, "slot ", at[i],
+                      " is of a table that has grown to the slots from ", table.first_slot, " to ",
+                      table.first_slot + table.num_slots - 1, " only.");
+  }
 }
 
 const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::Tensor>& scores,
@@ -41,7 +47,7 @@ const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::T
     TORCH_CHECK_VALUE(!group.needs_scores(), "scores must be given under eviction 'customized'.");
     return nullptr;
   }
-  TORCH_CHECK_VALUE(takes_scores(group.view(0).eviction),
+  TORCH_CHECK_VALUE(group.takes_scores(),
                     "scores must not be given under an eviction policy that makes its own.");
   check_dtype(*scores, "scores", at::kLong);
   check_device(*scores, "scores", group.device());
@@ -50,23 +56,69 @@ const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::T
   return reinterpret_cast<const uint64_t*>(scores->const_data_ptr<int64_t>());
 }
 
-const char* row_pointer(const TableGroup& group, const at::Tensor& rows, int64_t n) {
-  check_dtype(rows, "rows", group.row_dtype(0));
-  check_device(rows, "rows", group.device());
-  TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(0) == n && rows.size(1) == group.total_dim(),
-                    "rows must have shape [", n, ", ", group.total_dim(), "], but have ",
-                    rows.sizes(), ".");
-  TORCH_CHECK_VALUE(rows.is_contiguous(), "rows must be contiguous.");
-  return static_cast<const char*>(rows.const_data_ptr());
+// Ids of bags of the group's features or, without offsets, of one bag of its only one; with what
+// says so on the device.
+struct GivenIds {
+  GivenIds(const TableGroup& group, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
+           int64_t batch_size) {
+    if (offsets) layout.emplace(group, batch_size, at::OptionalIntArrayRef());
+    batch = layout ? make_batch(group, ids, *offsets, *layout) : make_batch(group, ids);
+  }
+  std::vector<int64_t> first_bags() const {
+    return layout ? layout->first_bags() : std::vector<int64_t>{};
+  }
+
+  std::optional<BagLayout> layout;
+  hash_table::Batch batch;
+};
+
+// A matrix of rows for all tables of the group, or of states.
+RowMatrix matrix_of(const at::Tensor& rows, RowType type) {
+  return RowMatrix{static_cast<char*>(rows.data_ptr()), static_cast<int32_t>(rows.size(1)), type};
 }
 
+// Rows that were given, where kernels can read them: these take 16 bytes at a time.
+at::Tensor check_rows(const TableGroup& group, const at::Tensor& rows, int64_t n) {
+  const int64_t width = group.shape().widest;
+  check_dtype(rows, "rows", group.matrix_dtype());
+  check_device(rows, "rows", group.device());
+  TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(0) == n && rows.size(1) == width,
+                    "rows must have shape [", n, ", ", width, "], but have ", rows.sizes(), ".");
+  TORCH_CHECK_VALUE(rows.is_contiguous(), "rows must be contiguous.");
+  const bool aligned =
+      rows.is_cpu() || reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kGradAlignment == 0;
+  return aligned ? rows : rows.clone();
+}
+
+#ifdef TORCHREC_HKV_CUDA
+// Slots in ascending order, and where they stood; equal ones keep their order.
+struct SortedSlots {
+  explicit SortedSlots(const at::Tensor& given) {
+    std::tie(slots, positions) = at::sort(given, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  }
+  const int64_t* slot() const { return slots.const_data_ptr<int64_t>(); }
+  const int64_t* position() const { return positions.const_data_ptr<int64_t>(); }
+
+  at::Tensor slots, positions;
+};
+#endif
+
 // Writes rows to slots. `writer` (CUDA, bool, by position): whose row is written of several for one
-// slot; without it the first to come. In the turn of a call that writes rows.
-void write(const TableGroup& group, const at::Tensor& slots, const char* rows, bool add,
+// slot; without it the first to come; the last, where the group is deterministic, as on a CPU. In
+// the turn of a call that writes rows.
+void write(const TableGroup& group, const at::Tensor& slots, const RowMatrix& rows, bool add,
            [[maybe_unused]] const at::Tensor& writer) {
   const int64_t n = slots.numel();
   const int64_t* at = slots.const_data_ptr<int64_t>();
+  const auto tables = static_cast<int32_t>(group.num_tables());
 #ifdef TORCHREC_HKV_CUDA
+  if (group.device().is_cuda() && group.deterministic()) {
+    const SortedSlots sorted(slots);
+    HKV_ON_DEVICE(group.device(), ,
+                  hash_table::cuda::write_rows_in_order(group.views(), tables, sorted.slot(),
+                                                        sorted.position(), rows, n, add, stream));
+    return;
+  }
   at::Tensor claims;
   uint32_t* bits = nullptr;
   if (group.device().is_cuda() && !add && !writer.defined()) {
@@ -75,25 +127,51 @@ void write(const TableGroup& group, const at::Tensor& slots, const char* rows, b
   }
   const bool* chosen = writer.defined() ? writer.const_data_ptr<bool>() : nullptr;
 #endif
-  HKV_ON_DEVICE(
-      group.device(), hash_table::cpu::write_rows(group.view(0), at, rows, n, add, threads),
-      hash_table::cuda::write_rows(group.view(0), at, rows, n, add, chosen, bits, stream));
+  HKV_ON_DEVICE(group.device(),
+                hash_table::cpu::write_rows(group.views(), tables, at, n, rows, add, threads),
+                hash_table::cuda::write_rows(group.views(), group.only_table(), tables, at, n, rows,
+                                             add, chosen, bits, stream));
 }
 
-// (slots, found, ids, rows and scores of what left or was refused, their number). With rows and
-// `assign`, each id's row becomes one that came with it. believed: see Placement; ids that are
-// passed over have slot -1.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> insert(
-    at::Tensor counters, int64_t handle, const at::Tensor& ids,
-    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
-    const std::optional<at::Tensor>& believed, bool initialize, bool assign, bool leavers) {
-  const std::shared_ptr<TableGroup> owner = one_table(handle);
+// Of several scores that a call gives for one slot, the last stays under a policy that takes them
+// as they are; on a GPU where the group is deterministic. After the call has touched the slots.
+void keep_last_scores(const TableGroup& group, const at::Tensor& slots, const uint64_t* scores) {
+  if (scores == nullptr || !group.has_customized()) return;
+  const int64_t n = slots.numel();
+  const auto tables = static_cast<int32_t>(group.num_tables());
+  if (!group.device().is_cuda()) {
+    hash_table::cpu::keep_last_scores(group.views(), tables, slots.const_data_ptr<int64_t>(),
+                                      scores, n, at::get_num_threads());
+    return;
+  }
+#ifdef TORCHREC_HKV_CUDA
+  if (!group.deterministic()) return;
+  const SortedSlots sorted(slots);
+  HKV_ON_DEVICE(group.device(), ,
+                hash_table::cuda::keep_last_scores(group.views(), tables, sorted.slot(),
+                                                   sorted.position(), scores, n, stream));
+#endif
+}
+
+using Inserted =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// (slots, found, ids, rows and scores of what left or was refused, their number, their tables where
+// the group has several). With rows and `assign`, each id's row becomes one that came with it.
+// believed: see Placement; ids that are passed over have slot -1.
+Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
+                const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
+                const std::optional<at::Tensor>& believed, bool initialize, bool assign,
+                bool leavers, const std::optional<at::Tensor>& offsets, int64_t batch_size) {
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  const hash_table::Batch batch = make_batch(group, ids, std::nullopt, 1);
+  const GivenIds given_ids(group, ids, offsets, batch_size);
+  const hash_table::Batch& batch = given_ids.batch;
   const int64_t n = ids.numel();
   const uint64_t* given_scores = score_pointer(group, scores, n);
-  const char* given_rows = rows ? row_pointer(group, *rows, n) : nullptr;
+  const at::Tensor held = rows ? check_rows(group, *rows, n) : at::Tensor();
+  const RowMatrix given_rows = rows ? matrix_of(held, group.matrix_type()) : RowMatrix{};
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
   TORCH_CHECK_VALUE(assign || !leavers, "what leaves is given back only where rows are assigned.");
   TORCH_CHECK_VALUE(!assign || !initialize, "a new row is either initialised or assigned.");
@@ -104,17 +182,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     check_length(*believed, "believed", n);
     TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
   }
-  owner->make_room(batch, ids, std::nullopt);
+  owner->make_room(batch, ids, offsets, given_ids.first_bags());
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   at::Tensor writer;
-  if (group.device().is_cuda() && assign) writer = at::empty_like(found);
+  const bool deterministic = group.deterministic();
+  if (group.device().is_cuda() && assign && !deterministic) writer = at::empty_like(found);
   const int64_t room = leavers ? n : 0;
   at::Tensor left_ids = at::empty({room}, ids.options());
   at::Tensor left_rows =
-      at::empty({room, group.total_dim()}, ids.options().dtype(group.row_dtype(0)));
+      at::empty({room, group.shape().widest}, ids.options().dtype(group.matrix_dtype()));
   at::Tensor left_scores = at::empty({room}, ids.options());
   at::Tensor number = at::zeros({leavers ? 1 : 0}, ids.options());
+  const bool several = group.num_tables() > 1;
+  at::Tensor left_tables = at::empty({several ? room : 0}, ids.options().dtype(at::kInt));
   hash_table::Placement placement{
       initialize ? group.initial_rows() : hash_table::NewRows::kUntouched,
       /*refuse_lower=*/true,
@@ -124,17 +205,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
   placement.remembers = group.remembers_evicted();
+  placement.ordered = deterministic;
   if (leavers) {
-    placement.leavers = {left_ids.data_ptr<int64_t>(), static_cast<char*>(left_rows.data_ptr()),
+    placement.leavers = {left_ids.data_ptr<int64_t>(), matrix_of(left_rows, group.matrix_type()),
                          reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
-                         reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>())};
+                         reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>()),
+                         several ? left_tables.data_ptr<int32_t>() : nullptr};
   }
   int64_t* out = slots.data_ptr<int64_t>();
   bool* there = found.data_ptr<bool>();
 #ifdef TORCHREC_HKV_CUDA
   bool* writes = writer.defined() ? writer.data_ptr<bool>() : nullptr;
 #endif
-  const at::Tensor scratch = insert_scratch(group, ids);
+  const at::Tensor scratch = insert_scratch(group, ids, placement, given_scores != nullptr);
   const CountedCall call(group.clock(), std::nullopt);
   group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
     HKV_ON_DEVICE(
@@ -144,96 +227,145 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given_scores, placement, out,
                                          there, writes, scratch.data_ptr(), stream));
+    keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
   if (believed) slots.masked_fill_(slots.eq(hash_table::kPassedOver), hash_table::kNoSlot);
-  return {slots, found, left_ids, left_rows, left_scores, number};
-}
-
-at::Tensor gather(const TableGroup& group, const hash_table::RowStore& store, at::ScalarType dtype,
-                  const int64_t* ids, const at::Tensor& slots, bool* found) {
-  at::Tensor out = at::empty({slots.numel(), store.width}, slots.options().dtype(dtype));
-  const int64_t* at = slots.const_data_ptr<int64_t>();
-  char* to = static_cast<char*>(out.data_ptr());
-  HKV_ON_DEVICE(
-      group.device(),
-      hash_table::cpu::gather(group.view(0), store, ids, at, slots.numel(), to, found, threads),
-      hash_table::cuda::gather(group.view(0), store, ids, at, slots.numel(), to, found, stream));
-  return out;
+  return {slots, found, left_ids, left_rows, left_scores, number, left_tables};
 }
 
 // (rows, whether there is a slot)
 std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor& ids,
-                                               const at::Tensor& slots) {
-  const std::shared_ptr<TableGroup> group = one_table(handle);
-  check_slots(*group, slots);
-  make_batch(*group, ids, std::nullopt, 1);
-  check_length(ids, "ids", slots.numel());
-  at::Tensor found = at::empty({slots.numel()}, slots.options().dtype(at::kBool));
-  at::Tensor rows = group->order().run(kReadRows, [&] {
-    return gather(*group, group->view(0).rows, group->row_dtype(0), ids.const_data_ptr<int64_t>(),
-                  slots, found.data_ptr<bool>());
-  });
+                                               const at::Tensor& slots,
+                                               const std::optional<at::Tensor>& offsets,
+                                               int64_t batch_size) {
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
+  check_slots(group, slots, hash_table::kNoSlot);
+  const GivenIds given_ids(group, ids, offsets, batch_size);
+  const hash_table::Batch& batch = given_ids.batch;
+  const int64_t n = slots.numel();
+  check_length(ids, "ids", n);
+  at::Tensor found = at::empty({n}, slots.options().dtype(at::kBool));
+  at::Tensor rows =
+      at::empty({n, group.shape().widest}, slots.options().dtype(group.matrix_dtype()));
+  const RowMatrix to = matrix_of(rows, group.matrix_type());
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  bool* there = found.data_ptr<bool>();
+  HKV_ON_GROUP(group, kReadRows,
+               hash_table::cpu::gather_rows(group.views(), batch, at, to, there, threads),
+               hash_table::cuda::gather_rows(group.views(), group.only_table(), batch, at, to,
+                                             there, stream));
   return {rows, found};
 }
 
 void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
                 const at::Tensor& rows, bool add) {
-  const std::shared_ptr<TableGroup> owner = one_table(handle);
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  check_slots(group, slots);
-  const char* from = row_pointer(group, rows, slots.numel());
+  check_slots(group, slots, hash_table::kNoSlot);
+  const at::Tensor held = check_rows(group, rows, slots.numel());
+  const RowMatrix from = matrix_of(held, group.matrix_type());
   group.order().run(kWriteRows, [&] { write(group, slots, from, add, at::Tensor()); });
 }
 
 // Touches the ids that are there, as a hit does; returns their slots.
 at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
-                 const std::optional<at::Tensor>& scores) {
-  const std::shared_ptr<TableGroup> owner = one_table(handle);
+                 const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& offsets,
+                 int64_t batch_size) {
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  const hash_table::Batch batch = make_batch(group, ids, std::nullopt, 1);
-  const int64_t n = ids.numel();
-  const uint64_t* given = score_pointer(group, scores, n);
+  const GivenIds given_ids(group, ids, offsets, batch_size);
+  const hash_table::Batch& batch = given_ids.batch;
+  const uint64_t* given = score_pointer(group, scores, ids.numel());
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
   const hash_table::Visit visit = call.visit(given);
-  HKV_ON_GROUP(group, call.use(/*inserts=*/false),
-               hash_table::cpu::age(group.views(), group.aging(), visit, threads);
-               hash_table::cpu::find(group.views(), batch, out, threads);
-               hash_table::cpu::touch_slots(group.view(0), out, n, visit, threads),
-               hash_table::cuda::tick(call.clock(), call.tick(), stream);
-               hash_table::cuda::age(group.views(), group.aging(), visit, stream);
-               hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream);
-               hash_table::cuda::touch_slots(group.view(0), out, n, visit, stream));
+  group.order().run(call.use(/*inserts=*/false), [&] {
+    HKV_ON_DEVICE(
+        group.device(), hash_table::cpu::age(group.views(), group.aging(), visit, threads);
+        hash_table::cpu::find(group.views(), batch, out, threads);
+        hash_table::cpu::touch_slots(group.views(), batch, out, visit, threads),
+        hash_table::cuda::tick(call.clock(), call.tick(), stream);
+        hash_table::cuda::age(group.views(), group.aging(), visit, stream);
+        hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream);
+        hash_table::cuda::touch_slots(group.views(), group.only_table(), batch, out, visit,
+                                      stream));
+    keep_last_scores(group, slots, given);
+  });
   return slots;
 }
 
 void erase_slots(at::Tensor counters, int64_t handle, const at::Tensor& slots) {
-  const std::shared_ptr<TableGroup> owner = one_table(handle);
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  check_slots(group, slots);
+  check_slots(group, slots, hash_table::kNoSlot);
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  HKV_ON_GROUP(group, kWriteIndex,
-               hash_table::cpu::erase_slots(group.view(0), at, slots.numel(), threads),
-               hash_table::cuda::erase_slots(group.view(0), at, slots.numel(), stream));
+  const int64_t n = slots.numel();
+  const auto tables = static_cast<int32_t>(group.num_tables());
+  HKV_ON_GROUP(
+      group, kWriteIndex, hash_table::cpu::erase_slots(group.views(), tables, at, n, threads),
+      hash_table::cuda::erase_slots(group.views(), group.only_table(), tables, at, n, stream));
+}
+
+// Of the slots that the given tables have at present, one table after the other, which hold entries
+// that are meant. Scores are the bits of unsigned numbers.
+at::Tensor select_slots(const at::Tensor& counters, int64_t handle, at::IntArrayRef tables,
+                        int64_t score_at_least, int64_t score_at_most, int64_t touched_before) {
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
+  check_device(counters, "counters", group.device());
+  std::vector<int64_t> starts(group.num_tables(), -1);
+  int64_t total = 0, before = -1;
+  [[maybe_unused]] int64_t most = 0;
+  for (const int64_t table : tables) {
+    TORCH_CHECK_VALUE(table > before && table < group.num_tables(),
+                      "tables must be ascending numbers from 0 to ", group.num_tables() - 1,
+                      ", but are ", tables, ".");
+    before = table;
+    starts[table] = total;
+    total += group.present_slots(table);
+    most = std::max(most, group.present_slots(table));
+  }
+  at::Tensor chosen = at::empty({total}, counters.options().dtype(at::kBool));
+  const at::Tensor begin = at::tensor(starts, at::kLong).to(group.device());
+  const hash_table::Selection selection{begin.const_data_ptr<int64_t>(),
+                                        static_cast<uint64_t>(score_at_least),
+                                        static_cast<uint64_t>(score_at_most), touched_before};
+  bool* out = chosen.data_ptr<bool>();
+  const auto num_tables = static_cast<int32_t>(group.num_tables());
+  HKV_ON_GROUP(
+      group, kReadIndex,
+      hash_table::cpu::select_slots(group.views(), num_tables, selection, out, threads),
+      hash_table::cuda::select_slots(group.views(), num_tables, most, selection, out, stream));
+  return chosen;
 }
 
 // (ids, rows, scores, states) of slots, none of them -1.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t handle,
                                                                         const at::Tensor& slots) {
-  const std::shared_ptr<TableGroup> group = one_table(handle);
-  check_slots(*group, slots);
-  const TableView& view = group->view(0);
-  return group->order().run(kReadAll, [&] {
-    return std::make_tuple(group->ids(0).index_select(0, slots),
-                           gather(*group, view.rows, group->row_dtype(0), nullptr, slots, nullptr),
-                           group->scores(0).index_select(0, slots),
-                           gather(*group, view.states, at::kFloat, nullptr, slots, nullptr));
-  });
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
+  check_slots(group, slots, 0);
+  const int64_t n = slots.numel();
+  at::Tensor ids = at::empty_like(slots);
+  at::Tensor scores = at::empty_like(slots);
+  at::Tensor rows =
+      at::empty({n, group.shape().widest}, slots.options().dtype(group.matrix_dtype()));
+  at::Tensor states = at::empty({n, group.widest_state()}, slots.options().dtype(at::kFloat));
+  const hash_table::Exported out{ids.data_ptr<int64_t>(), matrix_of(rows, group.matrix_type()),
+                                 reinterpret_cast<uint64_t*>(scores.data_ptr<int64_t>()),
+                                 matrix_of(states, RowType::kFloat32)};
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  const auto tables = static_cast<int32_t>(group.num_tables());
+  HKV_ON_GROUP(group, kReadAll,
+               hash_table::cpu::export_slots(group.views(), tables, at, n, out, threads),
+               hash_table::cuda::export_slots(group.views(), tables, at, n, out, stream));
+  return {ids, rows, scores, states};
 }
 
 }  // namespace
@@ -241,21 +373,29 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "insert(Tensor(a!) counters, int group, Tensor ids, Tensor? scores, Tensor? rows, "
-      "Tensor? believed, bool initialize, bool assign, bool leavers) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("gather_rows(int group, Tensor ids, Tensor slots) -> (Tensor, Tensor)");
+      "Tensor? believed, bool initialize, bool assign, bool leavers, Tensor? offsets=None, "
+      "int batch_size=1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "gather_rows(int group, Tensor ids, Tensor slots, Tensor? offsets=None, int batch_size=1) "
+      "-> (Tensor, Tensor)");
   m.def("write_rows(Tensor(a!) counters, int group, Tensor slots, Tensor rows, bool add) -> ()");
-  m.def("touch(Tensor(a!) counters, int group, Tensor ids, Tensor? scores) -> Tensor");
+  m.def(
+      "touch(Tensor(a!) counters, int group, Tensor ids, Tensor? scores, Tensor? offsets=None, "
+      "int batch_size=1) -> Tensor");
   m.def("erase_slots(Tensor(a!) counters, int group, Tensor slots) -> ()");
+  m.def(
+      "select_slots(Tensor counters, int group, int[] tables, int score_at_least, "
+      "int score_at_most, int touched_before) -> Tensor");
   m.def("export_slots(int group, Tensor slots) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
-#define HKV_REGISTER(m)                \
-  m.impl("insert", &insert);           \
-  m.impl("gather_rows", &gather_rows); \
-  m.impl("write_rows", &write_rows);   \
-  m.impl("touch", &touch);             \
-  m.impl("erase_slots", &erase_slots); \
+#define HKV_REGISTER(m)                  \
+  m.impl("insert", &insert);             \
+  m.impl("gather_rows", &gather_rows);   \
+  m.impl("write_rows", &write_rows);     \
+  m.impl("touch", &touch);               \
+  m.impl("erase_slots", &erase_slots);   \
+  m.impl("select_slots", &select_slots); \
   m.impl("export_slots", &export_slots);
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}

@@ -6,6 +6,7 @@
 #include "common/parallel.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/bucket_cpu.h"
+#include "hash_table/row_matrix_cpu.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
@@ -138,15 +139,17 @@ void finish_admission(const TableView* tables, const Batch& batch, const Visit& 
     });
     return;
   }
-  const TableView& table = tables[0];  // who wants leavers has one table
-  const int64_t bytes = static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
+  const RowMatrix& given = placement.given_rows;
   for (int64_t at = 0; at < batch.num_ids; ++at) {
     if (slots[at] != kNotAdmitted) continue;
+    const int32_t index = batch.feature_tables[batch.feature_of(at)];
+    const TableView& table = tables[index];
     slots[at] = kNoSlot;
     const uint64_t to = (*leavers.number)++;
     leavers.ids[to] = batch.ids[at];
     leavers.scores[to] = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(at));
-    std::memcpy(leavers.rows + to * bytes, placement.given_rows + at * bytes, bytes);
+    if (leavers.tables != nullptr) leavers.tables[to] = index;
+    copy_to_matrix(leavers.rows, static_cast<int64_t>(to), given.type, given.at(at), table.dim());
   }
 }
 

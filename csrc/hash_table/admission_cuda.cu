@@ -1,54 +1,40 @@
 // Admission on the GPU, up to three passes over the positions of a call:
 //   1. tally: ids drawn by probability are decided; those of a sketch are added to it; those of a
-//      table that counts in cells are deduplicated in a scratch table: one position of each, its
-//      owner, holds how often the call asks for it; all remember the owner.
+//      table that counts in cells are deduplicated in a scratch table: an entry has the first
+//      position of its id, the owner, and how often the call asks for it; all remember the entry.
 //   2. count, where a table counts in cells: owners add to their ids' counts. As each id has one
 //      owner, a cell is taken by a compare-and-swap of its meta, which then names the present step:
-//      a cell of this step is nobody else's, so its id is written without a lock.
-//   3. mark, where something was counted: every position asks its owner, or the sketch.
+//      a cell of this step is nobody else's, so its id is written without a lock. Where the result
+//      must not depend on chance, ids of one set are counted in the order of the batch
+//      (admission_ordered_cuda.cu).
+//   3. mark, where something was counted: every position asks its entry, or the sketch.
 // What a call asks for is counted before the first id is decided, as on the CPU.
 #include "common/cuda_check.h"
+#include "hash_table/admission_cuda.cuh"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/leavers_cuda.cuh"
 #include "hash_table/missing_cuda.cuh"
-#include "hash_table/new_row_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-struct TallyScratch {
-  uint32_t* owners;  // [mask + 1] 1 + position, 0: free
-  uint32_t mask;
-  uint32_t*
-      times;  // [num_ids] by owner: how often its id is asked for; then, whether it is admitted
-  size_t bytes;
-};
-
-TallyScratch layout(int64_t n, char* base) {
-  uint32_t size = 1024;
-  while (size < 2 * n && size < (1u << 31)) size *= 2;
-  TallyScratch scratch;
-  scratch.owners = reinterpret_cast<uint32_t*>(base);
-  scratch.mask = size - 1;
-  scratch.times = scratch.owners + size;
-  scratch.bytes = (static_cast<size_t>(size) + static_cast<size_t>(n)) * sizeof(uint32_t);
-  return scratch;
-}
-
-// The position that owns the id of a position.
-__device__ int64_t find_owner(const Batch& batch, const TallyScratch& scratch, int32_t table,
-                              int64_t position) {
+// The entry of the id of a position, which names its first position when all have asked.
+__device__ uint32_t find_entry(const Batch& batch, const TallyScratch& scratch, int32_t table,
+                               int64_t position) {
   const int64_t id = batch.ids[position];
+  const auto mine = static_cast<uint32_t>(position + 1);
   auto at = static_cast<uint32_t>(
       mix64(static_cast<uint64_t>(id) + static_cast<uint64_t>(table) * 0x9e3779b97f4a7c15ull));
   for (;; ++at) {
-    uint32_t* place = &scratch.owners[at & scratch.mask];
-    uint32_t there = load_l2(place);
-    if (there == 0) there = atomicCAS(place, 0u, static_cast<uint32_t>(position + 1));
-    if (there == 0) return position;
+    const uint32_t entry = at & scratch.mask;
+    uint32_t there = load_l2(&scratch.owners[entry]);
+    if (there == 0) there = atomicCAS(&scratch.owners[entry], 0u, mine);
+    if (there == 0) return entry;
     const int64_t other = static_cast<int64_t>(there) - 1;
     if (batch.ids[other] == id && batch.feature_tables[batch.feature_of(other)] == table) {
-      return other;
+      if (mine < there) atomicMin(&scratch.owners[entry], mine);
+      return entry;
     }
   }
 }
@@ -82,11 +68,11 @@ __global__ void __launch_bounds__(kThreads)
 
   const bool counted = kind == AdmissionKind::kCounted;
   if (const unsigned all = __ballot_sync(kAllLanes, counted); counted) {
-    const int64_t owner = find_owner(batch, scratch, table, position);
-    slots[position] = remember(owner);
+    const uint32_t entry = find_entry(batch, scratch, table, position);
+    slots[position] = remember(entry);
     // Equal neighbours count together: a hot id is not one atomic a position.
-    const unsigned equal = __match_any_sync(all, static_cast<uint32_t>(owner));
-    if (lane == __ffs(static_cast<int>(equal)) - 1) atomicAdd(&scratch.times[owner], __popc(equal));
+    const unsigned equal = __match_any_sync(all, entry);
+    if (lane == __ffs(static_cast<int>(equal)) - 1) atomicAdd(&scratch.times[entry], __popc(equal));
   }
   const bool sketched = kind == AdmissionKind::kSketched;
   if (const unsigned all = __ballot_sync(kAllLanes, sketched); sketched) {
@@ -103,52 +89,14 @@ __global__ void __launch_bounds__(kThreads)
   count_warp(tables + table, kUnadmitted, unadmitted);
 }
 
-// Adds to an id's count; returns whether that admits it, which frees its cell. Nobody else does so
-// for the same id in this call.
-__device__ bool count_in_cell(const Admission& admission, int64_t id, uint32_t times,
-                              uint32_t now) {
-  CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;
-  for (;;) {  // a failed compare-and-swap means that another id has got that cell
-    int chosen = -1;
-    bool is_own = false;
-    uint64_t old = 0;
-#pragma unroll
-    for (int c = 0; c < kCellsOfSet; ++c) {
-      const uint4 loaded = load_vector_l2(&cells[c]);
-      const auto cell_id = static_cast<int64_t>(static_cast<uint64_t>(loaded.y) << 32 | loaded.x);
-      const uint64_t meta = static_cast<uint64_t>(loaded.w) << 32 | loaded.z;
-      // Whose cell names the present step has just got it, and its id may be still to be written.
-      if (is_own || (meta != 0 && cell_step(meta) == now)) continue;
-      is_own = meta != 0 && cell_id == id;
-      if (is_own || chosen < 0 || replaced_before(meta, old)) {
-        chosen = c;
-        old = meta;
-      }
-    }
-    const uint64_t sum = (is_own ? cell_count(old) : 0ull) + times;
-    const bool admitted = sum >= admission.count;
-    // Without a cell an id is admitted, or forgotten again.
-    if (chosen < 0 || (admitted && !is_own)) return admitted;
-    auto* meta = reinterpret_cast<unsigned long long*>(&cells[chosen].meta);
-    const unsigned long long next = admitted ? 0ull : cell_meta(sum, now);
-    const unsigned long long seen = atomicCAS(meta, static_cast<unsigned long long>(old), next);
-    // An id that is admitted needs its cell no more, whoever has it.
-    if (admitted) return true;
-    if (seen == old) {
-      if (!is_own) cells[chosen].id = id;
-      return false;
-    }
-  }
-}
-
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const Batch batch, const Visit visit, const Admission* __restrict__ admissions,
                  const int64_t* __restrict__ slots, const TallyScratch scratch) {
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (position >= batch.num_ids || slots[position] != remember(position)) return;
+  if (position >= batch.num_ids || !owns_its_id(scratch, slots, position)) return;
   const Admission& admission = admissions[batch.feature_tables[batch.feature_of(position)]];
-  scratch.times[position] =
-      count_in_cell(admission, batch.ids[position], scratch.times[position], visit.now());
+  uint32_t* const times = &scratch.times[remembered(slots[position])];
+  *times = count_in_cell(admission, batch.ids[position], *times, visit.now());
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -180,16 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   slots[position] = kNoSlot;
   const Leavers& leavers = placement.leavers;
   if (leavers.number == nullptr) return;
-  const TableView& table = tables[0];  // who wants leavers has one table
-  const uint64_t at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
-  const int64_t bytes = row_bytes(table);
-  leavers.ids[at] = batch.ids[position];
-  leavers.scores[at] =
-      first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
-  for (int64_t b = 0; b < bytes; b += 2) {
-    *reinterpret_cast<uint16_t*>(leavers.rows + at * bytes + b) =
-        *reinterpret_cast<const uint16_t*>(placement.given_rows + position * bytes + b);
-  }
+  give_back(placement, table_at(tables, batch, position), tables, batch, visit, position);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -207,23 +146,26 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-size_t admission_scratch(const Admissions& admissions, int64_t num_ids) {
-  return admissions.counted ? layout(num_ids, nullptr).bytes : 0;
+size_t admission_scratch(const Admissions& admissions, int64_t num_ids, bool ordered) {
+  return admissions.counted ? tally_layout(num_ids, ordered, nullptr).bytes : 0;
 }
 
 void admit(const TableView* tables, const Batch& batch, const Visit& visit,
-           const Admissions& admissions, int64_t* slots, void* memory, cudaStream_t stream) {
+           const Admissions& admissions, bool ordered, int64_t* slots, void* memory,
+           cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const Admission* of_tables = admissions.of_tables;
   TallyScratch scratch{};
   if (admissions.counted) {
-    scratch = layout(batch.num_ids, static_cast<char*>(memory));
-    HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.bytes, stream));
+    scratch = tally_layout(batch.num_ids, ordered, static_cast<char*>(memory));
+    HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zero_bytes, stream));
   }
   const unsigned grid = grid_for(batch.num_ids);
   tally_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, of_tables, slots, scratch);
   HKV_CUDA_CHECK_LAUNCH();
-  if (admissions.counted) {
+  if (admissions.counted && ordered) {
+    count_in_order(batch, visit, of_tables, slots, scratch, stream);
+  } else if (admissions.counted) {
     count_kernel<<<grid, kThreads, 0, stream>>>(batch, visit, of_tables, slots, scratch);
     HKV_CUDA_CHECK_LAUNCH();
   }

@@ -33,13 +33,14 @@ void halve_counts(const Admissions& admissions, const Visit& visit, int threads)
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
-// Bytes of scratch that admit needs, aligned to 128; none where no table counts in cells.
-size_t admission_scratch(const Admissions& admissions, int64_t num_ids);
+// Bytes of scratch that admit needs, aligned to 256; none where no table counts in cells.
+size_t admission_scratch(const Admissions& admissions, int64_t num_ids, bool ordered);
 
 // As on the CPU, but for one thing: where the cells of a set are all taken, the order in which ids
-// replace others is not that of the batch.
+// replace others is not that of the batch, unless `ordered` asks for it.
 void admit(const TableView* tables, const Batch& batch, const Visit& visit,
-           const Admissions& admissions, int64_t* slots, void* scratch, cudaStream_t stream);
+           const Admissions& admissions, bool ordered, int64_t* slots, void* scratch,
+           cudaStream_t stream);
 
 void finish_admission(const TableView* tables, const Batch& batch, const Visit& visit,
                       const Placement& placement, int64_t* slots, cudaStream_t stream);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "common/elements_cpu.h"
 #include "common/optimizers.h"
 #include "common/rounding.h"
 #include "hash_table/table_view.h"
@@ -69,7 +70,7 @@ class RowUpdater {
     float* row = reinterpret_cast<float*>(stored);
     if (type != RowType::kFloat32) {
       row = widened_.data();
-      for (int32_t c = 0; c < dim; ++c) row[c] = load_element(type, stored, c);
+      widen_elements(type, stored, dim, row);
     }
     float* const state = table.state(slot);
     apply(dim, row, grad, state, begin(table, dim, row, grad, state));
@@ -82,7 +83,7 @@ class RowUpdater {
         to[c] = narrow_by_chance(type, row[c], rounding_draw(key, table.column_offset + c));
       }
     } else {
-      for (int32_t c = 0; c < dim; ++c) store_element(type, stored, c, row[c]);
+      narrow_elements(type, row, dim, stored);
     }
   }
 

@@ -6,6 +6,7 @@
 #include "hash_table/missing_cuda.cuh"
 #include "hash_table/new_row_cuda.cuh"
 #include "hash_table/place_cuda.cuh"
+#include "hash_table/row_matrix_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
@@ -46,23 +47,24 @@ __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wa
 
 // The row of a leaver: of the entry that leaves, or, for a refused id, the one it came with.
 template <bool kOneTable>
-__device__ __forceinline__ void copy_leavers_of_warp(const TableView& table,
+__device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
                                                      const Placement& placement, int64_t position,
                                                      int64_t slot, int64_t number) {
   constexpr int kTiles = kWarp / kTile;
   const int lane = threadIdx.x % kTile;
   const int tile = threadIdx.x % kWarp / kTile;
-  const int64_t bytes = row_bytes(table);
+  const RowMatrix& given = placement.given_rows;
   for (unsigned left = __ballot_sync(kAllLanes, number >= 0); left;) {
     const int source = nth_lane(left, tile);
     const int64_t their_number = __shfl_sync(kAllLanes, number, source);
     const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
     const int64_t their_position = __shfl_sync(kAllLanes, position, source);
+    const TableView* table = table_of_lane<kOneTable>(mine, source);
     if (tile < __popc(left)) {
-      copy_row(placement.leavers.rows + their_number * bytes,
-               their_slot == kNoSlot ? placement.given_rows + their_position * bytes
-                                     : table.row(their_slot),
-               bytes, lane);
+      const bool refused = their_slot == kNoSlot;
+      copy_to_matrix<kTile>(
+          placement.leavers.rows, their_number, refused ? given.type : table->rows.type,
+          refused ? given.at(their_position) : table->row(their_slot), table->dim(), lane);
     }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) left &= left - 1;
@@ -109,13 +111,12 @@ __device__ __forceinline__ Place claim_victims_of_warp(const TableView* mine, bo
   return place;
 }
 
-// kLeavers: what leaves or is refused is noted; one table.
+// kLeavers: what leaves or is refused is noted.
 template <NewRows kRows, bool kOneTable, bool kLeavers>
 __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
                  bool* writer, const Missing missing) {
-  static_assert(kOneTable || !kLeavers);
   if (*missing.full == 0) return;
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
        begin += static_cast<int64_t>(gridDim.x) * kThreads) {
@@ -144,12 +145,13 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     if (kLeavers) {
       int64_t number = leaver_number(placement.leavers, busy);
       if (busy) {
-        placement.leavers.ids[number] = placed ? only.ids[place.slot] : id;
+        placement.leavers.ids[number] = placed ? table.ids[place.slot] : id;
         placement.leavers.scores[number] = placed ? place.replaced_score : score;
+        if (!kOneTable) placement.leavers.tables[number] = static_cast<int32_t>(mine - tables);
       } else {
         number = -1;
       }
-      copy_leavers_of_warp<kOneTable>(only, placement, position, place.slot, number);
+      copy_leavers_of_warp<kOneTable>(mine, placement, position, place.slot, number);
     }
     if (placed) {
       slots[position] = table.first_slot + place.slot;
@@ -171,20 +173,19 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
 using EvictKernel = void (*)(const TableView, const TableView*, const Batch, const Visit,
                              const Placement, int64_t*, bool*, const Missing);
 
-// Few enough to compile quickly: the rare cases share the kernel of the general one.
-EvictKernel choose_evict_kernel(const Placement& placement, bool one_table) {
-  if (!one_table) {
-    return placement.rows == NewRows::kUniform ? evict_kernel<NewRows::kUniform, false, false>
-                                               : evict_kernel<NewRows::kInitial, false, false>;
+// What leaves is given back only where rows are assigned, so that none are initialised.
+template <bool kOneTable>
+EvictKernel choose_evict_kernel(const Placement& placement) {
+  if (placement.leavers.number != nullptr) {
+    return evict_kernel<NewRows::kUntouched, kOneTable, true>;
   }
-  if (placement.leavers.number != nullptr) return evict_kernel<NewRows::kUntouched, true, true>;
   switch (placement.rows) {
     case NewRows::kUntouched:
-      return evict_kernel<NewRows::kUntouched, true, false>;
+      return evict_kernel<NewRows::kUntouched, kOneTable, false>;
     case NewRows::kUniform:
-      return evict_kernel<NewRows::kUniform, true, false>;
+      return evict_kernel<NewRows::kUniform, kOneTable, false>;
     default:
-      return evict_kernel<NewRows::kInitial, true, false>;
+      return evict_kernel<NewRows::kInitial, kOneTable, false>;
   }
 }
 
@@ -193,7 +194,8 @@ EvictKernel choose_evict_kernel(const Placement& placement, bool one_table) {
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, cudaStream_t stream) {
-  const EvictKernel evict = choose_evict_kernel(placement, only != nullptr);
+  const EvictKernel evict = only != nullptr ? choose_evict_kernel<true>(placement)
+                                            : choose_evict_kernel<false>(placement);
   evict<<<std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, 0, stream>>>(
       only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots, writer,
       missing);

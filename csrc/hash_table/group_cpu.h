@@ -31,7 +31,7 @@ class Partitions {
  public:
   Partitions(const Batch& batch, const int64_t* slots, int threads) {
     while (bits_ < kMaxBits && (batch.num_ids >> bits_) > kSize) ++bits_;
-    const int64_t bags = batch.num_features * batch.batch_size;
+    const int64_t bags = batch.num_bags;
     const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(threads, bags / 64));
     const auto first_bag = [&](int64_t block) { return bags * block / blocks; };
     // counts[block][partition], then the place of the block's first entry there.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <vector>
 
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
@@ -90,11 +91,13 @@ __global__ void __launch_bounds__(kThreads) split_kernel(TableView table, SplitR
   }
 }
 
-// astray: their number, and the slots of as many as there is room for. One thread a slot.
-__global__ void __launch_bounds__(kThreads) list_astray_kernel(TableView table, int64_t* astray) {
+// astray: their number among the slots [begin, end), and those of as many as there is room for. One
+// thread a slot.
+__global__ void __launch_bounds__(kThreads)
+    list_astray_kernel(TableView table, int64_t begin, int64_t end, int64_t* astray) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-       slot < table.num_slots; slot += stride) {
+  for (int64_t slot = begin + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; slot < end;
+       slot += stride) {
     if (*digest_at(table, slot) == kEmptyDigest) continue;
     const auto bucket = static_cast<uint32_t>(slot / table.bucket_slots);
     if (!is_astray(table.ids[slot], bucket, table.num_buckets)) continue;
@@ -103,46 +106,41 @@ __global__ void __launch_bounds__(kThreads) list_astray_kernel(TableView table, 
   }
 }
 
-// The first free position of a bucket, or -1; the same answer in all lanes.
-__device__ __forceinline__ int free_position(const TableView& table, uint32_t bucket) {
+// The free slots of a bucket, a bit each; the same answer in all lanes of a warp.
+__device__ __forceinline__ uint64_t free_positions(const TableView& table, uint32_t bucket) {
   const uint16_t* line = digest_line(table, bucket);
-  const uint32_t pair = load_l2(reinterpret_cast<const uint32_t*>(line) + threadIdx.x % kWarp);
-  const unsigned even = __ballot_sync(kAllLanes, (pair & 0xffff) == kEmptyDigest);
-  if (even) return 2 * (__ffs(static_cast<int>(even)) - 1);
-  const unsigned odd = __ballot_sync(kAllLanes, pair >> 16 == kEmptyDigest);
-  return odd ? 2 * __ffs(static_cast<int>(odd)) - 1 : -1;
+  const int lane = threadIdx.x % kWarp;
+  const uint64_t low = __ballot_sync(
+      kAllLanes, reinterpret_cast<const volatile uint16_t*>(line)[lane] == kEmptyDigest);
+  const uint64_t high = __ballot_sync(
+      kAllLanes, reinterpret_cast<const volatile uint16_t*>(line)[kWarp + lane] == kEmptyDigest);
+  return high << 32 | low;
 }
 
-// One warp an entry. The slots that they leave stay taken until free_kernel: grow.h says why each
-// finds a free one all the same.
-__global__ void __launch_bounds__(kThreads)
+// One warp, one entry after the other, as a CPU does it: they are few, and where they go must not
+// depend on chance. grow.h says why each finds a free slot.
+__global__ void __launch_bounds__(kWarp)
     settle_kernel(TableView table, const int64_t* __restrict__ astray, int64_t n) {
-  const int64_t i = first_item();
-  if (i >= n) return;
-  const int64_t from = astray[i];
-  const BucketChoice choice = choose_buckets(table.ids[from], table.num_buckets);
-  int64_t to = kNoSlot;
-  for (uint32_t bucket = choice.first; to == kNoSlot;
-       bucket = bucket == choice.first ? choice.second : choice.first) {
-    const int position = free_position(table, bucket);
-    if (position < 0) continue;
-    const int64_t slot = static_cast<int64_t>(bucket) * table.bucket_slots + position;
-    int mine = 0;
-    if (threadIdx.x % kWarp == 0) {
-      mine = atomicCAS(reinterpret_cast<unsigned short*>(digest_at(table, slot)), kEmptyDigest,
-                       choice.digest) == kEmptyDigest;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t from = astray[i];
+    const BucketChoice choice = choose_buckets(table.ids[from], table.num_buckets);
+    const uint64_t free_first = free_positions(table, choice.first);
+    const uint64_t free_second = free_positions(table, choice.second);
+    const bool first =
+        prefers_first(table.bucket_slots, __popcll(free_first), __popcll(free_second));
+    const uint64_t free = first ? free_first : free_second;
+    const int64_t to =
+        static_cast<int64_t>(first ? choice.first : choice.second) * table.bucket_slots +
+        __ffsll(static_cast<long long>(free)) - 1;
+    move_entry(table, from, to);
+    __syncwarp();
+    if (threadIdx.x == 0) {
+      *digest_at(table, to) = choice.digest;
+      *digest_at(table, from) = kEmptyDigest;
+      table.last_steps[from] = kFreeStep;
     }
-    if (__shfl_sync(kAllLanes, mine, 0)) to = slot;
+    __syncwarp();
   }
-  move_entry(table, from, to);
-}
-
-__global__ void __launch_bounds__(kThreads)
-    free_kernel(TableView table, const int64_t* __restrict__ astray, int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= n) return;
-  *digest_at(table, astray[i]) = kEmptyDigest;
-  table.last_steps[astray[i]] = kFreeStep;
 }
 
 __global__ void __launch_bounds__(kThreads) count_kernel(TableView table, int64_t* number) {
@@ -179,22 +177,33 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
   TableView doubled = table;
   doubled.num_buckets *= 2;
   doubled.num_slots *= 2;
-  for (int64_t left = 1; left > 0;) {
+  std::vector<int64_t> slots(kAstrayRoom + 1);
+  const auto list_between = [&](int64_t begin, int64_t end) {
     HKV_CUDA_CHECK(cudaMemsetAsync(astray, 0, sizeof(int64_t), stream));
-    list_astray_kernel<<<grid_for(std::min(doubled.num_slots, kMostWarps)), kThreads, 0, stream>>>(
-        doubled, astray);
+    list_astray_kernel<<<grid_for(std::min(end - begin, kMostWarps)), kThreads, 0, stream>>>(
+        doubled, begin, end, astray);
     HKV_CUDA_CHECK_LAUNCH();
-    int64_t number = 0;
-    HKV_CUDA_CHECK(
-        cudaMemcpyAsync(&number, astray, sizeof(number), cudaMemcpyDeviceToHost, stream));
+    HKV_CUDA_CHECK(cudaMemcpyAsync(slots.data(), astray, slots.size() * sizeof(int64_t),
+                                   cudaMemcpyDeviceToHost, stream));
     HKV_CUDA_CHECK(cudaStreamSynchronize(stream));
-    const int64_t listed = std::min(number, kAstrayRoom);
-    left = number - listed;
-    if (listed == 0) break;
-    settle_kernel<<<grid_for(listed * kWarp), kThreads, 0, stream>>>(doubled, astray + 1, listed);
-    HKV_CUDA_CHECK_LAUNCH();
-    free_kernel<<<grid_for(listed), kThreads, 0, stream>>>(doubled, astray + 1, listed);
-    HKV_CUDA_CHECK_LAUNCH();
+    return slots[0];
+  };
+  for (int64_t begin = 0, end = doubled.num_slots; begin < doubled.num_slots;) {
+    const int64_t number = list_between(begin, end);
+    if (number > kAstrayRoom) {  // so many slots have room
+      end = begin + (end - begin) / 2;
+      continue;
+    }
+    if (number > 0) {
+      std::sort(slots.begin() + 1, slots.begin() + 1 + number);
+      HKV_CUDA_CHECK(cudaMemcpyAsync(astray + 1, slots.data() + 1, number * sizeof(int64_t),
+                                     cudaMemcpyHostToDevice, stream));
+      settle_kernel<<<1, kWarp, 0, stream>>>(doubled, astray + 1, number);
+      HKV_CUDA_CHECK_LAUNCH();
+      HKV_CUDA_CHECK(cudaStreamSynchronize(stream));  // before `slots` is written again
+    }
+    begin = end;
+    end = doubled.num_slots;
   }
   HKV_CUDA_CHECK(cudaStreamSynchronize(stream));
 }

@@ -9,22 +9,26 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// The highest score given for each id of a batch of one table, positions that are passed over
-// aside. Built when first asked, by any thread: most calls refuse nothing.
+// The highest score given for each id of a batch, by table, positions that are passed over aside.
+// Built when first asked, by any thread: most calls refuse nothing.
 class HighestGiven {
  public:
   HighestGiven(const Batch& batch, const Visit& visit, const int64_t* slots)
       : batch_(batch), visit_(visit), slots_(slots) {}
 
-  uint64_t of(int64_t id) {
+  uint64_t of(int32_t table, int64_t id) {
     std::call_once(built_, [this] {
-      for (int64_t at = 0; at < batch_.num_ids; ++at) {
-        if (slots_[at] == kPassedOver) continue;
-        uint64_t& highest = highest_[batch_.ids[at]];
-        if (visit_.given(at) > highest) highest = visit_.given(at);
+      for (int32_t feature = 0; feature < batch_.num_features; ++feature) {
+        auto& highest_of = highest_[batch_.feature_tables[feature]];
+        const int64_t end = batch_.feature_start(feature + 1);
+        for (int64_t at = batch_.feature_start(feature); at < end; ++at) {
+          if (slots_[at] == kPassedOver) continue;
+          uint64_t& highest = highest_of[batch_.ids[at]];
+          if (visit_.given(at) > highest) highest = visit_.given(at);
+        }
       }
     });
-    return highest_.at(id);
+    return highest_.at(table).at(id);
   }
 
  private:
@@ -32,7 +36,7 @@ class HighestGiven {
   const Visit& visit_;
   const int64_t* slots_;
   std::once_flag built_;
-  std::unordered_map<int64_t, uint64_t> highest_;
+  std::unordered_map<int32_t, std::unordered_map<int64_t, uint64_t>> highest_;
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

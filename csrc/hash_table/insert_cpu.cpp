@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -15,6 +14,7 @@
 #include "hash_table/missing_cpu.h"
 #include "hash_table/new_rows_cpu.h"
 #include "hash_table/place_cpu.h"
+#include "hash_table/row_matrix_cpu.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
@@ -52,7 +52,10 @@ void place_new(const TableView& table, int64_t id, const BucketChoice& choice, i
 struct Leaver {
   int64_t id;
   uint64_t score;
-  const char* row;  // null: nothing left
+  int32_t table;
+  bool left;          // false: nothing did
+  const char* row;    // of an entry, in its table; null: the id itself was refused
+  uint32_t position;  // that it came with
 };
 
 // What of an id's two buckets its placing reads.
@@ -188,14 +191,14 @@ class Placing {
           choose_place(table, it.choice, visit_, placement_.refuse_lower, score, free_first, seen);
       if (place.outranked && visit_.scores != nullptr) {
         const uint64_t best =
-            first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(id));
+            first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(it.table, id));
         place =
             choose_place(table, it.choice, visit_, placement_.refuse_lower, best, free_first, seen);
       }
       if (place.slot == kNoSlot) {
         ++counted.refused;
         counted.crowded += !place.outranked;
-        note_leaver(it, id, score, given_row(table, it.position));
+        note_leaver(it, id, score, nullptr);
         return;
       }
       slot = place.slot;
@@ -210,12 +213,9 @@ class Placing {
     slots_[it.position] = table.first_slot + slot;
   }
 
-  const char* given_row(const TableView& table, int64_t position) const {
-    return placement_.given_rows + position * row_bytes(table);
-  }
-
   void note_leaver(const Missing& it, int64_t id, uint64_t score, const char* row) const {
-    if (leavers_ != nullptr) leavers_[&it - missing_.begin()] = Leaver{id, score, row};
+    if (leavers_ == nullptr) return;
+    leavers_[&it - missing_.begin()] = Leaver{id, score, it.table, true, row, it.position};
   }
 
   const TableView* tables_;
@@ -250,18 +250,24 @@ void find_and_choose(const TableView* tables, const Batch& batch, const Visit& v
 }
 
 // Hands out what left, in the order of the batch.
-void write_leavers(const TableView& table, const std::vector<Leaver>& all, const Leavers& out,
-                   int threads) {
+void write_leavers(const TableView* tables, const std::vector<Leaver>& all,
+                   const Placement& placement, int threads) {
   std::vector<Leaver> gone;
   std::copy_if(all.begin(), all.end(), std::back_inserter(gone),
-               [](const Leaver& leaver) { return leaver.row != nullptr; });
+               [](const Leaver& leaver) { return leaver.left; });
+  const Leavers& out = placement.leavers;
+  const RowMatrix& given = placement.given_rows;
   const uint64_t first = *out.number;
-  const int64_t bytes = row_bytes(table);
   parallel_for(static_cast<int64_t>(gone.size()), 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      out.ids[first + i] = gone[i].id;
-      out.scores[first + i] = gone[i].score;
-      std::memcpy(out.rows + (first + i) * bytes, gone[i].row, bytes);
+      const Leaver& leaver = gone[i];
+      const RowStore& rows = tables[leaver.table].rows;
+      out.ids[first + i] = leaver.id;
+      out.scores[first + i] = leaver.score;
+      if (out.tables != nullptr) out.tables[first + i] = leaver.table;
+      const char* const row = leaver.row != nullptr ? leaver.row : given.at(leaver.position);
+      const RowType type = leaver.row != nullptr ? rows.type : given.type;
+      copy_to_matrix(out.rows, static_cast<int64_t>(first) + i, type, row, rows.width);
     }
   });
   *out.number = first + gone.size();
@@ -274,7 +280,7 @@ void remember_evicted(const TableView* tables, const Batch& batch, const Missing
   for (int64_t i = 0; i < missing.size(); ++i) {
     const Missing& it = missing.begin()[i];
     const EvictedMemory& evicted = tables[it.table].evicted;
-    if (!it.placed || leavers[i].row == nullptr || evicted.marks == nullptr) continue;
+    if (!it.placed || !leavers[i].left || evicted.marks == nullptr) continue;
     const EvictedMemory::Place place = evicted.place_of(leavers[i].id);
     evicted.marks[place.entry] = place.mark;
   }
@@ -303,13 +309,13 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   const MissingIds missing(tables, batch, slots, threads);
   const bool wanted = placement.leavers.number != nullptr;
   const bool noted = wanted || placement.remembers;
-  std::vector<Leaver> leavers(noted ? missing.size() : 0, Leaver{0, 0, nullptr});
+  std::vector<Leaver> leavers(noted ? missing.size() : 0, Leaver{});
   Placing(tables, batch, visit, placement, missing, slots, noted ? leavers.data() : nullptr)
       .run(threads);
   if (placement.remembers) remember_evicted(tables, batch, missing, leavers);
   // Before rows are written: what leaves still has its own.
   if (wanted && missing.size() > 0) {
-    write_leavers(tables[missing.begin()->table], leavers, placement.leavers, threads);
+    write_leavers(tables, leavers, placement, threads);
   }
   start_rows(tables, batch, missing, slots, placement.rows != NewRows::kUntouched, threads);
   if (placement.admissions != nullptr) {

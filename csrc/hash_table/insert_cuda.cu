@@ -5,6 +5,8 @@
 //      all (missing_cuda.cuh) and claims a free slot (place_cuda.cuh). Tiles of lanes write the
 //      rows.
 //   3. ids whose buckets are full take the places of others (evict_cuda.cu).
+//      Where the result must not depend on chance, both are done in the order of the batch
+//      (insert_ordered_cuda.cu).
 //   4. the other positions take the slots of those they remember; marked ones have none.
 //   5. in tables with frames, rows come into these (frames_cuda.cu); in tables that remember what
 //      they evict, ids that have come back are counted.
@@ -16,7 +18,9 @@
 #include "hash_table/find_cuda.cuh"
 #include "hash_table/frames_kernels.h"
 #include "hash_table/insert_cuda.cuh"
+#include "hash_table/insert_ordered_cuda.cuh"
 #include "hash_table/kernels.h"
+#include "hash_table/leavers_cuda.cuh"
 #include "hash_table/missing_cuda.cuh"
 #include "hash_table/new_row_cuda.cuh"
 #include "hash_table/place_cuda.cuh"
@@ -185,17 +189,8 @@ __global__ void __launch_bounds__(kThreads)
     if (!__ballot_sync(kAllLanes, refused)) continue;
     count_warp(table, kRefused, refused);
     // A refused id's other copies were given too, and are given back.
-    const Leavers& leavers = placement.leavers;
-    if (!refused || leavers.number == nullptr) continue;
-    const uint64_t at = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number), 1ull);
-    const int64_t bytes = row_bytes(*table);
-    leavers.ids[at] = batch.ids[position];
-    leavers.scores[at] =
-        first_score(table->eviction, visit.now(), visit.epoch(), visit.given(position));
-    for (int64_t b = 0; b < bytes; b += 2) {
-      *reinterpret_cast<uint16_t*>(leavers.rows + at * bytes + b) =
-          *reinterpret_cast<const uint16_t*>(placement.given_rows + position * bytes + b);
-    }
+    if (!refused || placement.leavers.number == nullptr) continue;
+    give_back(placement, *table, tables, batch, visit, position);
   }
 }
 
@@ -224,32 +219,44 @@ __global__ void __launch_bounds__(kThreads)
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
                               bool*, const Missing, bool);
 
-// Few enough to compile quickly: the rare cases share the kernel of the general one.
 InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
-  if (!one_table) {
-    return rows == NewRows::kUniform ? insert_kernel<NewRows::kUniform, false>
-                                     : insert_kernel<NewRows::kInitial, false>;
-  }
   switch (rows) {
     case NewRows::kUntouched:
-      return insert_kernel<NewRows::kUntouched, true>;
+      return one_table ? insert_kernel<NewRows::kUntouched, true>
+                       : insert_kernel<NewRows::kUntouched, false>;
     case NewRows::kUniform:
-      return insert_kernel<NewRows::kUniform, true>;
+      return one_table ? insert_kernel<NewRows::kUniform, true>
+                       : insert_kernel<NewRows::kUniform, false>;
     default:
-      return insert_kernel<NewRows::kInitial, true>;
+      return one_table ? insert_kernel<NewRows::kInitial, true>
+                       : insert_kernel<NewRows::kInitial, false>;
   }
 }
 
-// Scratch: what Missing says, that of admission, and which positions' ids were placed for them.
-size_t placed_offset(int64_t num_ids, const Admissions* admissions) {
-  const size_t bytes = missing_layout(num_ids, nullptr).bytes;
-  return bytes + (admissions != nullptr ? admission_scratch(*admissions, num_ids) : 0);
-}
+// Where parts of the scratch begin, behind what Missing says.
+struct ScratchLayout {
+  size_t admission;
+  size_t order;   // of an insertion in the order of the batch
+  size_t placed;  // which positions' ids were placed for them
+  size_t bytes;
+
+  ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
+    const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
+    const Admissions* const admissions = placement.admissions;
+    admission = aligned(missing_layout(num_ids, nullptr).bytes);
+    order = admission + (admissions != nullptr
+                             ? aligned(admission_scratch(*admissions, num_ids, placement.ordered))
+                             : 0);
+    placed = order;
+    if (placement.ordered) placed += insertion_order(num_ids, placement, scored, nullptr).bytes;
+    bytes = placed + (placement.frames || placement.remembers ? num_ids * sizeof(bool) : 0);
+  }
+};
 
 }  // namespace
 
-size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool placed) {
-  return placed_offset(num_ids, admissions) + (placed ? num_ids * sizeof(bool) : 0);
+size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool scored) {
+  return ScratchLayout(num_ids, placement, scored).bytes;
 }
 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
@@ -262,10 +269,12 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     age(tables, aging, visit, stream);
     return;
   }
-  Missing missing = missing_layout(batch.num_ids, static_cast<char*>(scratch));
+  const bool by_score = visit.scores != nullptr;
+  char* const memory = static_cast<char*>(scratch);
+  const ScratchLayout layout(batch.num_ids, placement, by_score);
+  Missing missing = missing_layout(batch.num_ids, memory);
   if (placement.frames || placement.remembers) {
-    missing.placed = reinterpret_cast<bool*>(static_cast<char*>(scratch) +
-                                             placed_offset(batch.num_ids, placement.admissions));
+    missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
   begin_kernel<<<1, 2 * kWarp, 0, stream>>>(clock, tick, missing);
@@ -283,27 +292,38 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   }
   if (placement.admissions != nullptr) {
     // Behind the scratch of insertions, which the find has prepared.
-    admit(tables, batch, visit, *placement.admissions, slots,
-          static_cast<char*>(scratch) + missing.bytes, stream);
+    admit(tables, batch, visit, *placement.admissions, placement.ordered, slots,
+          memory + layout.admission, stream);
   }
-  const bool by_score = visit.scores != nullptr;
-  if (by_score) {
-    deduplicate_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, missing);
+  Placement rest = placement;  // what is left to do after placing
+  InsertionOrder order{};
+  if (placement.ordered) {
+    order = insertion_order(batch.num_ids, placement, by_score, memory + layout.order);
+    insert_in_order(tables, batch, visit, placement, slots, missing, &order, stream);
+    if (placement.remembers) remember_in_order(tables, batch, missing, order, stream);
+    rest.leavers = {};
+  } else {
+    if (by_score) {
+      deduplicate_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, missing);
+      HKV_CUDA_CHECK_LAUNCH();
+      choose_kernel<<<grid, kThreads, 0, stream>>>(batch.num_ids, slots, missing);
+      HKV_CUDA_CHECK_LAUNCH();
+    }
+    const InsertKernel insert = choose_insert_kernel(placement.rows, only != nullptr);
+    insert<<<std::min(grid, resident_blocks(insert)), kThreads, 0, stream>>>(
+        only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer, missing,
+        by_score);
     HKV_CUDA_CHECK_LAUNCH();
-    choose_kernel<<<grid, kThreads, 0, stream>>>(batch.num_ids, slots, missing);
-    HKV_CUDA_CHECK_LAUNCH();
+    evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, stream);
   }
-  const InsertKernel insert = choose_insert_kernel(placement.rows, only != nullptr);
-  insert<<<std::min(grid, resident_blocks(insert)), kThreads, 0, stream>>>(
-      only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer, missing,
-      by_score);
-  HKV_CUDA_CHECK_LAUNCH();
-  evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, stream);
   resolve_kernel<<<std::min(grid, resident_blocks(resolve_kernel)), kThreads, 0, stream>>>(
-      tables, batch, visit, placement, slots, missing);
+      tables, batch, visit, rest, slots, missing);
   HKV_CUDA_CHECK_LAUNCH();
+  if (placement.ordered && placement.leavers.number != nullptr) {
+    write_leavers_in_order(tables, batch, visit, placement, slots, order, stream);
+  }
   if (placement.admissions != nullptr) {
-    finish_admission(tables, batch, visit, placement, slots, stream);
+    finish_admission(tables, batch, visit, rest, slots, stream);
   }
   if (placement.remembers) {
     returned_kernel<<<std::min(grid, resident_blocks(returned_kernel)), kThreads, 0, stream>>>(

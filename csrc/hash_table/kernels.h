@@ -38,21 +38,21 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads);
 
-// out[b, columns of f] = the reduced rows of bag (f, b). An id without a slot counts with its
-// initial row. A bag without ids gives zeros.
+// out[b, columns of f] = the reduced rows of bag (f, b), added up in float and rounded once. An id
+// without a slot counts with its initial row. A bag without ids gives zeros.
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<float> out, int threads);
+               Output<char> out, int threads);
 
 // weights_grad[i] = the dot product of row i with its bag's gradient (divided by the bag's length
 // under mean).
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
-                       Output<const float> grad, float* weights_grad, int threads);
+                       Output<const char> grad, float* weights_grad, int threads);
 
 // Adds up the gradients of equal slots, then updates each row and its state once. Deterministic.
 // Every table's step goes on by one, before the rows are updated, whether or not it has ids in the
 // batch. learning_rate: one value, in the memory of the device.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int threads);
 
 // out[i] = the initial row of ids[i], columns [column_offset, column_offset + dim).
@@ -64,17 +64,40 @@ void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
             int64_t n, char* rows, bool* found, int threads);
 
-// The row at slots[i] becomes rows[i] (of several for one slot one, whole: on a CPU the last), or
-// is added to. kNoSlot is passed over.
-void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
-                int threads);
+// The same for the rows of a group's tables: position i of the batch has slots[i], numbered through
+// the tables.
+void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slots,
+                 const RowMatrix& rows, bool* found, int threads);
 
-// Touches slots as a hit does. kNoSlot is passed over.
-void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
+// The row at slots[i], numbered through the tables of a group, becomes rows[i] (of several for one
+// slot one, whole: on a CPU the last), or is added to. kNoSlot is passed over.
+void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
+                const RowMatrix& rows, bool add, int threads);
+
+// Touches slots as a hit does; position i of the batch has slots[i], numbered through the tables.
+// kNoSlot is passed over.
+void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
+                 const Visit& visit, int threads);
+
+// Frees slots, numbered through the tables of a group. kNoSlot is passed over.
+void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                  int threads);
 
-// Frees slots. kNoSlot is passed over.
-void erase_slots(const TableView& table, const int64_t* slots, int64_t n, int threads);
+// Where a policy takes scores as they are given: of several for one slot, numbered through the
+// tables of a group, the last one stays. After a call that touched the slots, whose threads may
+// have written them in any order. Slots that are none are passed over.
+void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                      const uint64_t* scores, int64_t n, int threads);
+
+// chosen[i] = whether a slot holds an entry that is selected, of the slots that the tables have at
+// present: those of each table begin at selection.starts.
+void select_slots(const TableView* tables, int32_t num_tables, const Selection& selection,
+                  bool* chosen, int threads);
+
+// What the tables of a group keep of the entries at slots, numbered through the tables; none of
+// them is kNoSlot.
+void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
+                  const Exported& out, int threads);
 
 // Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the
 // number of occupied slots that could not be found again: ids outside their buckets, or standing
@@ -111,13 +134,20 @@ void find_misplaced(const int64_t* ids, const int64_t* slots, int64_t n, uint32_
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
+// Offsets of a batch may be wrong: they are read only by the device. Kernels never read or write
+// outside of arrays for that. Those that pool or update report what they find (Batch::refused); of
+// such a batch bags give zeros or wrong rows, and no row is updated.
+
+// to[i] = from[i], which is in host memory and may be freed at once.
+void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream);
+
 // `only`: the view in host memory, where the group has one table and one feature; otherwise null.
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream);
 
-// Bytes of scratch that find_or_insert needs for a batch, aligned to 128. admissions: as in its
-// placement. placed: whether a table has frames or remembers what it evicts.
-size_t find_or_insert_scratch(int64_t num_ids, const Admissions* admissions, bool placed);
+// Bytes of scratch that find_or_insert needs for a batch, aligned to 256. scored: whether scores
+// are given.
+size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool scored);
 
 // Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
 // before; whether this position is the one of all its positions whose row write_rows is to write.
@@ -135,22 +165,45 @@ void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stre
 void gather(const TableView& table, const RowStore& store, const int64_t* ids, const int64_t* slots,
             int64_t n, char* rows, bool* found, cudaStream_t stream);
 
+// only: the view in host memory, where the group has one table; otherwise null. So below.
+void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
+                 const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream);
+
 // Which of several rows for one slot is written: the one that `writer` names, or, where that is
-// null, the first to claim the slot in `claims`, a zeroed bitmap of the table's slots. Neither is
+// null, the first to claim the slot in `claims`, a zeroed bitmap of the group's slots. Neither is
 // read when adding.
-void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
+void write_rows(const TableView* tables, const TableView* only, int32_t num_tables,
+                const int64_t* slots, int64_t n, const RowMatrix& rows, bool add,
                 const bool* writer, uint32_t* claims, cudaStream_t stream);
 
-void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
-                 cudaStream_t stream);
+// write_rows and cpu::keep_last_scores in the order of positions, so that of several rows, or
+// scores, for one slot the last is kept, and sums are rounded as on a CPU. slots: sorted, [n];
+// positions: where they stood, ascending among equals. Slots that are none are passed over.
+void write_rows_in_order(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                         const int64_t* positions, const RowMatrix& rows, int64_t n, bool add,
+                         cudaStream_t stream);
+void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
+                      const int64_t* positions, const uint64_t* scores, int64_t n,
+                      cudaStream_t stream);
 
-void erase_slots(const TableView& table, const int64_t* slots, int64_t n, cudaStream_t stream);
+void touch_slots(const TableView* tables, const TableView* only, const Batch& batch,
+                 const int64_t* slots, const Visit& visit, cudaStream_t stream);
+
+void erase_slots(const TableView* tables, const TableView* only, int32_t num_tables,
+                 const int64_t* slots, int64_t n, cudaStream_t stream);
+
+// most_slots: that one table has.
+void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
+                  const Selection& selection, bool* chosen, cudaStream_t stream);
+
+void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
+                  const Exported& out, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<float> out, const GroupShape& shape, cudaStream_t stream);
+               Output<char> out, const GroupShape& shape, cudaStream_t stream);
 
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
-                       Output<const float> grad, float* weights_grad, cudaStream_t stream);
+                       Output<const char> grad, float* weights_grad, cudaStream_t stream);
 
 // Whether rows that stand at one position of the batch are best updated in its order, as the device
 // has found some batches ago: it is not waited for.
@@ -164,7 +217,7 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape&
 // batch_order: what wants_batch_order has said. hint: the group's, in host memory that the GPU can
 // write. `scratch` must be aligned to 256 bytes.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
                  const GroupShape& shape, bool batch_order, UpdateHint* hint, void* scratch,
                  cudaStream_t stream);
@@ -184,6 +237,23 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 // waiting: scratch, [entries.n].
 void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,
                      bool* waiting, cudaStream_t stream);
+
+// Scratch of restore_entries_in_order.
+struct RestoreOrder {
+  uint32_t* tickets;  // [2 n]
+  uint32_t* turns;    // [num_buckets]
+  uint32_t* next;     // 0 at first
+  uint8_t* moved;     // [n], given back: whether the entry has taken the place of another
+};
+
+// As cpu::restore_entries, entry by entry, but what entry i takes the place of goes to place i of
+// `displaced`. buckets: what entry_buckets has written, [2 n], sorted, and where each stood.
+void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
+                   cudaStream_t stream);
+void restore_entries_in_order(const TableView& table, const Entries& entries,
+                              const Displaced& displaced, const int64_t* buckets,
+                              const int64_t* places, const RestoreOrder& order,
+                              cudaStream_t stream);
 
 }  // namespace cuda
 #endif

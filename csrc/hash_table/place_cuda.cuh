@@ -73,7 +73,10 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
         free = free_second;
       }
     }
-    if (free == 0) return kNoSlot;
+    // What comes from L1 decides nothing by itself: before an id evicts another it has seen in L2
+    // that both of its buckets are full.
+    if (free == 0 && again) return kNoSlot;
+    if (free == 0) continue;
     const int64_t slot = claim_free(table, bucket, free, choice.digest);
     if (slot != kNoSlot) return slot;
   }

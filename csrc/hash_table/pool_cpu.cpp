@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/elements_cpu.h"
 #include "common/initial_rows_cpu.h"
 #include "common/parallel.h"
 #include "hash_table/bucket_cpu.h"
@@ -48,16 +49,8 @@ class Rows {
     if (table_.rows.type == RowType::kFloat32) {
       return reinterpret_cast<const float*>(row(at)) + column;
     }
-    const char* from = row(at);
-    if (table_.rows.type == RowType::kFloat16) {
-      for (int32_t c = 0; c < n; ++c) {
-        buffer_[c] = load_element(RowType::kFloat16, from, column + c);
-      }
-    } else {
-      for (int32_t c = 0; c < n; ++c) {
-        buffer_[c] = load_element(RowType::kBFloat16, from, column + c);
-      }
-    }
+    const RowType type = table_.rows.type;
+    widen_elements(type, row(at) + column * element_size(type), n, buffer_);
     return buffer_;
   }
 
@@ -81,9 +74,9 @@ void for_each_bag(const TableView* tables, const Batch& batch, const int64_t* sl
                   int64_t end, const Visit& visit) {
   std::vector<float> buffer;
   while (begin < end) {
-    const auto feature = static_cast<int32_t>(begin / batch.batch_size);
-    const int64_t start = feature * batch.batch_size;
-    const int64_t stop = std::min(end, start + batch.batch_size);
+    const int32_t feature = batch.feature_of_bag(begin);
+    const int64_t start = batch.first_bag(feature);
+    const int64_t stop = std::min(end, batch.first_bag(feature + 1));
     const TableView& table = tables[batch.feature_tables[feature]];
     buffer.resize(std::max<size_t>(buffer.size(), table.dim()));
     const Rows rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop], buffer.data());
@@ -135,35 +128,49 @@ void sum_rows(const Rows& rows, int64_t first, int64_t last, const Scale& scale,
 }  // namespace
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<float> out, int threads) {
-  parallel_for(batch.num_features * batch.batch_size, 64, threads, [&](int64_t begin, int64_t end) {
+               Output<char> out, int threads) {
+  parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums;  // of a bag, where outputs are no floats
     for_each_bag(tables, batch, slots, begin, end,
                  [&](int32_t feature, int64_t sample, const TableView& table, const Rows& rows,
                      int64_t first, int64_t last) {
-                   float* to = out.data + sample * out.stride + batch.feature_columns[feature];
+                   char* const to = out.at(batch.output_of(feature, sample, out.stride));
                    const float bag_scale =
                        pooling.mean && last > first ? 1.0f / (last - first) : 1.0f;
                    const auto scale = [&](int64_t at) {
                      return pooling.weights ? pooling.weights[at] * bag_scale : bag_scale;
                    };
-                   sum_rows(rows, first, last, scale, table.dim(), to);
+                   if (out.type == RowType::kFloat32) {
+                     sum_rows(rows, first, last, scale, table.dim(), reinterpret_cast<float*>(to));
+                     return;
+                   }
+                   sums.resize(std::max<size_t>(sums.size(), table.dim()));
+                   sum_rows(rows, first, last, scale, table.dim(), sums.data());
+                   narrow_elements(out.type, sums.data(), table.dim(), to);
                  });
   });
 }
 
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
-                       Output<const float> grad, float* weights_grad, int threads) {
-  parallel_for(batch.num_features * batch.batch_size, 64, threads, [&](int64_t begin, int64_t end) {
-    for_each_bag(
-        tables, batch, slots, begin, end,
-        [&](int32_t feature, int64_t sample, const TableView& table, const Rows& rows,
-            int64_t first, int64_t last) {
-          const float* from = grad.data + sample * grad.stride + batch.feature_columns[feature];
-          const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
-          for (int64_t at = first; at < last; ++at) {
-            weights_grad[at] = dot(from, rows.columns(at, 0, table.dim()), table.dim()) * bag_scale;
-          }
-        });
+                       Output<const char> grad, float* weights_grad, int threads) {
+  parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> widened;  // a bag's gradient, where it is no floats
+    for_each_bag(tables, batch, slots, begin, end,
+                 [&](int32_t feature, int64_t sample, const TableView& table, const Rows& rows,
+                     int64_t first, int64_t last) {
+                   const char* const given = grad.at(batch.output_of(feature, sample, grad.stride));
+                   const auto* from = reinterpret_cast<const float*>(given);
+                   if (grad.type != RowType::kFloat32) {
+                     widened.resize(std::max<size_t>(widened.size(), table.dim()));
+                     widen_elements(grad.type, given, table.dim(), widened.data());
+                     from = widened.data();
+                   }
+                   const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
+                   for (int64_t at = first; at < last; ++at) {
+                     weights_grad[at] =
+                         dot(from, rows.columns(at, 0, table.dim()), table.dim()) * bag_scale;
+                   }
+                 });
   });
 }
 

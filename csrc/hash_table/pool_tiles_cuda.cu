@@ -21,21 +21,30 @@ struct Position {
   int bag;    // counted from the tile's first
 };
 
-template <int kLanes, bool kScaled, bool kFloat32>
-__global__ void __launch_bounds__(kThreads)
+// kFloat32, kFloat32Out: whether rows, and outputs, are of that type. Otherwise of any.
+template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out>
+__global__ void __launch_bounds__(kThreads, 3)
     pool_tiles_kernel(const TableView* __restrict__ tables, const Batch batch,
                       const int64_t* __restrict__ slots, const Pooling pooling,
-                      const Output<float> out, const BagTiling tiling) {
+                      const Output<char> out, const BagTiling tiling) {
   const BagTile<kLanes> tile(batch, tiling);
   if (tile.feature >= batch.num_features) return;
   const TableView& table = tables[batch.feature_tables[tile.feature]];
   const int32_t dim = table.dim();
-  float* const to = out.data + tile.sample * out.stride + batch.feature_columns[tile.feature];
+  const RowType out_type = kFloat32Out ? RowType::kFloat32 : out.type;
+  char* const to =
+      out.data + batch.output_of(tile.feature, tile.sample, out.stride) * element_size(out_type);
+  const auto stride = static_cast<uint32_t>(batch.output_stride(tile.feature, out.stride));
+  const auto output_of_bag = [&](int bag) {
+    return to + static_cast<int64_t>(bag) * stride * element_size(out_type);
+  };
   const float bag_scale = tile.mean_scale(pooling.mean);
   for (unsigned empty = tile.ballot(tile.lane() < tile.bags && tile.ends == tile.starts); empty;
        empty &= empty - 1) {
-    float* const bag = to + (__ffs(static_cast<int>(empty)) - 1) * out.stride;
-    for (int32_t c = tile.lane() * 4; c < dim; c += kLanes * 4) Columns<4>::zero().store(bag + c);
+    char* const bag = output_of_bag(__ffs(static_cast<int>(empty)) - 1);
+    for (int32_t c = tile.lane() * 4; c < dim; c += kLanes * 4) {
+      Columns<4>::zero().store(out_type, bag, c);
+    }
   }
   const auto row_of_lane = [&](const Position& position, int source) {
     return reinterpret_cast<const char*>(
@@ -52,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
       if (kScaled) position.scale = tile.of_lane(bag_scale, position.bag);
       if (at < tile.end) {
         const int64_t slot = slots[at];
-        if (slot != kNoSlot) position.row = table.row(slot - table.first_slot);
+        if (table.has(slot)) position.row = table.row(slot - table.first_slot);
         if (kScaled && pooling.weights != nullptr) position.scale *= pooling.weights[at];
         position.last = at + 1 == its_end;
       }
@@ -64,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
         if (source >= count) return;
         sum.add(scale, row);
         if (last) {
-          if (mine) sum.store(to + bag * out.stride + column);
+          if (mine) sum.store(out_type, output_of_bag(bag), column);
           sum = Columns<4>::zero();
         }
       };
@@ -103,12 +112,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kLanes>
 void launch(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-            Output<float> out, const GroupShape& shape, cudaStream_t stream) {
+            Output<char> out, const GroupShape& shape, cudaStream_t stream) {
   const BagTiling tiling(batch, kLanes);
   const bool scaled = pooling.mean || pooling.weights != nullptr;
-  const auto kernel = shape.float32_rows ? (scaled ? pool_tiles_kernel<kLanes, true, true>
-                                                   : pool_tiles_kernel<kLanes, false, true>)
-                                         : pool_tiles_kernel<kLanes, true, false>;
+  const bool float32_out = out.type == RowType::kFloat32;
+  const auto kernel = !shape.float32_rows ? pool_tiles_kernel<kLanes, true, false, false>
+                      : !float32_out      ? pool_tiles_kernel<kLanes, true, true, false>
+                      : scaled            ? pool_tiles_kernel<kLanes, true, true, true>
+                                          : pool_tiles_kernel<kLanes, false, true, true>;
   kernel<<<grid_for(tiling.tiles(batch) * kLanes), kThreads, 0, stream>>>(tables, batch, slots,
                                                                           pooling, out, tiling);
   HKV_CUDA_CHECK_LAUNCH();
@@ -117,7 +128,7 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
 }  // namespace
 
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
-                    Pooling pooling, Output<float> out, const GroupShape& shape,
+                    Pooling pooling, Output<char> out, const GroupShape& shape,
                     cudaStream_t stream) {
   if (shape.widest <= 32) {
     launch<8>(tables, batch, slots, pooling, out, shape, stream);

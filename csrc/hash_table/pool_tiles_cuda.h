@@ -9,7 +9,7 @@ namespace torchrec_hkv::hash_table::cuda {
 
 // As pool_rows. shape.four_wide, and out.stride is a multiple of four.
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
-                    Pooling pooling, Output<float> out, const GroupShape& shape,
+                    Pooling pooling, Output<char> out, const GroupShape& shape,
                     cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -113,9 +113,65 @@ __device__ __forceinline__ Columns<4> load_once(const float* from) {
   return c;
 }
 
-// Whether rows of this width and outputs at this column can be read four floats at a time.
-__device__ __forceinline__ bool four_wide(int32_t dim, int32_t column, int64_t stride) {
-  return ((dim | column | static_cast<int32_t>(stride & 3)) & 3) == 0;
+// Four neighbouring columns of a gradient as they are stored, so that nothing waits for those on
+// their way. Element: float, or uint16_t for the types of 16 bits.
+template <typename Element>
+struct StoredColumns;
+
+template <>
+struct StoredColumns<float> {
+  Columns<4> v;
+
+  __device__ __forceinline__ static StoredColumns zero() { return {Columns<4>::zero()}; }
+  __device__ __forceinline__ static StoredColumns load(const float* from) {
+    return {Columns<4>::load(from)};
+  }
+  __device__ __forceinline__ Columns<4> widened(RowType) const { return v; }
+};
+
+template <>
+struct StoredColumns<uint16_t> {
+  ushort4 v;
+
+  __device__ __forceinline__ static StoredColumns zero() { return {make_ushort4(0, 0, 0, 0)}; }
+  __device__ __forceinline__ static StoredColumns load(const uint16_t* from) {
+    return {*reinterpret_cast<const ushort4*>(from)};
+  }
+  __device__ __forceinline__ Columns<4> widened(RowType type) const {
+    return {widen(type, v.x), widen(type, v.y), widen(type, v.z), widen(type, v.w)};
+  }
+};
+
+// Columns of a gradient from a place on; four wide, the place is a multiple of four.
+template <typename Element, int kWidth>
+__device__ __forceinline__ Columns<kWidth> gradient_at(const Output<const char>& grad,
+                                                       int64_t place) {
+  const Element* from = reinterpret_cast<const Element*>(grad.data) + place;
+  if constexpr (kWidth == 4) {
+    return StoredColumns<Element>::load(from).widened(grad.type);
+  } else if constexpr (sizeof(Element) == sizeof(float)) {
+    return Columns<kWidth>::load(from);
+  } else {
+    Columns<kWidth> c;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) c.v[k] = widen(grad.type, from[k]);
+    return c;
+  }
+}
+
+// Calls with_element.template operator()<Element>() for a gradient's elements.
+template <typename WithElement>
+void choose_element(RowType type, const WithElement& with_element) {
+  if (type == RowType::kFloat32) {
+    with_element.template operator()<float>();
+  } else {
+    with_element.template operator()<uint16_t>();
+  }
+}
+
+// Whether rows of this width, and outputs at this place, can be read four columns at a time.
+__device__ __forceinline__ bool four_wide(int32_t dim, int64_t place) {
+  return ((dim | static_cast<int32_t>(place & 3)) & 3) == 0;
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

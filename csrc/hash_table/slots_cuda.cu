@@ -1,8 +1,11 @@
-// Operations on slots that a find gave.
+// Rows at slots that a find gave: read and written. Groups of one table have kernels of their own.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/frames_cuda.cuh"
 #include "hash_table/kernels.h"
+#include "hash_table/missing_cuda.cuh"
+#include "hash_table/row_matrix_cuda.cuh"
+#include "hash_table/row_vector.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
@@ -123,20 +126,66 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Of the tables of a group, whose rows differ in length: eight lanes copy one row.
+constexpr int kRowLanes = 8;
+
 __global__ void __launch_bounds__(kThreads)
-    touch_kernel(TableView table, const int64_t* __restrict__ slots, int64_t n, Visit visit) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < n && slots[i] != kNoSlot) touch(table, slots[i], visit, visit.given(i));
+    gather_group_kernel(const TableView* __restrict__ tables, const Batch batch,
+                        const int64_t* __restrict__ slots, const RowMatrix rows,
+                        bool* __restrict__ found) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
+  if (i >= batch.num_ids) return;
+  const int lane = threadIdx.x % kRowLanes;
+  const TableView& table = table_at(tables, batch, i);
+  const int64_t slot = slots[i];
+  const RowType type = table.rows.type;
+  if (lane == 0 && found != nullptr) found[i] = slot != kNoSlot;
+  if (slot != kNoSlot) {
+    copy_to_matrix<kRowLanes>(rows, i, type, table.row(slot - table.first_slot), table.dim(), lane);
+    return;
+  }
+  const int64_t id = batch.ids[i];
+  for (int32_t c = lane; c < rows.columns; c += kRowLanes) {
+    float value = 0.0f;
+    if (c < table.dim()) {
+      value = Columns<1>::initial(table.initial_rows, id, table.column_offset + c).v[0];
+      if (type != rows.type) value = widen(type, narrow(type, value));
+    }
+    store_element(rows.type, rows.at(i), c, value);
+  }
+}
+
+// Claims: as assign_kernel.
+__global__ void __launch_bounds__(kThreads)
+    assign_group_kernel(const TableView* __restrict__ tables, int32_t num_tables,
+                        const int64_t* __restrict__ slots, int64_t n, const RowMatrix rows,
+                        const bool* __restrict__ writer, uint32_t* __restrict__ claims) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
+  const int lane = threadIdx.x % kRowLanes;
+  const int64_t slot = i < n ? slots[i] : kNoSlot;
+  bool chosen = false;
+  if (lane == 0 && slot != kNoSlot) {
+    const uint32_t bit = 1u << (slot & 31);
+    chosen = writer != nullptr ? writer[i] : !(atomicOr(&claims[slot >> 5], bit) & bit);
+  }
+  chosen = __shfl_sync(kAllLanes, static_cast<int>(chosen), 0, kRowLanes) != 0;
+  if (!chosen) return;
+  const TableView& table = tables[table_of_slot(tables, num_tables, slot)];
+  char* const row = row_to_write(table, slot - table.first_slot, lane == 0);
+  copy_from_matrix<kRowLanes>(rows, i, table.rows.type, row, table.dim(), lane);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    erase_kernel(TableView table, const int64_t* __restrict__ slots, int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    add_group_kernel(const TableView* __restrict__ tables, int32_t num_tables,
+                     const int64_t* __restrict__ slots, int64_t n, const RowMatrix rows) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
   if (i >= n || slots[i] == kNoSlot) return;
-  const int64_t bucket = slots[i] / table.bucket_slots;
-  store_l2(&table.digests[bucket * kBucketDigests + (slots[i] - bucket * table.bucket_slots)],
-           kEmptyDigest);
-  store_l2(&table.last_steps[slots[i]], kFreeStep);
+  const int lane = threadIdx.x % kRowLanes;
+  const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
+  char* const row = row_to_write(table, slots[i] - table.first_slot, lane == 0);
+  for (int32_t c = lane; c < table.dim(); c += kRowLanes) {
+    add_element(table.rows.type, row, c, load_element(rows.type, rows.at(i), c));
+  }
 }
 
 }  // namespace
@@ -153,29 +202,35 @@ void gather(const TableView& table, const RowStore& store, const int64_t* ids, c
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void write_rows(const TableView& table, const int64_t* slots, const char* rows, int64_t n, bool add,
+void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
+                 const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  if (only != nullptr) {
+    gather(*only, only->rows, batch.ids, slots, batch.num_ids, rows.data, found, stream);
+    return;
+  }
+  gather_group_kernel<<<grid_for(batch.num_ids * kRowLanes), kThreads, 0, stream>>>(
+      tables, batch, slots, rows, found);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void write_rows(const TableView* tables, const TableView* only, int32_t num_tables,
+                const int64_t* slots, int64_t n, const RowMatrix& rows, bool add,
                 const bool* writer, uint32_t* claims, cudaStream_t stream) {
   if (n == 0) return;
-  if (add) {
-    add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(table, slots, rows, n);
+  const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
+  const unsigned grid = grid_for(n * kRowLanes);
+  if (only == nullptr && add) {
+    add_group_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, slots, n, rows);
+  } else if (only == nullptr) {
+    assign_group_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, slots, n, rows, writer,
+                                                       claims);
+  } else if (add) {
+    add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(*only, slots, rows.data, n);
   } else {
-    const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
-    assign_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, slots, rows, n, writer,
-                                                                    claims);
+    assign_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(*only, slots, rows.data, n,
+                                                                    writer, claims);
   }
-  HKV_CUDA_CHECK_LAUNCH();
-}
-
-void touch_slots(const TableView& table, const int64_t* slots, int64_t n, const Visit& visit,
-                 cudaStream_t stream) {
-  if (n == 0) return;
-  touch_kernel<<<grid_for(n), kThreads, 0, stream>>>(table, slots, n, visit);
-  HKV_CUDA_CHECK_LAUNCH();
-}
-
-void erase_slots(const TableView& table, const int64_t* slots, int64_t n, cudaStream_t stream) {
-  if (n == 0) return;
-  erase_kernel<<<grid_for(n), kThreads, 0, stream>>>(table, slots, n);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

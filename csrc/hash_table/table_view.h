@@ -20,6 +20,7 @@
 #include "hash_table/clock.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
+#include "hash_table/row_matrix.h"
 
 namespace torchrec_hkv::hash_table {
 
@@ -80,6 +81,10 @@ struct TableView {
   InitialRows initial_rows;
 
   HKV_HOST_DEVICE int32_t dim() const { return rows.width; }
+  // Whether a slot, numbered through the group, is one of this table's; kNoSlot is none.
+  HKV_HOST_DEVICE bool has(int64_t slot) const {
+    return static_cast<uint64_t>(slot - first_slot) < static_cast<uint64_t>(num_slots);
+  }
   // Whether what is in the frame, or, for kNoFrame, at home, is worth bringing into a GPU's cache.
   HKV_HOST_DEVICE bool in_hbm(int64_t frame) const { return frame != kNoFrame || !homes_on_host; }
   // Where they are now, to be read. What is written must be marked: frames_cuda.cuh.
@@ -88,6 +93,21 @@ struct TableView {
     return reinterpret_cast<float*>(states.at(slot, frames.frame_of(slot)));
   }
 };
+
+// Which of a group's tables has a slot that is numbered through the group.
+HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_tables, int64_t slot) {
+  int32_t low = 0;
+  int32_t high = num_tables;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) >> 1;
+    if (tables[middle].first_slot <= slot) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
 
 // What kernels are chosen by.
 struct GroupShape {
@@ -106,21 +126,70 @@ struct Rank {
   }
 };
 
+// Where one feature's bags are, in a batch whose features differ in their numbers of bags.
+struct FeatureBags {
+  int64_t first;   // number of its first bag
+  int64_t output;  // place of the first bag's outputs
+  int64_t stride;  // from one bag's outputs to the next one's
+};
+
+// What a GPU says of offsets that it could not follow, in host memory that it can write.
+struct BadOffsets {
+  int64_t bag;
+  int64_t from;  // where it begins
+  int64_t to;    // where it ends
+  int64_t num_ids;
+  uint32_t found;  // the group's number, once the others are written
+};
+
 // The ids of one call: feature-major bags of the features of a group, in CSR form.
 struct Batch {
-  const int64_t* ids;              // [offsets[num_features * batch_size]]
-  const int64_t* offsets;          // [num_features * batch_size + 1], nondecreasing; null: one
+  const int64_t* ids;              // [num_ids]
+  const int64_t* offsets;          // [num_bags + 1], nondecreasing, from 0 to num_ids; null: one
                                    // feature, one bag
   const int32_t* feature_tables;   // [num_features] table of each feature
   const int32_t* feature_columns;  // [num_features] first column of each feature in the output
   int32_t num_features;
-  int64_t batch_size;
+  int64_t batch_size;  // bags of each feature, unless they differ
   int64_t num_ids;
+  int64_t num_bags;  // of all features
+  // [num_features + 1], where features differ in their numbers of bags; the last has the totals.
+  const FeatureBags* ragged = nullptr;
+  // A GPU's: set, and the other written, once a kernel has seen offsets that are not as above.
+  // Until the host has read them no rows are updated.
+  uint32_t* refused = nullptr;
+  BadOffsets* bad_offsets = nullptr;
+  uint32_t group_number = 0;
+
+  // Number of a feature's first bag; of num_features, that of all bags.
+  HKV_HOST_DEVICE int64_t first_bag(int32_t feature) const {
+    return ragged == nullptr ? feature * batch_size : ragged[feature].first;
+  }
+  HKV_HOST_DEVICE int32_t feature_of_bag(int64_t bag) const {
+    // Numbers of bags fit 32 bits, whose division is much quicker.
+    if (ragged == nullptr) return static_cast<uint32_t>(bag) / static_cast<uint32_t>(batch_size);
+    int32_t low = 0, high = num_features;
+    while (high - low > 1) {
+      const int32_t middle = (low + high) >> 1;
+      (ragged[middle].first <= bag ? low : high) = middle;
+    }
+    return low;
+  }
+  // Place of the outputs of a feature's bag in an output of this stride; where features differ in
+  // their numbers of bags, each feature's are together.
+  HKV_HOST_DEVICE int64_t output_of(int32_t feature, int64_t bag_of_feature, int64_t stride) const {
+    if (ragged == nullptr) return bag_of_feature * stride + feature_columns[feature];
+    return ragged[feature].output + bag_of_feature * ragged[feature].stride;
+  }
+  // From there to those of the feature's next bag.
+  HKV_HOST_DEVICE int64_t output_stride(int32_t feature, int64_t stride) const {
+    return ragged == nullptr ? stride : ragged[feature].stride;
+  }
 
   // Position of the feature's first id.
   HKV_HOST_DEVICE int64_t feature_start(int32_t feature) const {
     if (offsets == nullptr) return feature == 0 ? 0 : num_ids;
-    return offsets[feature * batch_size];
+    return offsets[first_bag(feature)];
   }
   // Feature of the id at a position.
   HKV_HOST_DEVICE int32_t feature_of(int64_t position) const {
@@ -141,9 +210,10 @@ struct Batch {
 // What leaves a table, or is refused, while others are inserted. Null pointers: not wanted.
 struct Leavers {
   int64_t* ids;
-  char* rows;  // of the table's type
+  RowMatrix rows;
   uint64_t* scores;
   uint64_t* number;  // device counter
+  int32_t* tables;   // of each leaver, its table's index; null: not wanted
 };
 
 // What becomes of the rows of new ids.
@@ -158,9 +228,9 @@ struct Admissions;  // admission.h
 // How ids that are missing are placed.
 struct Placement {
   NewRows rows;
-  bool refuse_lower;       // an id whose score is lower than all it could replace is refused
-  const char* given_rows;  // [positions][dim] what ids came with, where leavers are wanted
-  Leavers leavers;         // groups of one table only
+  bool refuse_lower;     // an id whose score is lower than all it could replace is refused
+  RowMatrix given_rows;  // by position, what ids came with; read where leavers are wanted
+  Leavers leavers;
   // [positions], what the caller believes of each id: that it is in the table before the call, or
   // that it is not. Ids of which that is wrong are passed over: their slot is kPassedOver. Null:
   // all ids are taken.
@@ -173,6 +243,9 @@ struct Placement {
   bool spread = false;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
+  // Whether ids are placed in the order of the batch, so that a call's result follows from the
+  // table and the batch alone. CUDA only: on a CPU it always does.
+  bool ordered = false;
 };
 
 // How the ids of a bag are reduced.
@@ -181,12 +254,16 @@ struct Pooling {
   const float* weights;  // [num_ids] or null
 };
 
-// A matrix of floats with the outputs of a batch, or their gradients: a row a sample, the features'
-// columns side by side.
-template <typename T>
+// The outputs of a batch, or their gradients. A matrix with a row a sample, the features' columns
+// side by side; where features differ in their numbers of bags, a matrix for each, one after the
+// other. Char: char, or const char where it is read.
+template <typename Char>
 struct Output {
-  T* data;
-  int64_t stride;  // columns of all features
+  Char* data;
+  int64_t stride;  // columns of all features; 0 where features differ in their numbers of bags
+  RowType type;
+
+  HKV_HOST_DEVICE Char* at(int64_t place) const { return data + place * element_size(type); }
 };
 
 // Entries with all that a table keeps of them, as a file holds them.
@@ -201,6 +278,28 @@ struct Entries {
   HKV_HOST_DEVICE Rank rank(int64_t i) const {
     return Rank{scores != nullptr ? scores[i] : last_steps[i], last_steps[i]};
   }
+};
+
+// Which entries of a group's tables are meant: those that meet every condition.
+struct Selection {
+  // [num_tables] where the table's slots begin in the answer; -1: none of it is meant.
+  const int64_t* starts;
+  uint64_t score_at_least;
+  uint64_t score_at_most;
+  int64_t touched_before;  // the step of an entry's last touch is lower than this
+
+  HKV_HOST_DEVICE bool meets(uint16_t digest, Rank rank) const {
+    return digest != kEmptyDigest && digest != kClosedDigest && rank.score >= score_at_least &&
+           rank.score <= score_at_most && static_cast<int64_t>(rank.last_step) < touched_before;
+  }
+};
+
+// Entries as they are given back, [n] each.
+struct Exported {
+  int64_t* ids;
+  RowMatrix rows;
+  uint64_t* scores;
+  RowMatrix states;  // float32
 };
 
 // Room for entries that others took the place of.

@@ -36,9 +36,31 @@ struct Tile {
   }
 };
 
+// The columns of a gradient that a lane has, as LaneColumns, before they are widened.
+template <typename Element, int kLanes, int kVectors>
+struct StoredLaneColumns {
+  StoredColumns<Element> v[kVectors];
+
+  __device__ __forceinline__ static StoredLaneColumns load(const Output<const char>& grad,
+                                                           int64_t place, int32_t dim) {
+    const Element* from = reinterpret_cast<const Element*>(grad.data) + place;
+    StoredLaneColumns c;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int32_t column = (threadIdx.x % kLanes + i * kLanes) * 4;
+      c.v[i] = column < dim ? StoredColumns<Element>::load(from + column)
+                            : StoredColumns<Element>::zero();
+    }
+    return c;
+  }
+};
+
 // The columns of a row that a lane has: vectors of four, kLanes * 4 columns apart.
 template <int kLanes, int kVectors>
 struct LaneColumns {
+  template <typename Element>
+  using Stored = StoredLaneColumns<Element, kLanes, kVectors>;
+
   Columns<4> v[kVectors];
 
   __device__ __forceinline__ static int32_t column(int vector) {
@@ -48,14 +70,6 @@ struct LaneColumns {
     LaneColumns c;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) c.v[i] = Columns<4>::zero();
-    return c;
-  }
-  __device__ __forceinline__ static LaneColumns load(const float* row, int32_t dim) {
-    LaneColumns c;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      c.v[i] = column(i) < dim ? Columns<4>::load(row + column(i)) : Columns<4>::zero();
-    }
     return c;
   }
   // Of a row that is not worth a place in L1.
@@ -73,9 +87,11 @@ struct LaneColumns {
       if (column(i) < dim) v[i].store(row + column(i));
     }
   }
-  __device__ __forceinline__ void add(float scale, const LaneColumns& other) {
+  // A gradient of this type.
+  template <typename Element>
+  __device__ __forceinline__ void add(float scale, const Stored<Element>& other, RowType type) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) v[i].add(scale, other.v[i]);
+    for (int i = 0; i < kVectors; ++i) v[i].add(scale, other.v[i].widened(type));
   }
 };
 

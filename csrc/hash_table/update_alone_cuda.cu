@@ -9,7 +9,9 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kThreads)
-    mark_kernel(const int64_t* __restrict__ slots, int64_t n, const Repeats repeats) {
+    mark_kernel(const Batch batch, const int64_t* __restrict__ slots, const Repeats repeats) {
+  check_offsets(batch);  // the first kernel to read them
+  const int64_t n = batch.num_ids;
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t slot = position < n ? slots[position] : kNoSlot;
   const unsigned given = __ballot_sync(kAllLanes, slot != kNoSlot);
@@ -26,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // A tile takes neighbouring bags, so that a bag's gradient is read once for all of its rows.
 // kAhead: rows that a tile has under way at once.
-template <typename Updater, int kAhead, bool kPrefetch>
+template <typename Updater, typename Element, int kAhead, bool kPrefetch>
 __global__ void __launch_bounds__(kThreads, 2)
     alone_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                  const int64_t* __restrict__ slots, const __grid_constant__ Scratch scratch,
@@ -35,14 +37,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr int kLanes = Updater::kLanes;
   const Batch& batch = update.batch;
   const BagTile<kLanes> tile(batch, tiling);
-  if (tile.feature < batch.num_features) {
+  if (tile.feature < batch.num_features && !is_refused(batch)) {
     const TableView& table = tables[batch.feature_tables[tile.feature]];
     const int64_t first_slot = table.first_slot;
     const int32_t dim = table.dim();
     const Updater updater(table, update.optimizer, *update.learning_rate);
     const float bag_scale = tile.mean_scale(update.pooling.mean);
-    const float* const gradients =
-        update.grad.data + tile.sample * update.grad.stride + batch.feature_columns[tile.feature];
+    const int64_t gradients = batch.output_of(tile.feature, tile.sample, update.grad.stride);
+    const int64_t stride = batch.output_stride(tile.feature, update.grad.stride);
     for (int64_t chunk = tile.begin; chunk < tile.end; chunk += kLanes) {
       const int64_t at = chunk + tile.lane();
       const int bag = tile.bag_of(at);
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       bool alone = false;
       if (at < tile.end) {
         slot = slots[at];
-        alone = slot != kNoSlot && !scratch.repeats.repeated(slot);
+        alone = table.has(slot) && !scratch.repeats.repeated(slot);
         if (update.pooling.weights != nullptr) scale *= update.pooling.weights[at];
       }
       if (kPrefetch && alone) {
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       unsigned left = tile.ballot(alone);
       while (left) {
-        Gradient gradient[kAhead];
+        typename Gradient::template Stored<Element> gradient[kAhead];
         typename Updater::Row row[kAhead];
         int64_t its_slot[kAhead];
         float its_scale[kAhead];
@@ -74,14 +76,14 @@ __global__ void __launch_bounds__(kThreads, 2)
           its_slot[k] = tile.of_lane(slot, source) - first_slot;
           its_scale[k] = tile.of_lane(scale, source);
           row[k] = updater.load(its_slot[k]);
-          gradient[k] =
-              Gradient::load(gradients + tile.of_lane(bag, source) * update.grad.stride, dim);
+          gradient[k] = Gradient::template Stored<Element>::load(
+              update.grad, gradients + tile.of_lane(bag, source) * stride, dim);
         }
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           if (k >= number) break;
           Gradient sum = Gradient::zero();
-          sum.add(its_scale[k], gradient[k]);
+          sum.template add<Element>(its_scale[k], gradient[k], update.grad.type);
           updater.finish(its_slot[k], row[k], sum);
         }
       }
@@ -91,25 +93,29 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-void mark_repeats(const int64_t* slots, int64_t n, const Repeats& repeats, cudaStream_t stream) {
-  mark_kernel<<<grid_for(n), kThreads, 0, stream>>>(slots, n, repeats);
+void mark_repeats(const Batch& batch, const int64_t* slots, const Repeats& repeats,
+                  cudaStream_t stream) {
+  mark_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(batch, slots, repeats);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream) {
-  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+  const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and
     // states are small, there is bandwidth left to bring rows nearer.
     constexpr int kAhead = Updater::kColumnStates ? 2 : 3;
     const Batch& batch = update.batch;
-    const bool prefetch =
-        !Updater::kColumnStates && batch.num_ids >= 2 * batch.num_features * batch.batch_size;
-    const auto kernel = prefetch ? alone_kernel<Updater, kAhead, !Updater::kColumnStates>
-                                 : alone_kernel<Updater, kAhead, false>;
+    const bool prefetch = !Updater::kColumnStates && batch.num_ids >= 2 * batch.num_bags;
+    const auto kernel = prefetch ? alone_kernel<Updater, Element, kAhead, !Updater::kColumnStates>
+                                 : alone_kernel<Updater, Element, kAhead, false>;
     const BagTiling tiling(update.batch, Updater::kLanes);
     kernel<<<grid_for(tiling.tiles(update.batch) * Updater::kLanes), kThreads, 0, stream>>>(
         tables, update, slots, scratch, tiling);
+  };
+  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+    choose_element(update.grad.type,
+                   [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
   });
   HKV_CUDA_CHECK_LAUNCH();
 }

@@ -7,15 +7,13 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
+#include "hash_table/offsets_cuda.cuh"
 #include "hash_table/update_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kNeighbours = 8;  // of the sorted order, a warp's
-
-// Tiles of the small sort: so few that adding up their digits is soon done.
-constexpr int64_t kMostTiles = 2048;
 
 // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
 // comes last.
@@ -101,15 +99,12 @@ size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, bool weight
   repeats.seen = reinterpret_cast<uint32_t*>(take(2 * repeats.words() * sizeof(uint32_t)));
   repeats.twice = repeats.seen + repeats.words();
   SmallSort& small = scratch->small_sort;
-  small.passes = (bits + SmallSort::kDigitBits - 1) / SmallSort::kDigitBits;
-  const int64_t chunks = (n + SmallSort::kChunk - 1) / SmallSort::kChunk;
-  small.tile = static_cast<uint32_t>((chunks + kMostTiles - 1) / kMostTiles) * SmallSort::kChunk;
-  small.tiles = static_cast<uint32_t>((n + small.tile - 1) / small.tile);
-  small.digits = reinterpret_cast<uint32_t*>(
-      take(sizeof(uint32_t) * small.passes * small.tiles * SmallSort::kDigits));
-  small.states =
-      reinterpret_cast<unsigned long long*>(take(split_tiles(n) * sizeof(unsigned long long)));
-  small.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
+  small = SmallSort::of(n, bits);
+  small.digits = reinterpret_cast<uint32_t*>(take(small.digit_bytes()));
+  BlockOrder& order = scratch->split_order;
+  order.states =
+      reinterpret_cast<unsigned long long*>(take(listing_blocks(n) * sizeof(unsigned long long)));
+  order.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
   scratch->zero_bytes = base + at - scratch->zeros;
   return at;
 }
@@ -120,17 +115,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Rows wider than a warp's registers are summed again whenever their gradient is asked for.
-template <int kWidth, bool kColumnStates>
+template <typename Element, int kWidth, bool kColumnStates>
 __device__ __forceinline__ void update_row(const TableView& table, int64_t slot, const Run& run,
                                            const Batch& batch, const Pooling& pooling,
-                                           const Output<const float>& grad,
+                                           const Output<const char>& grad,
                                            const OptimizerConfig& optimizer, float learning_rate) {
   const int32_t mine = threadIdx.x % kWarp * kWidth;
   const bool one_pass = table.dim() <= kWarp * kWidth;
   Columns<kWidth> sum = Columns<kWidth>::zero();
-  if (one_pass && mine < table.dim()) sum = sum_run<kWidth>(run, batch, pooling, grad, mine);
+  if (one_pass && mine < table.dim())
+    sum = sum_run<Element, kWidth>(run, batch, pooling, grad, mine);
   const auto gradient = [&](int32_t column) {
-    return one_pass ? sum : sum_run<kWidth>(run, batch, pooling, grad, column);
+    return one_pass ? sum : sum_run<Element, kWidth>(run, batch, pooling, grad, column);
   };
   apply_row<kWidth, kColumnStates>(table, slot, optimizer, learning_rate, gradient);
 }
@@ -143,7 +139,8 @@ __device__ __forceinline__ bool all_four_wide(const Run& run, const TableView& t
   if (table.states.width > 1 && table.states.width % 4 != 0) return false;
   for (int64_t k = 0; k < run.length; ++k) {
     const uint32_t bag = run.bags[run.positions[k]];
-    if (!four_wide(table.dim(), batch.feature_columns[bag / batch.batch_size], stride)) {
+    const int32_t feature = batch.feature_of_bag(bag);
+    if (!four_wide(table.dim(), batch.output_of(feature, bag - batch.first_bag(feature), stride))) {
       return false;
     }
   }
@@ -152,7 +149,7 @@ __device__ __forceinline__ bool all_four_wide(const Run& run, const TableView& t
 
 // Updates the rows of runs that are longer than one position, or wide, or not aligned; of a warp's
 // neighbours those in `left`. Out of line, so that it takes no registers from the simple ones.
-template <bool kColumnStates>
+template <bool kColumnStates, typename Element>
 __device__ __noinline__ void update_runs(const TableView* __restrict__ tables, const Update& update,
                                          const Scratch& scratch, int64_t first, uint64_t key,
                                          unsigned left) {
@@ -171,23 +168,23 @@ __device__ __noinline__ void update_runs(const TableView* __restrict__ tables, c
     const TableView& table = table_of(tables, update, scratch.bags[run.positions[0]]);
     const int64_t slot = static_cast<int64_t>(run_key) - table.first_slot;
     if (update.group_four_wide || all_four_wide(run, table, update.batch, update.grad.stride)) {
-      update_row<4, kColumnStates>(table, slot, run, update.batch, update.pooling, update.grad,
-                                   update.optimizer, rate);
+      update_row<Element, 4, kColumnStates>(table, slot, run, update.batch, update.pooling,
+                                            update.grad, update.optimizer, rate);
     } else {
-      update_row<1, kColumnStates>(table, slot, run, update.batch, update.pooling, update.grad,
-                                   update.optimizer, rate);
+      update_row<Element, 1, kColumnStates>(table, slot, run, update.batch, update.pooling,
+                                            update.grad, update.optimizer, rate);
     }
   }
 }
 
-template <bool kColumnStates>
+template <bool kColumnStates, typename Element>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     update_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                   const __grid_constant__ Scratch scratch) {
   const int64_t n = update.batch.num_ids;
   const int64_t first =
       (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kNeighbours;
-  if (first >= n) return;
+  if (first >= n || is_refused(update.batch)) return;
   // Lanes 1 to kNeighbours look at the warp's own positions, those beside them at the next ones.
   const int lane = threadIdx.x % kWarp;
   const int64_t at = first + lane - 1;
@@ -212,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   const auto load_gradient = [&](const Neighbour& it) {
     Columns<4> gradient = Columns<4>::zero();
     if (lane * 4 < tables[it.table].dim()) {
-      gradient.add(it.scale, Columns<4>::load(update.grad.data + it.gradient + lane * 4));
+      gradient.add(it.scale, gradient_at<Element, 4>(update.grad, it.gradient + lane * 4));
     }
     return gradient;
   };
@@ -235,18 +232,20 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
                                 [&](int32_t) { return sum; });
   }
   const unsigned others = __ballot_sync(kAllLanes, begins) & ~simple_lanes;
-  if (others) update_runs<kColumnStates>(tables, update, scratch, first, key, others);
+  if (others) update_runs<kColumnStates, Element>(tables, update, scratch, first, key, others);
 }
 
-template <int kWidth>
+template <typename Element, int kWidth>
 __device__ __forceinline__ void sum_piece(const Run& piece, const Update& update, int32_t dim,
                                           float* to) {
   for_my_columns<kWidth>(dim, [&](int32_t column) {
-    sum_run<kWidth>(piece, update.batch, update.pooling, update.grad, column).store(to + column);
+    sum_run<Element, kWidth>(piece, update.batch, update.pooling, update.grad, column)
+        .store(to + column);
   });
 }
 
 // A warp a piece of a long run.
+template <typename Element>
 __global__ void __launch_bounds__(kThreads, 4)
     piece_kernel(const TableView* __restrict__ tables, const Update update, const Scratch scratch) {
   const LongRuns& runs = scratch.long_runs;
@@ -262,9 +261,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     float* to = runs.sums + p * runs.widest;
     // The sums' rows are aligned as their width is.
     if (update.group_four_wide && runs.widest % 4 == 0) {
-      sum_piece<4>(piece, update, table.dim(), to);
+      sum_piece<Element, 4>(piece, update, table.dim(), to);
     } else {
-      sum_piece<1>(piece, update, table.dim(), to);
+      sum_piece<Element, 1>(piece, update, table.dim(), to);
     }
   }
 }
@@ -340,7 +339,7 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape&
 }
 
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-                 Output<const float> grad, const OptimizerConfig& optimizer,
+                 Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
                  const GroupShape& shape, bool batch_order, UpdateHint* hint, void* memory,
                  cudaStream_t stream) {
@@ -363,7 +362,7 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   const bool quick = is_quick(shape);
   if (batch_order) {
     HKV_CUDA_CHECK(cudaMemsetAsync(scratch.zeros, 0, scratch.zero_bytes, stream));
-    mark_repeats(slots, batch.num_ids, scratch.repeats, stream);
+    mark_repeats(batch, slots, scratch.repeats, stream);
     sort_repeated(tables, num_tables, update, slots, &scratch, stream);
     update_alone(tables, update, slots, scratch, shape, stream);
   } else {
@@ -377,14 +376,19 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     scratch.runs.length = scratch.other_values;
     update_runs(tables, update, scratch, shape, stream);
   } else {
-    const auto kernel = column_states ? update_kernel<true> : update_kernel<false>;
-    kernel<<<grid_for(threads), kThreads, 0, stream>>>(tables, update, scratch);
+    choose_element(grad.type, [&]<typename Element>() {
+      const auto kernel =
+          column_states ? update_kernel<true, Element> : update_kernel<false, Element>;
+      kernel<<<grid_for(threads), kThreads, 0, stream>>>(tables, update, scratch);
+    });
     HKV_CUDA_CHECK_LAUNCH();
   }
   if (batch.num_ids <= kLongest) return;
   const unsigned blocks = resident_grid(4, threads);
   if (!quick) {
-    piece_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+    choose_element(grad.type, [&]<typename Element>() {
+      piece_kernel<Element><<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+    });
     HKV_CUDA_CHECK_LAUNCH();
   }
   const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;

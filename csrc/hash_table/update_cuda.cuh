@@ -9,29 +9,13 @@
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/kernels.h"
 #include "hash_table/row_vector.cuh"
+#include "hash_table/small_sort_cuda.cuh"
 #include "hash_table/tile.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 
 constexpr int64_t kLongest = 128;    // run that one warp adds up
 constexpr int64_t kPieceSize = 256;  // of a longer run
-
-// Slots as sort keys, of 32 bits where that is enough.
-struct Keys {
-  void* values;
-  bool wide;
-
-  __device__ __forceinline__ uint64_t operator[](int64_t i) const {
-    return wide ? static_cast<const uint64_t*>(values)[i] : static_cast<const uint32_t*>(values)[i];
-  }
-  __device__ __forceinline__ void set(int64_t i, uint64_t key) const {
-    if (wide) {
-      static_cast<uint64_t*>(values)[i] = key;
-    } else {
-      static_cast<uint32_t*>(values)[i] = static_cast<uint32_t>(key);
-    }
-  }
-};
 
 struct LongRun {
   uint32_t first;  // in the sorted order
@@ -80,21 +64,6 @@ struct ShortRuns {
   uint32_t* length;
 };
 
-// What the sort of the repeated positions, whose number only the device knows, works with
-// (update_split_cuda.cu). All zeros at first.
-struct SmallSort {
-  static constexpr int kDigitBits = 9;
-  static constexpr int kDigits = 1 << kDigitBits;
-  static constexpr uint32_t kChunk = 1024;  // keys that a block ranks at once
-
-  uint32_t* digits;            // [passes][tiles][kDigits], how many of a tile's keys have a digit
-  unsigned long long* states;  // [split tiles], for their prefixes
-  uint32_t* ticket;
-  int32_t passes;
-  uint32_t tile;   // keys of a tile, whole chunks
-  uint32_t tiles;  // at most
-};
-
 struct Scratch {
   // The keys of all positions and what is sorted with them; sorted, they may lie in either half.
   Keys keys;
@@ -105,8 +74,10 @@ struct Scratch {
   // How many positions are sorted; null: all.
   uint32_t* sorted;
   Repeats repeats;
+  // Of the sort of the repeated positions (update_split_cuda.cu).
   SmallSort small_sort;
-  char* zeros;  // of these two
+  BlockOrder split_order;
+  char* zeros;  // of these three
   size_t zero_bytes;
   ShortRuns runs;  // in the other halves
   LongRuns long_runs;
@@ -121,24 +92,22 @@ struct Run {
   const uint32_t* bags;
 };
 
-template <int kWidth>
+template <typename Element, int kWidth>
 __device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& batch,
                                                    const Pooling& pooling,
-                                                   const Output<const float>& grad,
-                                                   int32_t column) {
+                                                   const Output<const char>& grad, int32_t column) {
   Columns<kWidth> sum = Columns<kWidth>::zero();
 #pragma unroll 4
   for (int64_t k = 0; k < run.length; ++k) {
     const uint32_t position = run.positions[k];
     const uint32_t bag = run.bags[position];
-    const uint32_t feature = bag / static_cast<uint32_t>(batch.batch_size);
-    const int64_t sample = bag - feature * static_cast<uint32_t>(batch.batch_size);
+    const int32_t feature = batch.feature_of_bag(bag);
     float scale = pooling.weights != nullptr ? pooling.weights[position] : 1.0f;
     if (pooling.mean) {
       scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
     }
-    sum.add(scale, Columns<kWidth>::load(grad.data + sample * grad.stride +
-                                         batch.feature_columns[feature] + column));
+    const int64_t place = batch.output_of(feature, bag - batch.first_bag(feature), grad.stride);
+    sum.add(scale, gradient_at<Element, kWidth>(grad, place + column));
   }
   return sum;
 }
@@ -147,7 +116,7 @@ __device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& 
 struct Update {
   Batch batch;
   Pooling pooling;
-  Output<const float> grad;
+  Output<const char> grad;
   OptimizerConfig optimizer;
   const float* learning_rate;
   uint64_t no_slot;
@@ -156,7 +125,7 @@ struct Update {
 
 __device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
                                                      uint32_t bag) {
-  return tables[update.batch.feature_tables[bag / update.batch.batch_size]];
+  return tables[update.batch.feature_tables[update.batch.feature_of_bag(bag)]];
 }
 
 // The end of the run that `at` is in, by a tile whose lanes look at as many keys at once: a hot
@@ -216,14 +185,14 @@ __device__ __forceinline__ void note_long_run(const LongRuns& runs, int64_t firs
 struct Neighbour {
   uint32_t table;
   int64_t slot;      // in its table
-  int64_t gradient;  // offset of its bag's gradient
+  int64_t gradient;  // place of its bag's gradient
   float scale;       // of it
 };
 
 // Where the gradient of a sorted value is, and how it counts.
 struct Share {
   uint32_t table;
-  int64_t gradient;  // offset of its bag's gradient
+  int64_t gradient;  // place of its bag's gradient
   float scale;       // of it
 };
 
@@ -231,12 +200,10 @@ __device__ __forceinline__ Share share_of(const Update& update, const uint32_t* 
                                           uint32_t value) {
   const Batch& batch = update.batch;
   const uint32_t bag = bags != nullptr ? bags[value] : value;
-  const auto batch_size = static_cast<uint32_t>(batch.batch_size);
-  const uint32_t feature = bag / batch_size;
+  const int32_t feature = batch.feature_of_bag(bag);
   Share it;
   it.table = batch.feature_tables[feature];
-  it.gradient = static_cast<int64_t>(bag - feature * batch_size) * update.grad.stride +
-                batch.feature_columns[feature];
+  it.gradient = batch.output_of(feature, bag - batch.first_bag(feature), update.grad.stride);
   // Where there are weights, values are positions.
   it.scale = update.pooling.weights != nullptr ? update.pooling.weights[value] : 1.0f;
   if (update.pooling.mean) {
@@ -274,11 +241,18 @@ __device__ __forceinline__ void prefetch_update(const TableView& table, const Ne
     }
   }
   if (update.group_four_wide) {
-    prefetch_l2(update.grad.data + it.gradient, static_cast<uint32_t>(table.dim()) * sizeof(float));
+    const auto bytes = static_cast<uint32_t>(table.dim()) * element_size(update.grad.type);
+    const char* const gradient = update.grad.at(it.gradient);
+    if (bytes % 16 == 0 && reinterpret_cast<uintptr_t>(gradient) % 16 == 0) {
+      prefetch_l2(gradient, bytes);
+    } else {
+      prefetch_l2(gradient);
+    }
   }
 }
 
-// Writes what is to be sorted, and begins the counts of runs. Counts the update.
+// Writes what is to be sorted, and begins the counts of runs. Counts the update, looks at the
+// offsets.
 void prepare_update(const TableView* tables, int32_t num_tables, const Update& update,
                     const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
 
@@ -299,13 +273,13 @@ __device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slo
 // For quick groups: rows of at most kQuickColumns columns, all four wide.
 constexpr int32_t kQuickColumns = 4 * kWarp;
 
-// Finds out which slots are repeated; the bitmaps are zeros before (update_alone_cuda.cu).
-void mark_repeats(const int64_t* slots, int64_t n, const Repeats& repeats, cudaStream_t stream);
+// Finds out which slots are repeated; the bitmaps are zeros before (update_alone_cuda.cu). Looks at
+// the offsets.
+void mark_repeats(const Batch& batch, const int64_t* slots, const Repeats& repeats,
+                  cudaStream_t stream);
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
-// Blocks that split off the repeated positions of n.
-int64_t split_tiles(int64_t n);
 // In place of prepare_update and the sort, before update_alone: counts the update, and sorts the
 // positions of repeated slots. Afterwards scratch's keys and values are sorted
 // (update_split_cuda.cu).

@@ -2,6 +2,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "common/cuda_check.h"
+#include "hash_table/offsets_cuda.cuh"
 #include "hash_table/update_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -28,7 +29,8 @@ __global__ void __launch_bounds__(kThreads)
       *scratch.runs.number = *scratch.runs.singles = 0;
     }
   }
-  const int64_t num_bags = batch.num_features * batch.batch_size;
+  check_offsets(batch);  // the first kernel to read them
+  const int64_t num_bags = batch.num_bags;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPrepared;
   const auto count =
       static_cast<int32_t>(min(static_cast<int64_t>(kPrepared), batch.num_ids - begin));
@@ -41,6 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t bag = first_bag + 1 + threadIdx.x; bag < num_bags; bag += kThreads) {
     const int64_t at = batch.offsets[bag] - begin;
     if (at >= count) break;
+    if (at < 0) continue;                                          // offsets that decrease
     atomicMax(&bags[at], static_cast<uint32_t>(bag - first_bag));  // empty bags give way
   }
   __syncthreads();

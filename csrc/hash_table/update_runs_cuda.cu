@@ -2,6 +2,7 @@
 // lanes take one after the other. What a tile needs of the next run is under way while it works on
 // one.
 #include "common/cuda_check.h"
+#include "hash_table/offsets_cuda.cuh"
 #include "hash_table/row_updaters.cuh"
 #include "hash_table/update_cuda.cuh"
 
@@ -27,10 +28,12 @@ __device__ __forceinline__ int64_t length_of_run(const Keys& keys, int64_t at, i
 }
 
 __global__ void __launch_bounds__(kThreads)
-    list_runs_kernel(int64_t most, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
+    list_runs_kernel(const Batch batch, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
   constexpr int kWarps = kThreads / kWarp;
   __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  if (is_refused(batch)) return;  // no runs
+  const int64_t most = batch.num_ids;
   const int64_t n = scratch.sorted == nullptr ? most : *scratch.sorted;
   if (static_cast<int64_t>(blockIdx.x) * kThreads >= n) return;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -72,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A tile takes as many runs of one position as it has lanes. kAhead: rows that it reads at once.
-template <typename Updater, int kAhead>
+template <typename Updater, typename Element, int kAhead>
 __global__ void __launch_bounds__(kThreads, kRunBlocks)
     single_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                   const __grid_constant__ Scratch scratch) {
@@ -107,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
       // Neighbours of one table.
       const unsigned other = tile.ballot(lane >= count || mine.table != table) >> group;
       const int take = other == 0 ? kAhead : min(kAhead, __ffs(static_cast<int>(other)) - 1);
-      Gradient gradient[kAhead];
+      typename Gradient::template Stored<Element> gradient[kAhead];
       typename Updater::Row row[kAhead];
       int64_t slot[kAhead];
 #pragma unroll
@@ -115,14 +118,15 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
         if (k >= take || group + k >= count) break;
         slot[k] = tile.of_lane(mine.slot, group + k);
         row[k] = updater.load(slot[k]);
-        gradient[k] =
-            Gradient::load(update.grad.data + tile.of_lane(mine.gradient, group + k), dim);
+        gradient[k] = Gradient::template Stored<Element>::load(
+            update.grad, tile.of_lane(mine.gradient, group + k), dim);
       }
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         if (k >= take || group + k >= count) break;
         Gradient sum = Gradient::zero();
-        sum.add(tile.of_lane(mine.scale, group + k), gradient[k]);
+        sum.template add<Element>(tile.of_lane(mine.scale, group + k), gradient[k],
+                                  update.grad.type);
         updater.finish(slot[k], row[k], sum);
       }
       group += take;
@@ -137,7 +141,7 @@ struct Part {
 };
 
 // kAhead: positions whose gradients are under way at once, beside the row.
-template <typename Updater, int kAhead>
+template <typename Updater, typename Element, int kAhead>
 __global__ void __launch_bounds__(kThreads, kRunBlocks)
     run_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                const __grid_constant__ Scratch scratch) {
@@ -187,17 +191,18 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
       if (begin > 0) share = share_at(part, begin, value_at(part, begin));
       const uint32_t count = min(kLanes, part.length - begin);
       for (uint32_t group = 0; group < count; group += kAhead) {
-        Gradient gradient[kAhead];
+        typename Gradient::template Stored<Element> gradient[kAhead];
 #pragma unroll
         for (uint32_t k = 0; k < kAhead; ++k) {
           if (group + k >= count) break;
-          gradient[k] =
-              Gradient::load(update.grad.data + tile.of_lane(share.gradient, group + k), dim);
+          gradient[k] = Gradient::template Stored<Element>::load(
+              update.grad, tile.of_lane(share.gradient, group + k), dim);
         }
 #pragma unroll
         for (uint32_t k = 0; k < kAhead; ++k) {
           if (group + k >= count) break;
-          sum.add(tile.of_lane(share.scale, group + k), gradient[k]);
+          sum.template add<Element>(tile.of_lane(share.scale, group + k), gradient[k],
+                                    update.grad.type);
         }
       }
     }
@@ -227,18 +232,22 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream) {
   const int64_t n = update.batch.num_ids;
-  list_runs_kernel<<<grid_for(n), kThreads, 0, stream>>>(n, update.no_slot, scratch);
+  list_runs_kernel<<<grid_for(n), kThreads, 0, stream>>>(update.batch, update.no_slot, scratch);
   HKV_CUDA_CHECK_LAUNCH();
-  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+  const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows, or gradients, under way as registers allow.
     if (scratch.sorted == nullptr || !scratch.repeats.exact) {
-      const auto kernel = single_kernel < Updater, Updater::kColumnStates ? 2 : 3 > ;
+      const auto kernel = single_kernel < Updater, Element, Updater::kColumnStates ? 2 : 3 > ;
       kernel<<<resident_grid(kRunBlocks, n), kThreads, 0, stream>>>(tables, update, scratch);
       HKV_CUDA_CHECK_LAUNCH();
     }
-    const auto kernel = run_kernel < Updater, Updater::kColumnStates ? 4 : 8 > ;
+    const auto kernel = run_kernel < Updater, Element, Updater::kColumnStates ? 4 : 8 > ;
     kernel<<<resident_grid(kRunBlocks, n / 2 * Updater::kLanes), kThreads, 0, stream>>>(
         tables, update, scratch);
+  };
+  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+    choose_element(update.grad.type,
+                   [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
   });
   HKV_CUDA_CHECK_LAUNCH();
 }

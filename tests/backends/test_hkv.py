@@ -82,7 +82,7 @@ def test_options_are_hashable_and_described():
         ({"capacity": 0, "num_embeddings": 0}, r"table 'user': num_embeddings is 0, but must be"),
         ({"dim": 0}, r"table 'user': embedding_dim is 0, but backend 'hkv' takes 1 to 2048"),
         ({"dim": 4096}, r"table 'user': embedding_dim is 4096"),
-        ({"dtype": torch.float16}, r"data type is torch.float16, but backend 'hkv' takes torch.fl"),
+        ({"dtype": torch.int8}, r"data type is torch.int8, but backend 'hkv' takes torch.fl"),
         (
             {"options": HKVOptions(hbm_bytes=1000)},
             r"table 'user': hbm_bytes is 1000, but 1000 rows on a rank need at least \d+: their",
@@ -115,21 +115,23 @@ def test_hbm_bytes_below_one_bucket():
         HKVOptions(hbm_bytes=50_000, admission=MinFrequency(2, sketch_bytes=20_000)),
     ],
 )
-def test_announced_storage_is_what_a_table_takes(device_type, options):
-    backend, one = backends.get("hkv"), shard(options=options)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_announced_storage_is_what_a_table_takes(device_type, options, dtype):
+    backend, one = backends.get("hkv"), shard(options=options, dtype=dtype)
     lookup = backend.create_lookup([one], [0], ADAGRAD, torch.device(device_type))
     announced = backend.storage(one, ADAGRAD, device_type)
     assert lookup.memory("user") == announced
-    assert announced.hbm + announced.host >= 1000 * (8 + 1) * 4
-    if device_type == "cuda" and options.hbm_bytes:
+    assert announced.hbm + announced.host >= 1000 * (8 * dtype.itemsize + 4)
+    if device_type == "cuda" and options.hbm_bytes and dtype == torch.float32:
         assert announced.hbm <= options.hbm_bytes < announced.hbm + announced.host
 
 
-def test_state_has_the_announced_shapes(device_type):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_state_has_the_announced_shapes(device_type, dtype):
     backend = backends.get("hkv")
     for eviction in ("lru", "lfu"):
         for optimizer in (None, OptimizerSpec("sgd"), ADAGRAD):
-            one = shard(options=HKVOptions(eviction=eviction))
+            one = shard(options=HKVOptions(eviction=eviction), dtype=dtype)
             lookup = backend.create_lookup([one], [0], optimizer, torch.device(device_type))
             state = lookup.export_table("user")
             spec = backend.state_spec(one, optimizer)

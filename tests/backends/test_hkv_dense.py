@@ -114,3 +114,30 @@ def test_announced_storage_counts_the_tensors(device_type):
     announced, table = backend.storage(SHARD, spec, device_type), lookup.memory(KEY)
     assert announced.hbm + announced.host == table.hbm + table.host + shown
     assert announced.host == table.host + (shown if device_type == "cpu" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_16_bits(device_type, dtype):
+    """The tensor is of that dtype, and shows what lookups give and take."""
+    shard = dataclasses.replace(SHARD, dtype=dtype)
+    lookup = _lookup(device_type, "rowwise_adagrad", shard)
+    weight = lookup.export_table(KEY)["weight"]
+    spec = backends.get("hkv").state_spec(shard, OptimizerSpec("rowwise_adagrad"))["weight"]
+    assert (weight.dtype, tuple(weight.shape)) == (spec.dtype, spec.shape) == (dtype, (ROWS, DIM))
+    assert lookup.dense_states(KEY)["momentum1"].dtype == torch.float32
+    ids = torch.arange(ROWS, device=device_type)
+    out = _rows(lookup, ids)
+    assert torch.equal(out.detach(), weight.float())
+    before = weight.clone()
+    out.square().sum().backward()
+    now = lookup.export_table(KEY)["weight"]
+    assert now.dtype == dtype
+    assert (now != before).any(dim=1).all()
+    written = torch.randn(ROWS, DIM).to(dtype).to(device_type)
+    now.copy_(written)
+    assert torch.equal(_rows(lookup, ids).detach(), written.float())
+    announced = backends.get("hkv").storage(shard, OptimizerSpec("rowwise_adagrad"), device_type)
+    wide = backends.get("hkv").storage(SHARD, OptimizerSpec("rowwise_adagrad"), device_type)
+    slots = lookup.capacity(KEY)
+    saved = wide.hbm + wide.host - announced.hbm - announced.host
+    assert saved == 2 * DIM * (slots + ROWS)

@@ -11,11 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("more", [[], ["--same-model", "--optimizer", "adam"]])
-def test_a_row_each_time(tmp_path, more):
-    """It compares what was loaded itself, and stops where that is not what was saved."""
+def run(tmp_path, *more):
     out = tmp_path / "out.csv"
-    arguments = ["--gigabytes", "0.002", "--device", "cpu", "--dim", "8", "--out", str(out), *more]
+    arguments = ["--bytes", "2e6", "--device", "cpu", "--dim", "8", "--out", str(out), *more]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.checkpoint", *arguments],
         capture_output=True,
@@ -26,7 +24,21 @@ def test_a_row_each_time(tmp_path, more):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     with out.open() as file:
-        rows = list(csv.DictReader(file))
+        return list(csv.DictReader(file)), done.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--same-model", "--optimizer", "adam"]])
+def test_a_row_each_time(tmp_path, more):
+    """It compares what was loaded itself, and stops where that is not what was saved."""
+    rows, said = run(tmp_path, "--repeat", "2", *more)
     assert len(rows) == 2
     assert all(float(row["save_s"]) > 0 and float(row["load_s"]) > 0 for row in rows)
+    assert said.count("the digests are equal") == 2
     assert not list(tmp_path.glob("torchrec_hkv_*"))
+
+
+def test_what_would_not_end_in_time_is_left_out(tmp_path):
+    rows, said = run(tmp_path, "--time-limit", "0.001")
+    assert rows == []
+    assert "disk, " in said
+    assert "the save left out" in said

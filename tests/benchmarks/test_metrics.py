@@ -1,6 +1,7 @@
 """The benchmark of metrics runs, at sizes at which its figures say nothing."""
 
 import csv
+import random
 
 import pytest
 
@@ -11,15 +12,27 @@ SIZES = ["--tables", "2", "--rows", "500", "--dim", "4", "--ids", "64", "--devic
 
 def test_a_row_for_each_case(tmp_path):
     out = tmp_path / "out.csv"
-    metrics.main([*SIZES, "--steps", "4", "--every", "2", "--rounds", "2", "--out", str(out)])
+    metrics.main([*SIZES, "--steps", "4", "--every", "2", "--seconds", "0.1", "--out", str(out)])
     with out.open() as file:
         rows = list(csv.DictReader(file))
     assert [row["case"] for row in rows] == ["watch", "remember_evicted"]
     assert all(float(row["without_ms"]) > 0 and float(row["with_ms"]) > 0 for row in rows)
-    assert all("overhead" in row and row["command"] for row in rows)
+    for row in rows:
+        bounds = [float(row[key]) for key in ("overhead_low", "overhead", "overhead_high")]
+        assert bounds == sorted(bounds)
+        assert int(row["pairs"]) >= 2
+        assert row["command"]
+
+
+def test_the_interval_of_a_median():
+    """As wide as theory says: half an interval of 95 % is 1.96 · 1.253 · sigma / sqrt(n)."""
+    draw = random.Random(1)
+    low, high = metrics.bootstrap_interval([draw.gauss(3, 1) for _ in range(900)])
+    assert low < 3 < high
+    assert (high - low) / 2 == pytest.approx(1.96 * 1.253 / 30, rel=0.3)
 
 
 def test_a_round_without_a_reading_is_refused(capsys):
     with pytest.raises(SystemExit):
         metrics.main([*SIZES, "--steps", "4", "--every", "5"])
-    assert "--steps is 4, but must be at least --every, 5" in capsys.readouterr().err
+    assert "--steps is 4, but must be a multiple of --every, 5" in capsys.readouterr().err

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 # Peaks are of the process, so it gets one of its own. The table is several times as large as what
 # a save may take; TORCHREC_HKV_CHECKPOINT_BYTES makes it larger.
 SCRIPT = """
+import gc
 import sys
 from pathlib import Path
 import torch
@@ -27,6 +28,7 @@ def peak_mb():
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
 
 def grown(function):
+    gc.collect()  # a load does it, and what it freed would hide what the load takes
     open("/proc/self/clear_refs", "w").write("5")
     before = peak_mb()
     function()

@@ -10,6 +10,8 @@ from tests.support.small import make_small, outputs_and_train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.sharding import table_counters
 
+pytestmark = pytest.mark.compat
+
 DIM = 8
 TYPES = ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
 

@@ -11,6 +11,8 @@ from tests.support.backends import BACKENDS
 from tests.support.small import make_small, outputs_and_train
 from torchrec_hkv.sharding.state import LAYOUT_KEY, SHARDS_KEY
 
+pytestmark = pytest.mark.compat
+
 TABLE = "ebc.embedding_bags.t."
 
 

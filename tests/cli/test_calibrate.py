@@ -83,3 +83,37 @@ def test_nowhere_to_write(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["calibrate", "--device", "cpu"])
     assert "--out is missing, and TORCHREC_HKV_CALIBRATION is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("", "but that is a folder."),
+        ("file/c.json", "can't be written to: Not a directory."),
+        ("/proc/none/c.json", "but /proc can't be written to"),
+    ],
+)
+def test_a_place_that_can_not_be_written_is_refused_before_measuring(
+    toy_cases, out, message, tmp_path, capsys
+):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as end:
+        main(["calibrate", "--device", "cpu", "--kernel", "toy", "--out", str(tmp_path / out)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out is {tmp_path / out}, but ")
+    assert message in error
+    assert error.count("\n") == 1  # no line of progress
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_interrupted_command(toy_cases, monkeypatch, tmp_path, capsys):
+    def interrupted(self, device_type):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(registry.get("toy")), "calibration_cases", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["calibrate", "--device", "cpu", "--kernel", "toy", "--out", str(tmp_path / "c.json")])
+    assert end.value.code == 130
+    assert capsys.readouterr().err.endswith("error: Interrupted.\n")
+    assert not list(tmp_path.iterdir())

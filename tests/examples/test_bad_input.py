@@ -67,7 +67,19 @@ ARGUMENTS = {
     "Argument --seed: '99999999999999999999'": ["--seed", "99999999999999999999"],
     "There is no folder {}/none.": ["--json", "{}/none/figures.json"],
     "--json is {}/a_folder, but that is a folder.": ["--json", "{}/a_folder"],
-    "--tensorboard is {}/ratings.dat, but that is no folder.": ["--tensorboard", "{}/ratings.dat"],
+    "--tensorboard is {}/ratings.dat, but {}/ratings.dat is no folder.": [
+        *("--tensorboard", "{}/ratings.dat")
+    ],
+    "--tensorboard is {}/clicks.txt/a, but {}/clicks.txt is no folder.": [
+        *("--tensorboard", "{}/clicks.txt/a")
+    ],
+    "--tensorboard is /proc/none/a, but /proc can't be written to": [
+        *("--tensorboard", "/proc/none/a")
+    ],
+    "/proc/none.json can't be written": ["--json", "/proc/none.json"],
+    "Argument --batch-size: '99999999999999999999' is more than 2^62.": [
+        *("--batch-size", "99999999999999999999")
+    ],
     "Argument --device: invalid choice: 'tpu'": ["--device", "tpu"],
     "Unrecognized arguments: --fast.": ["--fast"],
 }
@@ -78,7 +90,7 @@ ARGUMENTS = {
 def test_examples_on_logs(name, sentence, files, monkeypatch, capsys):
     arguments = ["--data", files / "ratings.dat"]
     arguments += [text.format(files) for text in ARGUMENTS[sentence]]
-    assert sentence.format(files) in refusal(name, arguments, monkeypatch, capsys)
+    assert sentence.replace("{}", str(files)) in refusal(name, arguments, monkeypatch, capsys)
 
 
 OWN = {
@@ -122,7 +134,7 @@ def test_arguments_of_one_example(sentence, files, monkeypatch, capsys):
     elif name == "billion_ids":
         data = ["--device", "cpu"]
     given = [*data, *(text.format(files) for text in arguments)]
-    assert sentence.format(files) in refusal(name, given, monkeypatch, capsys)
+    assert sentence.replace("{}", str(files)) in refusal(name, given, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("name", [*ON_LOGS, "billion_ids"])
@@ -132,3 +144,18 @@ def test_a_gpu_that_is_not_there(name, files, monkeypatch, capsys):
     data = [] if name == "billion_ids" else ["--data", files / "ratings.dat"]
     error = refusal(name, [*data, "--device", "cuda"], monkeypatch, capsys)
     assert "GPU" in error
+
+
+def test_an_interrupted_example(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert run(interrupted) == 130
+    assert capsys.readouterr().err == "error: Interrupted.\n"
+
+
+def test_a_file_that_could_be_written_is_not_left_behind(files, monkeypatch, capsys):
+    """A refusal for another reason changes nothing."""
+    given = ["--data", files / "none.dat", "--json", files / "figures.json"]
+    refusal("train_deepfm", given, monkeypatch, capsys)
+    assert not (files / "figures.json").exists()

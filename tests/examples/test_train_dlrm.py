@@ -41,6 +41,24 @@ def test_dlrm_learns_from_criteos_text(processes, criteo, tmp_path):
     assert "hit rate" in output
 
 
+@pytest.mark.parametrize("processes", [None, 2])
+def test_evaluations_in_between_change_nothing(processes, criteo, tmp_path):
+    _, alone = trained("train_dlrm.py", criteo, tmp_path, processes=processes)
+    output, run = trained(
+        "train_dlrm.py", criteo, tmp_path, "--evaluate-every", 20, processes=processes
+    )
+    evaluations = run["evaluations"]
+    assert [one["step"] for one in evaluations] == [20, 40, 50]
+    assert alone["evaluations"] == []
+    assert run["test_auc"] == alone["test_auc"]
+    assert run["train_loss"] == alone["train_loss"]
+    assert run["counters"] == alone["counters"]
+    # TorchRec's AUC takes equal predictions in some order.
+    assert evaluations[-1]["auc"] == pytest.approx(run["test_auc"], abs=5e-4)
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
+    assert f"after 50 steps: test loss {evaluations[-1]['loss']:.4f}" in output
+
+
 def test_deepfm_learns(tmp_path, device_type):
     ratings = write_ratings(tmp_path / "ratings.dat")
     output, run = trained("train_deepfm.py", ratings, tmp_path, "--epochs", 8, device=device_type)
@@ -63,4 +81,6 @@ def test_real_clicks(tmp_path):
 def test_bad_input_gets_one_sentence(tmp_path, criteo):
     assert "There is no data file" in refusal("train_dlrm.py", "--data", tmp_path / "none.txt")
     assert "required: --data" in refusal("train_dlrm.py")
+    refused = refusal("train_dlrm.py", "--data", criteo, "--evaluate-every", "0")
+    assert "--evaluate-every: '0' is not a positive number" in refused
     assert "--rows: 0.0 is not above 0" in refusal("train_dlrm.py", "--data", criteo, "--rows", "0")

@@ -80,6 +80,10 @@ def test_bad_input_gets_one_sentence(tmp_path):
     ratings = write_ratings(tmp_path / "ratings.dat", rows=400)
     message = refusal("train_two_tower.py", "--data", ratings, "--batch-size", 300)
     assert "is more than the likes to train on" in message
+    # Every later like is of what the user liked before.
+    (tmp_path / "again.dat").write_text("".join(f"{s % 3}::7::9::{s}\n" for s in range(60)))
+    message = refusal("train_two_tower.py", "--data", tmp_path / "again.dat", "--batch-size", 8)
+    assert "has no later likes of known users and movies to recall: use more rows." in message
     path = tmp_path / "train.txt"
     path.write_text("\n".join(["\t".join(["0", *["1"] * 39])] * 400))
     assert "has no users and movies" in refusal("train_two_tower.py", "--data", path)

@@ -72,6 +72,58 @@ def test_operations(operation, policy):
             table.find_or_insert(case.ids, case.scores)
 
 
+GROUP_OPERATIONS = {
+    "find_rows": [],
+    "contains": [],
+    "find_or_insert_rows": ["scores"],
+    "insert_or_assign": ["rows", "scores"],
+    "insert_and_evict": ["rows", "scores"],
+    "accum_or_assign": ["rows", "belief", "scores"],
+    "assign": ["rows", "scores"],
+    "assign_rows": ["rows"],
+    "assign_scores": ["scores"],
+    "erase": [],
+    "expire": None,
+}
+
+
+@pytest.mark.parametrize("operation", GROUP_OPERATIONS)
+def test_operations_of_a_group(operation):
+    specs = [
+        TableSpec("a", 500, 3, expire_after=100),
+        TableSpec("b", 700, 8, eviction="lfu"),
+        TableSpec("c", 64, 1, eviction="customized"),
+    ]
+    group = TableGroup(specs, [0, 1, 2], device="cuda")
+    offsets = torch.tensor([0, 300, 500, 600], device="cuda")
+    cases = [
+        {
+            "ids": distinct_ids(600, "cuda"),
+            "rows": torch.randn(600, 8, device="cuda"),
+            "belief": torch.arange(600, device="cuda") % 2 == 0,
+            "scores": torch.ones(600, dtype=torch.int64, device="cuda"),
+        }
+        for _ in range(4)
+    ]
+
+    def call(case):
+        names = GROUP_OPERATIONS[operation]
+        if names is None:
+            getattr(group, operation)()
+            return
+        extra = {"trim": False} if operation == "insert_and_evict" else {}
+        arguments = [case[name] for name in names]
+        getattr(group, operation)(case["ids"], offsets, 1, *arguments, **extra)
+
+    call(cases[0])
+    group.find_or_insert_slots(cases[0]["ids"], offsets, 1, cases[0]["scores"])
+    torch.cuda.synchronize()
+    with no_waits():
+        for case in cases[1:]:
+            call(case)
+            group.find_or_insert_slots(case["ids"], offsets, 1, case["scores"])
+
+
 def test_training_and_evaluation():
     specs = [TableSpec(name, 500, 8, initializer=Uniform(-1, 1)) for name in "ab"]
     group = TableGroup(specs, [0, 1, 0], RowWiseAdagrad(), device="cuda")

@@ -36,32 +36,57 @@ def test_find_or_insert(case):
     torch.library.opcheck(ops.find_or_insert, args)
 
 
+NUMBERS = [10, 0, 14]  # bags of each feature, where they differ
+
+
+@pytest.mark.parametrize("numbers", [None, NUMBERS], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_pooled_lookup(case, weighted):
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
+def test_pooled_lookup(case, weighted, numbers, dtype):
     group, bags, slots = case
+    if numbers is not None:  # the bags of the fixture, dealt out otherwise
+        slots = group.find_or_insert(bags.ids, bags.offsets, 0, None, numbers)
     anchor = torch.empty(0, device=bags.ids.device, requires_grad=True)
     weights = None
     if weighted:
         weights = torch.rand(len(slots), device=anchor.device, requires_grad=True)
     # A learning rate of 0, as the checks run the op several times and compare.
     args = (anchor, group.handle, bags.ids, bags.offsets, weights, slots, 8, True, None)
-    args = (*args, rate(0.0, group))
+    args = (*args, rate(0.0, group), numbers, dtype)
     torch.library.opcheck(ops.pooled_lookup, args)
 
 
-def test_weights_gradient(case):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_gradient(case, dtype):
     group, bags, slots = case
-    grad = torch.randn(8, group.total_dim, device=bags.ids.device)
+    grad = torch.randn(8, group.total_dim, device=bags.ids.device).to(dtype)
     args = (group.handle, grad, bags.ids, bags.offsets, slots, 8, False)
     torch.library.opcheck(ops.weights_gradient, args)
 
 
-def test_update_rows(case):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_update_rows(case, dtype):
     group, bags, slots = case
-    grad = torch.randn(8, group.total_dim, device=bags.ids.device)
+    grad = torch.randn(8, group.total_dim, device=bags.ids.device).to(dtype)
     counters = group._group.counters
     args = (counters, group.handle, grad, bags.ids, bags.offsets, None, slots, 8, False)
     args = (*args, rate(0.0, group))
+    torch.library.opcheck(ops.update_rows, args)
+
+
+def test_ragged_bags(case):
+    group, bags, _ = case
+    counters, handle, device = group.counter_tensor, group.handle, bags.ids.device
+    torch.library.opcheck(ops.find, (handle, bags.ids, bags.offsets, 0, NUMBERS))
+    pin = group.pin()
+    args = (counters, handle, bags.ids, bags.offsets, 0, pin.number, NUMBERS)
+    torch.library.opcheck(ops.find_or_insert, args)
+    slots = group.find_or_insert(bags.ids, bags.offsets, 0, None, NUMBERS)
+    grad = torch.randn(24 * 4, device=device)
+    where = (bags.ids, bags.offsets)
+    args = (handle, grad, *where, slots, 0, True, NUMBERS)
+    torch.library.opcheck(ops.weights_gradient, args)
+    args = (counters, handle, grad, *where, None, slots, 0, True, rate(0.0, group), 1, NUMBERS)
     torch.library.opcheck(ops.update_rows, args)
 
 

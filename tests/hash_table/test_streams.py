@@ -50,7 +50,7 @@ def test_rows_are_read_before_they_change(streams):
     results = []
     for new in rows[1:]:
         with torch.cuda.stream(streams[1]):
-            results.append(table._gather(ids, slots)[0])
+            results.append(table.group._gather(ids, None, 1, slots)[0])
         with torch.cuda.stream(streams[0]):
             table.assign_rows(ids, new)
     torch.cuda.synchronize()

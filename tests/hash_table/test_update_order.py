@@ -7,12 +7,25 @@ batches before have shown, and sorts only the others.
 import pytest
 import torch
 
-from torchrec_hkv.hash_table import Adam, RowWiseAdagrad, TableGroup, TableSpec, Uniform
+from torchrec_hkv.hash_table import (
+    SGD,
+    Adam,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    TableGroup,
+    TableSpec,
+    Uniform,
+)
 
 BATCH = 2048
 DIMS = (64, 128)
 ROWS = 20_000
-OPTIMIZERS = {"rowwise_adagrad": RowWiseAdagrad(eps=1e-8), "adam": Adam()}
+OPTIMIZERS = {
+    "sgd": SGD(),
+    "rowwise_adagrad": RowWiseAdagrad(eps=1e-8),
+    "adam": Adam(),
+    "rowwise_adam": RowWiseAdam(),  # has no updater of its own
+}
 
 
 def make_group(optimizer, device):
@@ -70,22 +83,23 @@ def draw(kind, lengths, device):
     return torch.randint(300, (n,), device=device)  # "repeated"
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", ["sum", "weighted mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["alone", "few repeated", "repeated", "one id"])
-def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, weighted):
+def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, pooling):
     device = torch.device(device_type)
     groups = [make_group(optimizer, device) for _ in range(2)]
     lengths = torch.randint(6, (3 * BATCH,), device=device)
     lengths[5] = 300
     ids = draw(kind, lengths, device)
-    weights = torch.rand(len(ids), device=device) if weighted else None
+    mean = pooling == "weighted mean"
+    weights = torch.rand(len(ids), device=device) if mean else None
     grad = torch.randn(BATCH, sum((DIMS[0], DIMS[1], DIMS[0])), device=device)
     # What the batches before were like: the first group's rows stood alone, the second's did not.
     for group, before in zip(groups, ("alone", "repeated"), strict=True):
         step(group, draw(before, lengths, device), lengths, None, torch.zeros_like(grad))
     for group in groups:
-        step(group, ids, lengths, weights, grad)
+        step(group, ids, lengths, weights, grad, mean)
     for mine, other in zip(*(rows_of(group, device) for group in groups), strict=True):
         assert torch.equal(mine, other)  # gradients of zero have left no trace
 

@@ -64,3 +64,8 @@ def test_other_ranks_show_nothing(capsys):
     with ConsoleLine("run", 10, shown=False, file=terminal) as line:
         line.update(1, loss=0.5)
     assert (terminal.getvalue(), capsys.readouterr().out) == ("", "")
+
+
+def test_impossible_steps():
+    with pytest.raises(ValueError, match="steps is -1, but must be None or at least 0"):
+        ConsoleLine("training", -1)

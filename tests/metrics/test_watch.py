@@ -79,3 +79,8 @@ def test_a_step_does_not_wait():
 def test_impossible_intervals(every):
     with pytest.raises(ValueError, match=r"every is .*, but must be a number of steps"):
         Watch(make_embedding(), every)
+
+
+def test_a_sink_that_can_not_be_called():
+    with pytest.raises(TypeError, match="A sink is 3, but must be called with a step"):
+        Watch(make_embedding(), 1, [3])

@@ -123,3 +123,24 @@ def test_groups_have_learning_rates_of_their_own(device_type):
     optimizer.step()
     for module, rows, rate in zip((first, second), before, (0.5, 0.25), strict=True):
         torch.testing.assert_close(rows_of(module, device_type), rows - rate)
+
+
+def test_adam_decays_weights_as_that_of_a_dense_embedding(device_type):
+    """Where every id has a gradient in every step, there is no difference between the two."""
+    ours = make_embedding(DIM, device=device_type)
+    theirs = torch.nn.Embedding(IDS, DIM, device=device_type)
+    theirs.weight.data.copy_(rows_of(ours, device_type))
+    before = theirs.weight.detach().cpu().clone()
+    our_optimizer = HKVAdamOptimizer(ours, lr=0.02, weight_decay=0.1)
+    their_optimizer = torch.optim.Adam(theirs.parameters(), lr=0.02, weight_decay=0.1)
+    ids = torch.arange(IDS, device=device_type)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        grads = (8 * torch.randn(IDS, DIM, generator=generator)).round().to(device_type) / 8
+        for module, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
+            optimizer.zero_grad()
+            (module(ids) * grads).sum().backward()
+            optimizer.step()
+    expected = theirs.weight.detach().cpu()
+    assert (expected - before).abs().max() > 0.1
+    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)

@@ -75,6 +75,23 @@ def test_capacity_is_all_that_is_asked_for_where_it_fits(device_type):
     assert make_embedding(device=device_type, max_capacity=5000).capacity == 5000
 
 
+def test_memory_is_taken_as_rows_come(device_type):
+    """``init_capacity`` rows at first, more before anything would be evicted."""
+    embedding = make_embedding(16, device_type, max_capacity=64_000, init_capacity=2_000)
+    whole = make_embedding(16, device_type, max_capacity=64_000, init_capacity=64_000)
+
+    def taken(module):
+        return module.group.hbm_bytes(0) + module.group.host_bytes(0)
+
+    at_first = taken(embedding)
+    assert at_first < taken(whole) / 8 or device_type == "cuda"  # whose memory comes in pages
+    for ids in torch.arange(50_000, device=device_type).split(5_000):
+        embedding(ids)
+    assert embedding.counters()["embedding"]["size"] == 50_000
+    assert embedding.counters()["embedding"]["evicted"] == 0
+    assert at_first < taken(embedding) <= 1.2 * taken(whole)
+
+
 def test_hbm_limits_of_rows_and_states():
     memory = table_memory(1000, 16, 32, "lru")
     assert HbmLimits().hbm_bytes(memory, 32) is None

@@ -281,3 +281,13 @@ def test_refused_inputs(cache):
     with pytest.raises(ValueError, match="has no cache"):
         make().cache_populate()
     assert not math.isnan(float(bag(ids, zero).sum()))
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_refused_learning_rates(rate):
+    with pytest.raises(ValueError, match=f"learning_rate is {rate}, but must be finite"):
+        TTEmbeddingBag(ROWS, DIM, tt_ranks=4, learning_rate=rate)
+    bag = TTEmbeddingBag(ROWS, DIM, tt_ranks=4, sparse=True, learning_rate=0.25)
+    with pytest.raises(ValueError, match=f"learning_rate is {rate}, but must be finite"):
+        bag.set_learning_rate(rate)
+    assert bag.tables.learning_rate == 0.25

@@ -10,6 +10,8 @@ from tests.support.models import make_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.sharding import BackendParameterSharding
 
+pytestmark = pytest.mark.compat
+
 
 def _plan(constraints, world_size=2, rows=64, dim=4, device="cpu", **kwargs):
     tables = [

@@ -12,6 +12,8 @@ from tests.support.models import make_model, plan_model
 from tests.support.toy_backend import ToyOptions
 from torchrec_hkv import ParameterConstraints
 
+pytestmark = pytest.mark.compat
+
 
 def _tables(rows=64):
     return [EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=4, feature_names=["f"])]

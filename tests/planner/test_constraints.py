@@ -13,6 +13,8 @@ from torchrec_hkv import EmbeddingShardingPlanner, HKVOptions, ParameterConstrai
 from torchrec_hkv.planner import IdFrequencies
 from torchrec_hkv.planner.constraints import Candidate, choices, translated
 
+pytestmark = pytest.mark.compat
+
 CPU = torch.device("cpu")
 
 

@@ -25,6 +25,8 @@ from torchrec_hkv.backends.constants import FIXED, Constants, Fit
 from torchrec_hkv.planner import IdFrequencies
 from torchrec_hkv.sharding import BackendParameterSharding
 
+pytestmark = pytest.mark.compat
+
 ROWS, DIM = 200_000, 16
 #: Of a table with SGD: of stock rows, and more than a hash table of as many slots takes.
 DENSE, HASHED = ROWS * DIM * 4, ROWS * DIM * 4 + ROWS * 32

@@ -18,6 +18,8 @@ from torchrec_hkv import (
 )
 from torchrec_hkv.planner.report import format_bytes
 
+pytestmark = pytest.mark.compat
+
 
 def _plan(device):
     tables = [

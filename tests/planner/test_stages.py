@@ -18,6 +18,8 @@ from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
 from torchrec_hkv.planner.stages import STAGES, stage_times, step_parts
 
+pytestmark = pytest.mark.compat
+
 
 def test_parts_of_a_step(device_type):
     device = torch.device(device_type, 0 if device_type == "cuda" else None)

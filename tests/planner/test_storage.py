@@ -15,6 +15,8 @@ from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.options import is_ours, shards_of
 from torchrec_hkv.sharding.sharders import get_default_sharders
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.mark.parametrize("planned_for", ["cpu", "cuda"])
 @pytest.mark.parametrize("backend", ["toy", "hkv"])

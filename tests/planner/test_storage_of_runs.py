@@ -18,6 +18,8 @@ from torchrec_hkv import (
 from torchrec_hkv.hash_table import MinFrequency
 from torchrec_hkv.planner.options import is_ours
 
+pytestmark = pytest.mark.compat
+
 ROWS, DIM, BATCH, LENGTH = 5000, 16, 256, 4
 _OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),

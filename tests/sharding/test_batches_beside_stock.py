@@ -7,7 +7,9 @@ import torch
 
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import Scenario, train_beside_stock
-from tests.support.ranks import RankError
+from tests.support.stock_lacks import skip_what_stock_lacks
+
+pytestmark = pytest.mark.compat
 
 
 def _lacks_backward(device_type, sharding_type, world_size):
@@ -16,12 +18,8 @@ def _lacks_backward(device_type, sharding_type, world_size):
 
 
 def _train(run_ranks, world_size, scenario):
-    try:
+    with skip_what_stock_lacks():
         return run_ranks(world_size, train_beside_stock, scenario)
-    except RankError as error:
-        if "kernel image is invalid" not in str(error):
-            raise
-        pytest.skip("this build of FBGEMM has no such kernel for this GPU")
 
 
 def _check(outcomes):

@@ -10,6 +10,8 @@ from torchrec.distributed.model_tracker.types import TrackingMode
 from tests.support.pipelines import BATCH, make_pipeline_model, pipeline_batch
 from torchrec_hkv.hash_table import owner_rank
 
+pytestmark = pytest.mark.compat
+
 STEPS = 3
 TABLES = {"f": "ebc.embedding_bags.t", "h": "ec.embeddings.q"}
 

@@ -21,6 +21,8 @@ from torchrec_hkv.sharding import (
 )
 from torchrec_hkv.sharding.exchange_groups import Exchange
 
+pytestmark = pytest.mark.compat
+
 NAMES = ["a", "b", "c", "d", "e"]
 ROWS, BATCH, DIMS = 400, 8, [8, 16, 4, 12, 8]
 

@@ -11,7 +11,7 @@ from tests.support.beside_stock import (
     Scenario,
     train_beside_stock,
 )
-from tests.support.ranks import RankError
+from tests.support.stock_lacks import skip_what_stock_lacks
 
 
 @pytest.mark.parametrize("optimizer", [*MORE_OPTIMIZERS, *GPU_OPTIMIZERS])
@@ -22,12 +22,8 @@ def test_equal_to_stock(run_ranks, device_type, optimizer, sharding_type, poolin
     if optimizer in GPU_OPTIMIZERS and device_type == "cpu":
         pytest.skip("stock tables have this optimizer on GPUs only")
     scenario = Scenario("hkv", sharding_type, pooling, optimizer)
-    try:
+    with skip_what_stock_lacks():
         outcomes = run_ranks(2, train_beside_stock, scenario)
-    except RankError as error:
-        if "device kernel image is invalid" in str(error):
-            pytest.skip("this build of FBGEMM has no such kernel for this GPU")
-        raise
     for outcome in outcomes:
         stock, ours = outcome.losses.unbind(1)
         torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)

@@ -10,6 +10,8 @@ from tests.support.models import make_model, shard_model
 from tests.support.small import IDS, batch, make_small
 from torchrec_hkv import ParameterConstraints
 
+pytestmark = pytest.mark.compat
+
 
 def _seen(rank, world_size, device, sharding_type):
     model = make_small(world_size, device, "toy", sharding_type)

@@ -38,7 +38,9 @@ def _model(world_size, device, optimizer, is_sequence):
     )
     apply_optimizer_in_backward(optimizer[0], collection.parameters(), dict(optimizer[1]))
     constraint = ParameterConstraints(
-        compute_kernels=["hkv"], sharding_types=["row_wise"], options=HKVOptions(seed=2)
+        compute_kernels=["hkv"],
+        sharding_types=["row_wise"],
+        options=HKVOptions(seed=2, deterministic=True),
     )
     return shard_model(SequenceModel(collection), {"t": constraint}, world_size, device)
 

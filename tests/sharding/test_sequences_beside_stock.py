@@ -9,6 +9,8 @@ from tests.support.backends import BACKENDS
 from tests.support.beside_stock import OPTIMIZERS
 from tests.support.sequences import SequenceScenario, train_sequences
 
+pytestmark = pytest.mark.compat
+
 SHARDING_TYPES = ["row_wise", "table_wise", "column_wise"]
 
 

@@ -8,6 +8,8 @@ import torch
 from tests.support.backends import BACKENDS
 from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
 
+pytestmark = pytest.mark.compat
+
 #: Ranks, and ranks on a host.
 HOSTS = [(1, 1), (2, 2), (4, 2)]
 

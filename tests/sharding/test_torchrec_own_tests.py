@@ -12,6 +12,8 @@ from tests.support.torchrec_own import (
     run_own_test,
 )
 
+pytestmark = pytest.mark.compat
+
 TYPES = [
     "row_wise",
     "table_wise",

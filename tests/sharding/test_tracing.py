@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torchrec.distributed.train_pipeline import Tracer
 from torchrec.fx import symbolic_trace
 
 from tests.support.pipelines import evicted, make_pipeline_model, pipeline_batch
+
+pytestmark = pytest.mark.compat
 
 STEPS = 6
 

@@ -11,6 +11,8 @@ from tests.support.backends import BACKENDS
 from tests.support.models import Model
 from tests.support.small import batch, make_small
 
+pytestmark = pytest.mark.compat
+
 PIPELINES = [TrainPipelineBase, TrainPipelineSparseDist]
 
 

@@ -20,6 +20,8 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from tests.support.pipelines import evicted, make_pipeline_model, pipeline_batch
 
+pytestmark = pytest.mark.compat
+
 STEPS = 14
 
 

@@ -138,6 +138,17 @@ def test_refused(run_ranks, arguments, message):
     assert message in said
 
 
+def test_true_or_false_by_table():
+    told = {"t": True, "s": False}
+    sharder = Sequences(use_index_dedup=True, unique=told, shard_unique=told)
+    for has in (sharder._uniqueness.has_unique, sharder._uniqueness.has_shard_unique):
+        assert has("t")
+        assert not has("s")
+        assert not has("other")
+    with pytest.raises(ValueError, match="unique of table 't' is 'yes': it must be True or False"):
+        Sequences(use_index_dedup=True, unique={"t": "yes"})
+
+
 def test_environment(monkeypatch):
     monkeypatch.setenv("TORCHREC_HKV_EMB_UNIQUE", "1")
     monkeypatch.setenv("TORCHREC_HKV_EMB_SHARD_UNIQUE", "true")

@@ -7,6 +7,8 @@ import torch
 
 from tests.support.beside_stock import Scenario, train_beside_stock
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.mark.parametrize(
     ("wire", "sharding_type"),

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
@@ -15,6 +16,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs_registry,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import LAMB, SGD, PartialRowWiseAdam, RowWiseAdagrad
 
 from tests.support.models import make_model, shard_model
@@ -28,6 +30,7 @@ IDS = 40
 CAPACITY = 16 * IDS
 
 KEYS = ["f0", "f1", "f2", "g"]
+OUTPUTS = {None: torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BATCH = 6
 STEPS = 20
 
@@ -78,6 +81,9 @@ class Scenario:
         wire: what the output exchange sends, a ``CommType``; None for float32.
         columns: of a column-wise shard at least.
         trained: whether there are backwards.
+        output: ``"fp16"`` or ``"bf16"``, of what lookups give; None for nothing said: float32.
+        rows: ``"fp16"`` or ``"bf16"``, of the backend's tables; None for float32.
+        stock_rows: likewise, of stock tables.
     """
 
     backend: str
@@ -89,6 +95,9 @@ class Scenario:
     wire: str | None = None
     columns: int | None = 4
     trained: bool = True
+    output: str | None = None
+    rows: str | None = None
+    stock_rows: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +126,9 @@ def raw_ids() -> torch.Tensor:
     return ids
 
 
-def _tables(rows: int, pooling: PoolingType) -> list[EmbeddingBagConfig]:
+def _tables(
+    rows: int, pooling: PoolingType, data_type: DataType, static_type: DataType
+) -> list[EmbeddingBagConfig]:
     """Two tables that share a feature and differ in dim, and a static one."""
     return [
         EmbeddingBagConfig(
@@ -126,6 +137,7 @@ def _tables(rows: int, pooling: PoolingType) -> list[EmbeddingBagConfig]:
             embedding_dim=8,
             feature_names=["f0", "f1"],
             pooling=pooling,
+            data_type=data_type,
         ),
         EmbeddingBagConfig(
             name="t1",
@@ -133,9 +145,15 @@ def _tables(rows: int, pooling: PoolingType) -> list[EmbeddingBagConfig]:
             embedding_dim=12,
             feature_names=["f1", "f2"],
             pooling=pooling,
+            data_type=data_type,
         ),
         EmbeddingBagConfig(
-            name="s", num_embeddings=IDS, embedding_dim=4, feature_names=["g"], pooling=pooling
+            name="s",
+            num_embeddings=IDS,
+            embedding_dim=4,
+            feature_names=["g"],
+            pooling=pooling,
+            data_type=static_type,
         ),
     ]
 
@@ -145,9 +163,10 @@ def _shard(
 ) -> DistributedModelParallel:
     optimizer, kwargs = _ALL_OPTIMIZERS[scenario.optimizer]
     pooling = PoolingType.MEAN if scenario.pooling == "mean" else PoolingType.SUM
-    model = make_model(
-        _tables(rows, pooling), optimizer, kwargs, is_weighted=scenario.pooling == "weighted"
-    )
+    stock_type = DataType((scenario.stock_rows or "fp32").upper())
+    our_type = DataType((scenario.rows or "fp32").upper())
+    tables = _tables(rows, pooling, stock_type if kernel == "fused" else our_type, stock_type)
+    model = make_model(tables, optimizer, kwargs, is_weighted=scenario.pooling == "weighted")
     constraints = {
         name: ParameterConstraints(
             compute_kernels=["fused" if name == "s" else kernel],
@@ -171,7 +190,8 @@ def codecs_registry(wire: str | None) -> dict[str, Any] | None:
 
 def _sharders(scenario: Scenario) -> list[Any]:
     registry = codecs_registry(scenario.wire)
-    return [BackendEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
+    told = {} if scenario.output is None else {"output_dtype": SparseType(scenario.output)}
+    return [BackendEmbeddingBagCollectionSharder(told, qcomm_codecs_registry=registry)]
 
 
 def draw_sizes(generator: torch.Generator) -> tuple[list[int], torch.Tensor]:
@@ -257,9 +277,9 @@ def _probe(
     outputs = model.module.ebc(_features(ids, [ones] * 4, weights, device, inverse)).wait()
     by_key = outputs.to_dict()
     return {
-        "t0": by_key["f0"].detach().cpu(),
-        "t1": by_key["f2"].detach().cpu(),
-        "s": by_key["g"].detach().cpu(),
+        "t0": by_key["f0"].detach().cpu().float(),
+        "t1": by_key["f2"].detach().cpu().float(),
+        "s": by_key["g"].detach().cpu().float(),
     }
 
 
@@ -279,7 +299,11 @@ def train_beside_stock(
     stock = _shard(scenario, IDS, "fused", world_size, device)
     ours = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
     mapped = torch.arange(IDS) if scenario.narrow else raw_ids()
-    _copy_rows(stock, _probe(ours, mapped, scenario, device))
+    # Read through a model of their own: stock tables count each lookup as a step of the optimizer.
+    twin = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
+    initial = _probe(twin, mapped, scenario, device)
+    _copy_rows(stock, initial)
+    _copy_rows(ours, {"s": initial["s"]})
     generator = torch.Generator().manual_seed(100 + rank)
     vectors = torch.Generator().manual_seed(17)
     projection = torch.randn(8 * 2 + 12 * 2 + 4, generator=vectors).to(device)
@@ -291,15 +315,19 @@ def train_beside_stock(
         sent_to_ours = [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]
         if scenario.narrow and rank == 0:
             sent_to_ours = [sent.int() for sent in sent_to_ours]
-        step_losses = []
+        step_losses, dtypes = [], []
         for model, sent in ((stock, ids), (ours, sent_to_ours)):
             output = model(_features(sent, batch.lengths, used_weights, device, batch.inverse))
             assert output.shape == (batch.target.numel(), projection.numel())
-            error = output @ projection - batch.target.to(device)
+            dtypes.append(output.dtype)
+            error = output.float() @ projection - batch.target.to(device)
             loss = error.square().sum() / BATCH
             if scenario.trained:
                 loss.backward()
             step_losses.append(float(loss.detach()))
+        assert dtypes[0] == dtypes[1]
+        if scenario.pooling != "mean":  # TorchRec divides sums over ranks by float32
+            assert dtypes[0] == OUTPUTS[scenario.output]
         losses.append(step_losses)
     stock_rows = _probe(stock, torch.arange(IDS), scenario, device)
     our_rows = _probe(ours, mapped, scenario, device)

@@ -13,7 +13,15 @@ from torch import Tensor
 from tests.support.admission_model import admission_model
 from tests.support.initial_value import initial_value
 from tests.support.table_model import Insertion, Row, Seen, TableModel, one_of_each
-from torchrec_hkv.hash_table import Admission, Constant, Entries, Evicted, HashTable, Uniform
+from torchrec_hkv.hash_table import (
+    Admission,
+    Constant,
+    Entries,
+    Evicted,
+    HashTable,
+    TableSpec,
+    Uniform,
+)
 
 SYMMETRIC = Uniform(-1, 1)
 
@@ -82,39 +90,61 @@ class CheckedTable:
         expire_after: int | None = None,
         initial_capacity: int | None = None,
     ) -> None:
+        spec = TableSpec(
+            "checked",
+            capacity,
+            dim,
+            eviction=policy,
+            seed=5,
+            initializer=initializer,
+            dtype=dtype,
+            admission=admission,
+            expire_after=expire_after,
+            initial_capacity=initial_capacity,
+        )
         self.table = HashTable(
             dim,
             capacity,
             device=device,
             dtype=dtype,
             eviction=policy,
-            name="checked",
-            seed=5,
+            name=spec.name,
+            seed=spec.seed,
             initializer=initializer,
             admission=admission,
             expire_after=expire_after,
             initial_capacity=initial_capacity,
         )
+        self._watch(spec, device)
 
+    @classmethod
+    def of_table(cls, table: Any, spec: TableSpec, device: str) -> CheckedTable:
+        """One whose calls go to ``table``, which is as ``spec`` says and empty."""
+        checked = cls.__new__(cls)
+        checked.table = table
+        checked._watch(spec, device)
+        return checked
+
+    def _watch(self, spec: TableSpec, device: str) -> None:
         @functools.cache
         def initial_row(id_: int) -> Row:
-            row = [initial_value(id_, c, "checked", 5, initializer) for c in range(dim)]
-            return tuple(torch.tensor(row).to(dtype).tolist())
+            row = [initial_value(id_, c, "checked", 5, spec.initializer) for c in range(spec.dim)]
+            return tuple(torch.tensor(row).to(spec.dtype).tolist())
 
         def add(row: Row, other: Row) -> Row:
-            return tuple((torch.tensor(row) + torch.tensor(other)).to(dtype).tolist())
+            return tuple((torch.tensor(row) + torch.tensor(other)).to(spec.dtype).tolist())
 
         self.on_cpu = device == "cpu"
-        admits = admission_model(admission, "checked", 5)
+        admits = admission_model(spec.admission, "checked", 5)
         self.model = TableModel(
-            policy,
-            capacity,
+            spec.eviction,
+            spec.capacity,
             initial_row,
             add,
             self.on_cpu,
             admits,
-            expire_after,
-            initial_capacity,
+            spec.expire_after,
+            spec.initial_capacity,
         )
         assert self.table.capacity == self.model.num_slots
         self.slots = self.table.num_slots

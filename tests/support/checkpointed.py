@@ -39,6 +39,7 @@ def make_tables(
     dense: bool = False,
     tt_rank: int = 4,
     tt_dtype: str = "fp32",
+    hash_dtype: str = "fp32",
 ) -> DistributedModelParallel:
     """Hash tables ``lru`` and ``lfu``, the second of which grows, beside ``tt`` and ``stock``.
 
@@ -56,19 +57,21 @@ def make_tables(
         dense: whether ``lru`` has rows by number.
         tt_rank: of ``tt``.
         tt_dtype: of ``tt``.
+        hash_dtype: of the hash tables.
     """
     dims = dims or DIMS
     kernels = {"lru": "hkv", "lfu": "hkv", "tt": "tt", "stock": "fused", **(kinds or {})}
     sizes = {"lru": (rows, dims["lru"]), "lfu": (rows, dims["lfu"])}
     # Hash tables have a place for every row only where there are some more.
     sizes |= {"tt": (160 if kernels["tt"] == "hkv" else 64, 8), "stock": (64, 8)}
+    dtypes = {"lru": hash_dtype, "lfu": hash_dtype, "tt": tt_dtype, "stock": "fp32"}
     tables = [
         EmbeddingBagConfig(
             name=name,
             num_embeddings=n,
             embedding_dim=dim,
             feature_names=[name],
-            data_type=DataType(tt_dtype.upper() if name == "tt" else "FP32"),
+            data_type=DataType(dtypes[name].upper()),
         )
         for name, (n, dim) in sizes.items()
     ]
@@ -146,7 +149,9 @@ def held(model: DistributedModelParallel, optimizer: str) -> list[tuple]:
         state = lookup._group.export_table(index)
         slots = state.occupied.nonzero().flatten()
         ids = state.ids[slots].tolist()
-        rows = state.rows[slots].cpu().view(torch.int32).tolist()
+        rows = state.rows[slots].cpu()
+        bits = torch.int32 if rows.dtype == torch.float32 else torch.int16
+        rows = rows.view(bits).tolist()
         states = state.states[slots].cpu().contiguous().view(torch.int32)
         states = states.tolist() if states.numel() else [[]] * len(ids)
         steps = state.last_steps[slots].tolist()

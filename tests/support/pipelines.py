@@ -67,8 +67,8 @@ def make_pipeline_model(
             compute_kernels=[kernel], sharding_types=[sharding_type], options=options
         )
         for name, kernel, options in (
-            ("t", "hkv", HKVOptions(seed=1)),
-            ("q", "hkv", HKVOptions(eviction="lfu")),
+            ("t", "hkv", HKVOptions(seed=1, deterministic=True)),
+            ("q", "hkv", HKVOptions(eviction="lfu", deterministic=True)),
             ("s", "fused", None),
         )
     }

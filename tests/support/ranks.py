@@ -116,16 +116,22 @@ def _serve(
     port: int,
     connection: Connection,
 ) -> None:
+    local_rank = rank % host_size
+    if device_type == "cuda" and host_size < world_size:
+        # A rank of another host sees the GPUs of that host alone, numbered from 0.
+        first = rank - local_rank
+        visible = ",".join(str(gpu) for gpu in range(first, first + host_size))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(local_rank),
         LOCAL_WORLD_SIZE=str(host_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

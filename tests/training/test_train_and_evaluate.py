@@ -26,6 +26,8 @@ from torchrec_hkv import ParameterConstraints
 from torchrec_hkv.sharding import table_counters
 from torchrec_hkv.training import train_and_evaluate
 
+pytestmark = pytest.mark.compat
+
 BATCH, STEPS, IDS = 32, 7, 60
 TASK = RecTaskInfo(
     name="click", label_name="label", prediction_name="prediction", weight_name="weight"

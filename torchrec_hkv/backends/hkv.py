@@ -48,6 +48,9 @@ from torchrec_hkv.hash_table import (
 from torchrec_hkv.hash_table.digest import table_digest
 from torchrec_hkv.hash_table.manifest import OWNERS
 
+#: Of rows, and of outputs.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def _options(shard: TableShard) -> HKVOptions:
     if not isinstance(shard.options, HKVOptions):
@@ -78,6 +81,7 @@ def _memory(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory:
         shard.dim,
         state_width(optimizer, shard.dim),
         options.eviction,
+        element_bytes=shard.dtype.itemsize,
         admission=options.admission,
         initial_capacity=_initial_capacity(shard),
         remember_evicted=options.remember_evicted,
@@ -122,6 +126,7 @@ class HKVLookup(RowsById, GroupLookup):
         self._index = {shard.key: i for i, shard in enumerate(shards)}
         self._feature_tables = tuple(feature_tables)
         self._mean = shards[0].pooling == "mean"
+        self._output_dtype = torch.float32
         self._group = TableGroup(
             [_table_spec(shard, optimizer) for shard in shards],
             feature_tables,
@@ -161,20 +166,44 @@ class HKVLookup(RowsById, GroupLookup):
         batch_size: int,
         learning_rate: Tensor,
     ) -> Tensor:
+        return self._look_up(ids, offsets, weights, batch_size, None, learning_rate)
+
+    def forward_ragged(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        bags: Sequence[int],
+        dims: Sequence[int],
+        learning_rate: Tensor,
+    ) -> Tensor:
+        return self._look_up(ids, offsets, weights, 0, bags, learning_rate)
+
+    def _look_up(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_size: int,
+        bags: Sequence[int] | None,
+        learning_rate: Tensor,
+    ) -> Tensor:
         group = self._group
         for rows in self._dense.values():
             rows.flush()
         if self.training:
             pin = group.pin()
-            slots = group.find_or_insert(ids, offsets, batch_size, pin)
+            slots = group.find_or_insert(ids, offsets, batch_size, pin, bags)
             anchor = self._anchor
         else:
             pin = None
-            slots = group.find(ids, offsets, batch_size)
+            slots = group.find(ids, offsets, batch_size, bags)
             anchor = self._no_anchor
-        return group.pooled_lookup(
-            anchor, ids, offsets, weights, slots, batch_size, self._mean, pin, learning_rate
-        )
+        where = (ids, offsets, weights, slots, batch_size, self._mean, pin)
+        return group.pooled_lookup(anchor, *where, learning_rate, bags, self._output_dtype)
+
+    def set_output_dtype(self, dtype: torch.dtype) -> None:
+        self._output_dtype = dtype
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self._group.accumulate()
@@ -253,6 +282,7 @@ def _table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec
         name=shard.name,
         capacity=_slots_wanted(shard),
         dim=shard.dim,
+        dtype=shard.dtype,
         eviction=options.eviction,
         hbm_bytes=_hbm_bytes(shard, optimizer),
         seed=options.seed,
@@ -263,6 +293,7 @@ def _table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec
         strict=options.strict,
         initial_capacity=_initial_capacity(shard),
         remember_evicted=options.remember_evicted,
+        deterministic=options.deterministic,
     )
 
 
@@ -280,6 +311,7 @@ class HKVBackend(Backend):
         ShardingType.GRID_SHARD.value,
     )
     routing: ClassVar[Literal["hashed", "block"]] = "hashed"
+    output_dtypes: ClassVar[tuple[torch.dtype, ...]] = _DTYPES
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
         options = _options(shard)
@@ -293,10 +325,10 @@ class HKVBackend(Backend):
                 f"table '{shard.name}': embedding_dim is {shard.dim}, but backend 'hkv' takes 1 to "
                 "2048."
             )
-        if shard.dtype != torch.float32:
+        if shard.dtype not in _DTYPES:
             raise ValueError(
                 f"table '{shard.name}': data type is {shard.dtype}, but backend 'hkv' takes "
-                "torch.float32."
+                f"{', '.join(map(str, _DTYPES))}."
             )
         try:
             hash_table_optimizer(optimizer)
@@ -351,7 +383,8 @@ class HKVBackend(Backend):
         if not _options(shard).dense:
             return table
         # Rows and states once more, in the order of row numbers.
-        shown = 4 * shard.capacity * (shard.dim + state_width(optimizer, shard.dim))
+        width = shard.dtype.itemsize * shard.dim + 4 * state_width(optimizer, shard.dim)
+        shown = shard.capacity * width
         if device_type != "cuda":
             return StorageBytes(hbm=0, host=table.host + shown)
         return StorageBytes(hbm=table.hbm + shown, host=table.host)
@@ -388,9 +421,10 @@ class HKVBackend(Backend):
     def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:
         """As :meth:`state_spec`."""
         if _options(shard).dense:
-            return {"weight": TensorSpec((shard.capacity, shard.dim), torch.float32)}
-        slots = _memory(shard, optimizer).num_slots
-        return state_spec(shard, optimizer, slots, _options(shard).eviction == "lfu")
+            return {"weight": TensorSpec((shard.capacity, shard.dim), shard.dtype)}
+        slots, options = _memory(shard, optimizer).num_slots, _options(shard)
+        keeps_scores = options.eviction == "lfu"
+        return state_spec(shard, optimizer, slots, keeps_scores, options.admission)
 
     def state_spec(
         self, shard: TableShard, optimizer: OptimizerSpec | None

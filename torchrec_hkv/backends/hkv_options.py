@@ -9,8 +9,8 @@ from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.hash_table import Admission, Initializer
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
+    check_flag,
     check_remember_evicted,
-    check_strict,
 )
 
 _EVICTIONS = ("lru", "lfu")
@@ -58,6 +58,10 @@ class HKVOptions(BackendOptions):
             ``state_dict`` is in the table from its next lookup on.
         remember_evicted: how many evicted ids each rank remembers at a time, in 2 bytes each, so
             that the counters tell how many came back (``returned``); 1 to 2^32. None: not counted.
+        deterministic: on GPUs, too, equal batches give equal tables, bit for bit, and column shards
+            keep and evict the same rows; a training step takes a little longer
+            (``docs/hash_table.md``). All tables of the same lookup then do so. False: only while
+            ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"
@@ -70,6 +74,7 @@ class HKVOptions(BackendOptions):
     initial_capacity: int | None = None
     dense: bool = False
     remember_evicted: int | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.eviction not in _EVICTIONS:
@@ -98,7 +103,8 @@ class HKVOptions(BackendOptions):
                 "Probability, or None."
             )
         check_expire_after("HKVOptions", self.expire_after)
-        check_strict("HKVOptions", self.strict)
+        check_flag("HKVOptions", "strict", self.strict)
+        check_flag("HKVOptions", "deterministic", self.deterministic)
         check_remember_evicted("HKVOptions", self.remember_evicted)
         initial = self.initial_capacity
         if initial is not None and not (_is_int(initial) and initial > 0):

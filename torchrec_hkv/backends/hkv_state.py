@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.backends.hkv_counts import CountsLoad, counts_spec, export_counts
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer
 from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
-from torchrec_hkv.backends.saved import EntriesLoad
+from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
+from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.file_tables import Target
 from torchrec_hkv.hash_table.manifest import OWNERS
 from torchrec_hkv.hash_table.ops import owner_rank
@@ -53,7 +55,11 @@ def _places(shard: TableShard) -> int:
 
 
 def state_spec(
-    shard: TableShard, optimizer: OptimizerSpec | None, slots: int, keeps_scores: bool
+    shard: TableShard,
+    optimizer: OptimizerSpec | None,
+    slots: int,
+    keeps_scores: bool,
+    admission: Admission | None,
 ) -> dict[str, TensorSpec]:
     """The tensors of a shard. Those of whole entries are with the shards of the first column, and
     what is said of the table with the first of them.
@@ -67,7 +73,7 @@ def state_spec(
             f"table '{shard.name}': a shard has {slots} slots, but {places} places in a state_dict;"
             " spread its rows over fewer ranks."
         )
-    spec = {"weight": TensorSpec((places, shard.dim), torch.float32)}
+    spec = {"weight": TensorSpec((places, shard.dim), shard.dtype)}
     states, _ = state_columns(optimizer)
     for k in range(states.of_columns):
         spec[_state_name(k)] = TensorSpec((places, shard.dim), torch.float32)
@@ -79,6 +85,7 @@ def state_spec(
         spec["last_steps"] = TensorSpec((places,), torch.int32)
         if keeps_scores:
             spec["scores"] = TensorSpec((places,), torch.int64)
+        spec |= counts_spec(shard, admission)
         if shard.row_offset == 0:
             spec[HEAD] = TensorSpec((4,), torch.int64)
     return spec
@@ -106,6 +113,9 @@ def export_state(
             step = int(state.optimizer_step)
             exported[name] = torch.tensor([_FORMAT, group.state_layout, step, group.clock])
             continue
+        if name.startswith(COUNTS):
+            exported[name] = export_counts(group, table, wanted)
+            continue
         part = parts[name]
         exported[name] = torch.zeros(wanted.shape, dtype=wanted.dtype, device=part.device)
         exported[name][: part.shape[0]] = part
@@ -130,6 +140,7 @@ class StateLoad(EntriesLoad):
         self._states = StateColumns.of_layout(group.state_layout)
         *_, self._width, self._scored, _, _ = _C.table_layout(group.handle, table)
         self._given = self._lost = 0
+        self._counts = CountsLoad(group, table, owners)
 
     def check(self, table_state: Tensor) -> None:
         _, layout, *_ = table_state.tolist()
@@ -155,6 +166,8 @@ class StateLoad(EntriesLoad):
         )
         self._group.load_table(self._table, state)
         self._group.set_clock(max(self._group.clock, int(table_state[3])))
+        if self._counts.name in tensors:
+            self._counts.load_same(tensors[self._counts.name])
 
     def begin(self, table_state: Tensor) -> None:
         self._group.clear_table(self._table)
@@ -182,6 +195,10 @@ class StateLoad(EntriesLoad):
         self._group.reserve(self._table, min(self._given, self._target.capacity))
         self._lost += self._target.restore(batch, exact=False)
 
+    def put_counts(self, name: str, first: int, part: Tensor) -> None:
+        if name == self._counts.name:
+            self._counts.put(first, part)
+
     def finish(self) -> None:
         if self._lost:
             self._group.clear_table(self._table)
@@ -192,6 +209,7 @@ class StateLoad(EntriesLoad):
             )
         self._group.optimizer_steps[self._table] = self._step
         self._group.fill_frames(self._table)
+        self._counts.finish()
 
     def _joined(self, tensors: Mapping[str, Tensor], n: int) -> Tensor:
         dim = self._shard.dim

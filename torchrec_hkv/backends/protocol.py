@@ -59,7 +59,8 @@ class GroupLookup(nn.Module, abc.ABC):
                 it may change between replays of a CUDA graph.
 
         Returns:
-            ``[batch_size, sum of the dims of the features' tables]``, requiring grad when training.
+            ``[batch_size, sum of the dims of the features' tables]``, requiring grad when training;
+            of the dtype of :meth:`set_output_dtype`, float32 by default.
 
         Raises:
             ValueError: ids of another dtype, offsets of another length, weights of another length.
@@ -95,6 +96,12 @@ class GroupLookup(nn.Module, abc.ABC):
             return self(ids, uniform_offsets, weights, batch_size, learning_rate)
 
         return ragged_lookup(lookup, offsets, bags, dims)
+
+    def set_output_dtype(self, dtype: torch.dtype) -> None:
+        """Says what the outputs of lookups to come are: one of :attr:`Backend.output_dtypes`.
+
+        A backend that has only float32 needs nothing.
+        """
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, lookups are made whose backwards do not train: they hold their gradients.
@@ -267,6 +274,9 @@ class Backend(abc.ABC):
     #: :func:`torchrec_hkv.hash_table.owner_rank`; ``"block"`` takes row numbers in contiguous
     #: blocks.
     routing: ClassVar[Literal["hashed", "block"]]
+
+    #: What its lookups can give (:meth:`GroupLookup.set_output_dtype`); float32 by default.
+    output_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
         """Whether ids of a table with these options find their rank by hash: as ``routing`` says,

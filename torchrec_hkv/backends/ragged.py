@@ -16,8 +16,8 @@ def ragged_lookup(
 ) -> Tensor:
     """Fills every feature up with empty bags to the number that the longest has, and cuts them off.
 
-    It costs the memory of the empty bags' outputs. A kernel that takes ragged bags would replace
-    this function.
+    It costs the memory of the empty bags' outputs. For backends without kernels that take ragged
+    bags: ``hkv`` has such.
 
     Args:
         lookup: of bags, of which every feature has the same number.

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 
+#: Names of tensors of a state that are no entries begin so. They are uint8 of one dimension, and
+#: belong to shards of the first column.
+COUNTS = "counts_"
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedShard:
@@ -32,11 +36,19 @@ class FileOptions:
         batch_bytes: memory it may take, on the host and on the device.
         threads: that write or read files at the same time.
         allow_loss: load also into tables that are too small; what ranks lowest is left out.
+
+    Raises:
+        ValueError: one of the numbers is not positive.
     """
 
     batch_bytes: int
     threads: int
     allow_loss: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{what} is {value!r}, but must be an integer, at least 1.")
 
 
 class TablesLoad(abc.ABC):
@@ -88,6 +100,16 @@ class EntriesLoad(abc.ABC):
 
         Args:
             entries: by the names of its state, with the columns of the table's own shard.
+        """
+
+    @abc.abstractmethod
+    def put_counts(self, name: str, first: int, part: torch.Tensor) -> None:
+        """Takes a part of a tensor that holds no entries, after all entries.
+
+        Args:
+            name: of the tensor, which begins with :data:`COUNTS`.
+            first: the part's first byte in the tensor of a shard.
+            part: uint8 ``[n]``, a multiple of 128 bytes but for a tensor's last part.
         """
 
     @abc.abstractmethod

@@ -65,7 +65,8 @@ def save(
         threads: of each rank, that write files at the same time.
 
     Raises:
-        ValueError: ``path`` is something else than a checkpoint, or the optimizer is not keyed.
+        ValueError: ``path`` is something else than a checkpoint, the optimizer is not keyed, or a
+            number is not positive.
         RuntimeError: a rank could not write.
         CheckpointException: likewise.
     """

@@ -14,9 +14,14 @@ class Place:
 
     Args:
         path: the folder that users name.
+
+    Raises:
+        ValueError: nothing can stand beside it.
     """
 
     def __init__(self, path: Path) -> None:
+        if path.name in ("", ".."):
+            raise ValueError(f"'{path}' is no folder with a name of its own: name a new one.")
         self.path = path
         self.saving = path.with_name(f".{path.name}.saving")
         self.previous = path.with_name(f".{path.name}.previous")

@@ -17,6 +17,7 @@ import argparse
 import datetime
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -44,6 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="(default: where planners look)")
 
 
+def check_writable(path: Path) -> None:
+    """Refuses a file that could not be written after all has been measured.
+
+    Raises:
+        ValueError: it is a folder, or its own can't be made or written to.
+    """
+    if path.is_dir():
+        raise ValueError(f"--out is {path}, but that is a folder.")
+    there = next(p for p in path.absolute().parents if p.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(
+            f"--out is {path}, but {there} can't be written to: {error.strerror}."
+        ) from None
+
+
 def run(arguments: argparse.Namespace) -> Answer:
     """Measures and writes.
 
@@ -58,6 +76,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     path = arguments.out or default_path(device_type)
     if path is None:
         raise ValueError(f"--out is missing, and {VARIABLE} is empty: one of them must say where.")
+    check_writable(path)
     has_ranks = "RANK" in os.environ and not dist.is_initialized()
     index = None
     if device_type == "cuda":

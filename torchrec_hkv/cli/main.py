@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the process by default.
 
     Returns:
-        0; 1 where the answer is no (a plan that does not fit). Bad input exits with 2.
+        0; 1 where the answer is no (a plan that does not fit). Bad input exits with 2, Ctrl-C with
+        130.
     """
     parser = _Parser(
         prog="torchrec-hkv",
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answer = _VERBS[parsed.verb].run(parsed)
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "error: Interrupted.\n")
     print(json.dumps(answer.content, indent=2) if parsed.json else answer.text)
     sys.stdout.flush()
     return answer.code

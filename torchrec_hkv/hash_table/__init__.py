@@ -4,7 +4,7 @@ Knows nothing of TorchRec.
 """
 
 from torchrec_hkv.hash_table.admission import Admission, MinFrequency, Probability
-from torchrec_hkv.hash_table.entries import Entries, Evicted
+from torchrec_hkv.hash_table.entries import Entries, Evicted, GroupEntries, GroupEvicted
 from torchrec_hkv.hash_table.hash_table import HashTable
 from torchrec_hkv.hash_table.initial_rows import initial_rows, table_seed
 from torchrec_hkv.hash_table.initializers import (
@@ -46,6 +46,8 @@ __all__ = [
     "Constant",
     "Entries",
     "Evicted",
+    "GroupEntries",
+    "GroupEvicted",
     "HashTable",
     "Initializer",
     "MinFrequency",

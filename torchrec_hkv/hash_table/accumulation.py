@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Round:
     batch_size: int
     mean: bool
     pin: Any  # while it is there, the rows of the slots stay
+    bags: tuple[int, ...] | None = None  # of each feature, where they differ in them
 
 
 class Accumulator:
@@ -70,7 +72,7 @@ class Accumulator:
         Args:
             anchor: as there.
             weights: as there.
-            args: ids, offsets, slots, batch_size, mean, pin, learning_rate.
+            args: ids, offsets, slots, batch_size, mean, pin, learning_rate, bags, dtype.
         """
         return _HeldLookup.apply(anchor, weights, self, self._holds, *args)
 
@@ -84,12 +86,13 @@ class Accumulator:
         group = self.group
         if self.optimizer is not None:
             rounds = [self._present(held) for held in rounds]
-            batch = as_one_batch(rounds, group.num_features)
-            _ops.update_rows(group.counters, group.handle, *batch, learning_rate, len(rounds))
+            dims = _C.group_feature_dims(group.handle)
+            *batch, bags = as_one_batch(rounds, dims)
+            _ops.update_rows(group.counters, group.handle, *batch, learning_rate, len(rounds), bags)
         # With the rounds go their pins.
 
     def _present(self, held: Round) -> Round:
-        args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size)
+        args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size, held.bags)
         return dataclasses.replace(held, slots=slots_at_present(self.group, *args)[0])
 
 
@@ -100,6 +103,7 @@ def slots_at_present(
     ids: Tensor,
     offsets: Tensor,
     batch_size: int,
+    bags: Sequence[int] | None = None,
 ) -> tuple[Tensor, int]:
     """Slots, found again where a table has grown since; and the growths that they are of.
 
@@ -112,11 +116,12 @@ def slots_at_present(
         ids: of the slots; the other arguments as for ``TableGroup.find``.
         offsets: likewise.
         batch_size: likewise.
+        bags: likewise.
     """
     now = group.growths
     if now == growths:
         return slots, growths
-    found = _ops.find(group.handle, ids, offsets, batch_size)
+    found = _ops.find(group.handle, ids, offsets, batch_size, bags)
     return torch.where(slots < 0, slots, found), now
 
 
@@ -135,15 +140,18 @@ class _HeldLookup(torch.autograd.Function):
         mean: bool,
         pin: _C.Pin,
         learning_rate: Tensor,
+        bags: tuple[int, ...] | None,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         group = accumulator.group
         ctx.accumulator, ctx.holds, ctx.learning_rate = accumulator, holds, learning_rate
-        slots, ctx.growths = slots_at_present(group, slots, pin.growths, ids, offsets, batch_size)
+        where = (slots, pin.growths, ids, offsets, batch_size, bags)
+        slots, ctx.growths = slots_at_present(group, *where)
         ctx.save_for_backward(ids, offsets, slots, weights)
-        ctx.batch_size, ctx.mean = batch_size, mean
+        ctx.batch_size, ctx.mean, ctx.bags = batch_size, mean, bags
         ctx.pin = pin
         # Without a pin: the lookup itself neither pins nor trains.
-        args = (ids, offsets, weights, slots, batch_size, mean, None, learning_rate)
+        args = (ids, offsets, weights, slots, batch_size, mean, None, learning_rate, bags, dtype)
         return _ops.pooled_lookup(anchor, group.handle, *args)
 
     @staticmethod
@@ -151,7 +159,7 @@ class _HeldLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, offsets, slots, weights = ctx.saved_tensors
         accumulator: Accumulator = ctx.accumulator
-        where = (slots, ctx.growths, ids, offsets, ctx.batch_size)
+        where = (slots, ctx.growths, ids, offsets, ctx.batch_size, ctx.bags)
         slots, growths = slots_at_present(accumulator.group, *where)
         optimizer = accumulator.optimizer
         # A copy: the gradient's memory may be used again.
@@ -161,34 +169,41 @@ class _HeldLookup(torch.autograd.Function):
             grad = grad.clamp_(-bound, bound)
         weights_grad = None
         if ctx.needs_input_grad[1]:
-            args = (grad, ids, offsets, slots, ctx.batch_size, ctx.mean)
+            args = (grad, ids, offsets, slots, ctx.batch_size, ctx.mean, ctx.bags)
             weights_grad = _ops.weights_gradient(accumulator.group.handle, *args)
         if weights is not None:
             weights = weights.detach()
-        accumulator.add(
-            Round(grad, ids, offsets, weights, slots, growths, ctx.batch_size, ctx.mean, ctx.pin)
-        )
+        batch = (grad, ids, offsets, weights, slots, growths, ctx.batch_size, ctx.mean)
+        accumulator.add(Round(*batch, ctx.pin, ctx.bags))
         ctx.pin = None
         if not ctx.holds:
             accumulator.apply(ctx.learning_rate)
-        return (None, weights_grad, *[None] * 9)
+        return (None, weights_grad, *[None] * 11)
 
 
-def as_one_batch(rounds: list[Round], features: int) -> tuple[Any, ...]:
-    """One batch of all: grad, ids, offsets, weights, slots, batch_size, mean. Asks no device.
+def as_one_batch(rounds: list[Round], dims: Sequence[int]) -> tuple[Any, ...]:
+    """One batch of all: grad, ids, offsets, weights, slots, batch_size, mean, bags. Asks no device.
 
     Args:
         rounds: at least one.
-        features: of their group.
+        dims: of the features of their group.
     """
     if len(rounds) == 1:
         (held,) = rounds
         batch = (held.grad, held.ids, held.offsets, held.weights, held.slots)
-        return (*batch, held.batch_size, held.mean)
-    batch_size = max(held.batch_size for held in rounds)
-    starts, first = [], 0
-    for held in rounds:
-        starts.append(_starts(held, batch_size, features) + first)
+        return (*batch, held.batch_size, held.mean, held.bags)
+    batch_size, bags = max(held.batch_size for held in rounds), None
+    dtype = functools.reduce(torch.promote_types, (held.grad.dtype for held in rounds))
+    if any(held.bags is not None for held in rounds):
+        bags = tuple(number for held in rounds for number in _bags(held, len(dims)))
+        grad = torch.cat([_flat(held, dims).to(dtype) for held in rounds])
+        starts = [held.offsets[:-1] for held in rounds]
+    else:
+        grad = torch.cat([_padded(held.grad, batch_size).to(dtype) for held in rounds], dim=1)
+        starts = [_starts(held, batch_size, len(dims)) for held in rounds]
+    first = 0
+    for index, held in enumerate(rounds):
+        starts[index] = starts[index] + first
         first += held.ids.numel()
     end = torch.full_like(rounds[0].offsets[:1], first)
     weights = None
@@ -202,14 +217,27 @@ def as_one_batch(rounds: list[Round], features: int) -> tuple[Any, ...]:
             ]
         )
     return (
-        torch.cat([_padded(held.grad, batch_size) for held in rounds], dim=1),
+        grad,
         torch.cat([held.ids for held in rounds]),
         torch.cat([*starts, end]),
         weights,
         torch.cat([held.slots for held in rounds]),
         batch_size,
         rounds[0].mean,
+        bags,
     )
+
+
+def _bags(held: Round, features: int) -> tuple[int, ...]:
+    """Of each feature."""
+    return (held.batch_size,) * features if held.bags is None else held.bags
+
+
+def _flat(held: Round, dims: Sequence[int]) -> Tensor:
+    """The gradient, feature by feature."""
+    if held.bags is not None:
+        return held.grad
+    return torch.cat([part.flatten() for part in held.grad.split(list(dims), dim=1)])
 
 
 def _starts(held: Round, batch_size: int, features: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Checks of what a call of a HashTable is given, before it gets its number: a refused call does not
-count."""
+"""Checks of what the calls of a table or a group are given, before they get their number: a refused
+call does not count."""
 
 from __future__ import annotations
 
@@ -8,25 +8,38 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.table_spec import TableSpec
+
 #: Policies whose scores the table makes by itself.
 _OWN_SCORES = ("lru", "epoch_lru")
 
 
 @dataclasses.dataclass(frozen=True)
 class CallArguments:
-    """What a table's calls take.
+    """What the calls of a group take.
 
     Attributes:
-        device: of the table.
-        dim: of its rows.
-        dtype: of its rows.
-        eviction: its policy.
+        device: of the tables.
+        row_width: columns of rows: the dim of the widest table.
+        dtype: of rows: that of the tables, or float32 where theirs differ.
+        evictions: their policies, each once.
     """
 
     device: torch.device
-    dim: int
+    row_width: int
     dtype: torch.dtype
-    eviction: str
+    evictions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tables: tuple[TableSpec, ...], device: torch.device) -> CallArguments:
+        """What the calls of a group of these tables take."""
+        dtypes = {spec.dtype for spec in tables}
+        return cls(
+            device,
+            max(spec.dim for spec in tables),
+            dtypes.pop() if len(dtypes) == 1 else torch.float32,
+            tuple(dict.fromkeys(spec.eviction for spec in tables)),
+        )
 
     def check(self, tensor: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises TypeError or ValueError for another dtype, shape or device."""
@@ -47,16 +60,16 @@ class CallArguments:
 
     def check_rows(self, rows: Tensor, ids: Tensor) -> None:
         """A row for each id."""
-        self.check(rows, "rows", self.dtype, (ids.numel(), self.dim))
+        self.check(rows, "rows", self.dtype, (ids.numel(), self.row_width))
 
     def check_scores(self, scores: Tensor | None, ids: Tensor) -> None:
-        """A score for each id, where the policy takes any."""
+        """A score for each id, where a policy takes any."""
         if scores is None:
-            if self.eviction == "customized":
+            if "customized" in self.evictions:
                 raise ValueError("scores must be given under eviction 'customized'.")
             return
-        if self.eviction in _OWN_SCORES:
-            raise ValueError(
-                f"scores must not be given under eviction {self.eviction!r}, which makes its own."
-            )
+        if all(eviction in _OWN_SCORES for eviction in self.evictions):
+            policies = " and ".join(map(repr, self.evictions))
+            makes = "makes its own" if len(self.evictions) == 1 else "make their own"
+            raise ValueError(f"scores must not be given under eviction {policies}, which {makes}.")
         self.check(scores, "scores", torch.int64, (ids.numel(),))

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.counts_files import mix64
-from torchrec_hkv.hash_table.file_tables import Source
+from torchrec_hkv.hash_table.counts import mix64
+from torchrec_hkv.hash_table.file_tables import SAVED_PARTS, Source
 from torchrec_hkv.hash_table.manifest import OWNERS
 from torchrec_hkv.hash_table.state_columns import StateColumns
 from torchrec_hkv.hash_table.table_group import TableGroup
@@ -22,9 +22,11 @@ _MASK = (1 << 64) - 1
 _ENTRY, _LAST_STEP, _SCORE, _ROW, _STATE = range(5)
 # Bytes that a value of 4 takes while it counts.
 _WORK = 24
+# Memory it may take of a host and of a GPU, whose work begins anew with each batch.
+_HOST_BYTES, _GPU_BYTES = 32 << 20, 256 << 20
 
 
-def table_digest(group: TableGroup, table: int, batch_bytes: int = 32 << 20) -> tuple[int, int]:
+def table_digest(group: TableGroup, table: int, batch_bytes: int | None = None) -> tuple[int, int]:
     """The digest of ids, rows, states, scores and last steps; it waits for the device.
 
     What rows have once, such as the sum of row-wise Adagrad, counts with every column: shards of
@@ -33,7 +35,8 @@ def table_digest(group: TableGroup, table: int, batch_bytes: int = 32 << 20) -> 
     Args:
         group: the table's.
         table: its index there.
-        batch_bytes: host memory it may take.
+        batch_bytes: memory it may take, of the device that the table is on. None: 32 MiB of the
+            host's, 256 MiB of a GPU's.
 
     Returns:
         Entries and digest; both 0 for those that the shard of the first column counts. Sums of
@@ -41,10 +44,14 @@ def table_digest(group: TableGroup, table: int, batch_bytes: int = 32 << 20) -> 
     """
     spec = group.tables[table]
     is_first = spec.column_offset == 0
-    columns = torch.arange(spec.column_offset, spec.column_offset + spec.dim)
+    device = group.device
+    columns = torch.arange(spec.column_offset, spec.column_offset + spec.dim, device=device)
     states = StateColumns.of_layout(group.state_layout)
-    source = Source(group, table, max(1, batch_bytes * 4 // _WORK))
-    entries = total = 0
+    if batch_bytes is None:
+        batch_bytes = _GPU_BYTES if device.type == "cuda" else _HOST_BYTES
+    source = Source(group, table, max(1, batch_bytes * 4 // _WORK * SAVED_PARTS))
+    entries = 0
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for batch in source.batches(0, OWNERS):
         ids = mix64(batch["ids"] + 1) | 1
         if is_first:
@@ -58,7 +65,7 @@ def table_digest(group: TableGroup, table: int, batch_bytes: int = 32 << 20) -> 
             continue
         own = _bits(batch["states"])
         if group.optimizer is None:  # no state of an optimizer's, and of no column
-            total += _sum(ids, _STATE, own, torch.arange(own.shape[1]))
+            total += _sum(ids, _STATE, own, torch.arange(own.shape[1], device=device))
             continue
         for k in range(states.of_columns):
             part = own[:, k * spec.dim : (k + 1) * spec.dim]
@@ -67,7 +74,7 @@ def table_digest(group: TableGroup, table: int, batch_bytes: int = 32 << 20) -> 
             at = states.of_columns * spec.dim + k
             part = own[:, at : at + 1].expand(-1, spec.dim)
             total += _sum(ids, _STATE + states.of_columns + k, part, columns)
-    return entries, total & _MASK
+    return entries, int(total) & _MASK
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -75,10 +82,10 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16).long()
 
 
-def _sum(ids: Tensor, what: int, values: Tensor, columns: Tensor | None = None) -> int:
+def _sum(ids: Tensor, what: int, values: Tensor, columns: Tensor | None = None) -> Tensor:
     """Of ``[n]`` values, or of ``[n, columns]``."""
     if columns is not None:
         values = (values * (mix64(columns * 64 + what) | 1)).sum(1)
     else:
         values = values * (mix64(torch.tensor(-1 - what)) | 1)
-    return int((values * ids).sum()) & _MASK
+    return (values * ids).sum()

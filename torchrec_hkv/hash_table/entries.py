@@ -39,3 +39,25 @@ class Entries:
     rows: Tensor
     scores: Tensor
     states: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupEvicted(Evicted):
+    """The same of the tables of a group; rows are as wide as those of the widest table.
+
+    Attributes:
+        tables: int32 ``[n]``: the index of each entry's table.
+    """
+
+    tables: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupEntries(Entries):
+    """The same of the tables of a group; rows and states are as wide as the widest table's.
+
+    Attributes:
+        tables: int32 ``[n]``: the index of each entry's table.
+    """
+
+    tables: Tensor

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.block_files import copy_to_host
 from torchrec_hkv.hash_table.manifest import OWNERS, Manifest, Shard, shard_name
 from torchrec_hkv.hash_table.shard_files import (
     ShardReader,
     ShardWriter,
+    Staging,
     entry_bytes,
     fields_of,
 )
@@ -23,6 +25,9 @@ from torchrec_hkv.hash_table.table_group import TableGroup
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
 # read, what it displaces, and what that displaces.
 _COPIES = 3
+# Of what a save may take, staging takes a half, looking for entries a quarter, and entries on their
+# way from the table to the staging twice one of so many parts.
+SAVED_PARTS = 8
 # Bytes a slot that looking for the entries of a shard takes.
 _SCAN_BYTES = 32
 
@@ -40,8 +45,13 @@ class FileTable:
         *self._layout, self.keeps_scores, self.buckets, self.bucket_slots = layout
         self.fields = fields_of(*self._layout, self.keeps_scores)
         self.slots = self.buckets * self.bucket_slots
-        self.batch = max(1, batch_bytes // (_COPIES * entry_bytes(self.fields)))
-        self.scan = max(1, batch_bytes // (2 * _SCAN_BYTES))
+        self._batch_bytes = batch_bytes
+        self.batch = self._entries(_COPIES)
+        self.scan = max(1, batch_bytes // (4 * _SCAN_BYTES))
+
+    def _entries(self, parts: int) -> int:
+        """Entries that one of so many parts of the memory holds."""
+        return max(1, self._batch_bytes // (parts * entry_bytes(self.fields)))
 
 
 class Source(FileTable):
@@ -61,18 +71,26 @@ class Source(FileTable):
             counts += torch.bincount(owners + 1, minlength=OWNERS + 1).cpu()
         return counts[1:]
 
+    def staging(self) -> Staging:
+        """Memory for a batch on its way to a file: half of what may be taken."""
+        return Staging(self.fields, self._entries(2), pin=self.group.device.type == "cuda")
+
     def batches(self, begin: int, end: int) -> Iterator[dict[str, Tensor]]:
-        """Entries of a range of owner buckets, in the order of their slots, in host memory."""
-        for first, owners in self._owners():
-            slots = ((owners >= begin) & (owners < end)).nonzero().flatten() + first
-            for part in slots.split(self.batch) if slots.numel() else ():
+        """Entries of a range of owner buckets, in the order of their slots, where the table is."""
+        size = self._entries(SAVED_PARTS)
+        for slots in self._slots(begin, end):
+            for part in slots.split(size) if slots.numel() else ():
                 yield self._read(part)
+
+    def _slots(self, begin: int, end: int) -> Iterator[Tensor]:
+        for first, owners in self._owners():
+            yield ((owners >= begin) & (owners < end)).nonzero().flatten() + first
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:
         names = ("ids", "rows", "last_steps", "scores", "states")
         read = _ops.read_slots(self.group.handle, self.table, slots)
         batch = {"slots": slots, **dict(zip(names, read, strict=True))}
-        return {field.name: batch[field.name].cpu() for field in self.fields}
+        return {field.name: batch[field.name] for field in self.fields}
 
 
 class Target(FileTable):
@@ -82,12 +100,9 @@ class Target(FileTable):
         super().__init__(group, table, batch_bytes)
         self.capacity = group.full_slots(table)
 
-    def memory(self) -> dict[str, Tensor]:
+    def staging(self) -> Staging:
         """Host memory for a batch."""
-        return {
-            field.name: torch.empty(field.shape(self.batch), dtype=field.dtype)
-            for field in self.fields
-        }
+        return Staging(self.fields, self.batch, pin=self.group.device.type == "cuda")
 
     def can_have(self, buckets: int, bucket_slots: int) -> bool:
         """Whether the table has this geometry, or can grow to it."""
@@ -160,6 +175,8 @@ def write_shards(
 ) -> list[Shard]:
     """Writes the shards of a table.
 
+    While one thread waits for the disk, others read the table and add up checksums.
+
     Args:
         source: the table.
         plan: of :func:`plan_shards`.
@@ -176,9 +193,13 @@ def write_shards(
     for index, (begin, end, entries) in enumerate(plan):
         path = folder / shard_name(save_name, index)
         work.setdefault((begin, end), []).append((path, entries))
+    free: list[Staging] = []
 
     def write(owners: tuple[int, int]) -> list[Shard]:
-        return list(_write_range(source, owners, work[owners], written))
+        staging = free.pop() if free else source.staging()
+        shards = list(_write_range(source, owners, work[owners], staging, written))
+        free.append(staging)
+        return shards
 
     if threads == 1:
         ranges = [write(owners) for owners in work]
@@ -192,21 +213,49 @@ def _write_range(
     source: Source,
     owners: tuple[int, int],
     files: list[tuple[Path, int]],
+    staging: Staging,
     written: list[Path],
 ) -> Iterator[Shard]:
     batches = source.batches(*owners)
     rest: dict[str, Tensor] = {}
     for path, entries in files:
         written.append(path)
-        with ShardWriter(path, source.fields, owners, entries) as writer:
-            while room := writer.room:
-                batch = rest or next(batches, None)
-                if batch is None:
+        with ShardWriter(path, staging, owners, entries) as writer:
+            while room := min(writer.room, staging.entries):
+                filled, rest = _fill(writer.memory(room), rest, batches)
+                if filled < room:
                     raise RuntimeError(f"table {source.name!r} changed while it was saved.")
-                writer.append({name: tensor[:room] for name, tensor in batch.items()})
-                more = batch["ids"].numel() > room
-                rest = {name: tensor[room:] for name, tensor in batch.items()} if more else {}
+                writer.write(room)
             yield writer.finish()
+
+
+def _fill(
+    memory: dict[str, Tensor], rest: dict[str, Tensor], batches: Iterator[dict[str, Tensor]]
+) -> tuple[int, dict[str, Tensor]]:
+    """Fills host memory with the rest of a batch and those that follow.
+
+    Returns:
+        Entries that came, and what is left of the last batch.
+    """
+    room = len(memory["ids"])
+    filled = 0
+    device = memory["ids"].device
+    while filled < room:
+        batch = rest or next(batches, None)
+        if batch is None:
+            break
+        n = min(len(batch["ids"]), room - filled)
+        device = batch["ids"].device
+        for name, to in memory.items():
+            copy_to_host(to[filled : filled + n], batch[name][:n])
+        more = len(batch["ids"]) > n
+        rest = {name: tensor[n:] for name, tensor in batch.items()} if more else {}
+        filled += n
+    if device.type == "cuda":
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(device))
+        copied.synchronize()
+    return filled, rest
 
 
 def verify_shard(folder: Path, manifest: Manifest, shard: Shard, batch_bytes: int) -> None:
@@ -224,13 +273,10 @@ def verify_shard(folder: Path, manifest: Manifest, shard: Shard, batch_bytes: in
         table["eviction"] != "lru",
     )
     batch = max(1, batch_bytes // entry_bytes(fields))
-    memory = {
-        field.name: torch.empty(field.shape(min(batch, shard.entries)), dtype=field.dtype)
-        for field in fields
-    }
+    staging = Staging(fields, min(batch, shard.entries))
     misplaced = 0
     with ShardReader(path, fields, shard) as reader:
-        for entries in reader.verified_batches(memory):
+        for entries in reader.verified_batches(staging):
             wrong = _ops.find_misplaced(
                 entries["ids"],
                 entries["slots"],

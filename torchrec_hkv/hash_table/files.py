@@ -38,8 +38,10 @@ from torchrec_hkv.hash_table.table_spec import TableSpec
 
 #: What a save or a load may take of host memory, and as much of a GPU's.
 BATCH_BYTES = 64 << 20
-#: Size that shards keep below.
-SHARD_BYTES = 1 << 30
+#: Size that shards of a table keep below, but a sixteenth of a larger table's: each shard costs a
+#: look at all slots. Several threads share a table in shards that are no less than the second.
+SHARD_BYTES, LEAST_SHARD_BYTES = 1 << 30, 64 << 20
+SHARDS = 16
 
 #: Nothing is evicted before a table is this full (promise 7).
 SAFE_LOAD = 0.95
@@ -53,6 +55,7 @@ _FREE_FIELDS = (
     "expire_after",
     "strict",
     "remember_evicted",
+    "deterministic",
 )
 
 
@@ -76,7 +79,7 @@ def save(
     *,
     epoch: int = 0,
     batch_bytes: int = BATCH_BYTES,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     threads: int = 1,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
@@ -89,24 +92,30 @@ def save(
         path: a folder; an earlier save in it is replaced.
         epoch: of the epoch policies.
         batch_bytes: memory the save may take, on the host and on the device.
-        shard_bytes: size that files keep below.
+        shard_bytes: size that files keep below. None: 1 GiB, or a sixteenth of a larger table; of
+            a smaller one less, so that several threads have two files each.
         threads: that write files at the same time; they share ``batch_bytes``.
 
     Raises:
         ValueError: ``path`` is something else than a saved table, or a size is not positive.
         OSError: writing failed; the last save is whole.
     """
-    _check_positive(batch_bytes=batch_bytes, shard_bytes=shard_bytes, threads=threads)
+    given = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
+    _check_positive(batch_bytes=batch_bytes, threads=threads, **given)
     source = Source(group, table, max(1, batch_bytes // threads))
     folder = Path(path)
     prepare_folder(folder)
-    plan = plan_shards(source.count_owners(), max(1, shard_bytes // entry_bytes(source.fields)))
+    counts = source.count_owners()
+    entry = entry_bytes(source.fields)
+    if shard_bytes is None:
+        shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
+    plan = plan_shards(counts, max(1, shard_bytes // entry))
     written: list[Path] = []
     save_name = os.urandom(4).hex()
     try:
         shards = tuple(write_shards(source, plan, folder, save_name, written, threads))
         written.append(folder / counts_name(save_name))
-        counts = write_counts(group, table, folder, save_name, batch_bytes)
+        unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
         manifest = Manifest(
             table=describe(group, table),
             capacity=group.tables[table].capacity,
@@ -119,7 +128,7 @@ def save(
             state_layout=group.state_layout,
             entries=sum(shard.entries for shard in shards),
             shards=shards,
-            counts=counts,
+            counts=unadmitted,
         )
         manifest.write(folder)
     except BaseException:
@@ -129,6 +138,18 @@ def save(
     manifest.commit(folder)
     sync_folder(folder.absolute().parent)
     remove_others(folder, manifest)
+
+
+def default_shard_bytes(size: int, threads: int) -> int:
+    """What shards of a table keep below whose entries have so many bytes.
+
+    So many that the threads end at about the same time, but 16 or so at most where each thread
+    still has one.
+    """
+    most = SHARD_BYTES
+    if threads > 1:
+        most = min(SHARD_BYTES, max(LEAST_SHARD_BYTES, size // (2 * threads)))
+    return max(most, size // (SHARDS - 1))
 
 
 def load(
@@ -178,10 +199,10 @@ def load(
     group.clear_table(table)
     try:
         lost = 0
-        memory = target.memory()
+        staging = target.staging()
         for shard in manifest.shards:
             with ShardReader(folder / shard.file, target.fields, shard) as reader:
-                for batch in reader.batches(memory):
+                for batch in reader.batches(staging):
                     lost += target.restore(batch, exact)
         if exact and lost:
             raise ValueError(f"{folder} contradicts itself: {lost} of its slots are taken twice.")

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.admission import Admission
-from torchrec_hkv.hash_table.call_arguments import CallArguments
 from torchrec_hkv.hash_table.entries import Entries, Evicted
 from torchrec_hkv.hash_table.initializers import Initializer
+from torchrec_hkv.hash_table.saved_table import SavedTable
 from torchrec_hkv.hash_table.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
-
-_ops = torch.ops.torchrec_hkv
 
 EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
 
 
-class HashTable:
+class HashTable(SavedTable):
     """A table of rows by int64 id, with HierarchicalKV's operations.
 
     Every int64 is a legal id. Ids may repeat within a call: they end as one entry. A call on an id
@@ -76,6 +71,11 @@ class HashTable:
             back, never does. A strict table waits for the device in each such call.
         remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
             :meth:`counters` tells how many came back (``returned``); 1 to 2^32. None: not counted.
+        deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
+            calls alone, bit for bit, and is what a CPU would give: the order of ``ids`` decides who
+            gets a place, the last of several rows or scores for one id stays, and rows are added up
+            in order. Calls then take longer, where rows are written above all. So it is while
+            ``torch.use_deterministic_algorithms(True)`` holds.
 
     Raises:
         ValueError: an argument is impossible.
@@ -100,6 +100,7 @@ class HashTable:
         strict: bool = False,
         initial_capacity: int | None = None,
         remember_evicted: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         spec = TableSpec(
             name=name,
@@ -115,6 +116,7 @@ class HashTable:
             strict=strict,
             initial_capacity=initial_capacity,
             remember_evicted=remember_evicted,
+            deterministic=deterministic,
         )
         self._make(spec, state_dim, device)
 
@@ -125,7 +127,6 @@ class HashTable:
         self.eviction = spec.eviction
         self.state_dim = state_dim
         self._epoch = 0
-        self._arguments = CallArguments(self._group.device, spec.dim, spec.dtype, spec.eviction)
 
     @property
     def device(self) -> torch.device:
@@ -161,23 +162,22 @@ class HashTable:
             ``(rows, found)``: ``[n, dim]``, where an id that is not there has its initial row, and
             bool ``[n]``.
         """
-        return self._gather(ids, self.find_slots(ids))
+        return self._group.find_rows(ids, None, 1)
 
     def find_slots(self, ids: Tensor) -> Tensor:
         """Slots of ids, int64 ``[n]``, -1 where an id is not there; changes nothing.
 
         A slot is valid until its id is evicted or erased, or the table grows.
         """
-        return self._group.find(ids.contiguous(), None, 1)
+        return self._group.find_slots(ids, None, 1)
 
     def find_missing(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Ids that are not in the table and their positions in ``ids`` (waits for the device)."""
-        positions = (self.find_slots(ids) < 0).nonzero().flatten()
-        return ids[positions], positions
+        return self._group.find_missing(ids, None, 1)
 
     def contains(self, ids: Tensor) -> Tensor:
         """Whether ids are in the table, bool ``[n]``; changes nothing."""
-        return self.find_slots(ids) >= 0
+        return self._group.contains(ids, None, 1)
 
     def find_or_insert(self, ids: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows of ids; those that are not there are inserted with their initial rows.
@@ -190,16 +190,13 @@ class HashTable:
             ``(rows, found)``: ``[n, dim]`` (of an id that is refused or not admitted its initial
             row), and bool ``[n]``: whether an id was there before the call.
         """
-        slots, found = self.find_or_insert_slots(ids, scores)
-        return self._gather(ids, slots)[0], found
+        return self._group.find_or_insert_rows(ids, None, 1, scores)
 
     def find_or_insert_slots(
         self, ids: Tensor, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`find_or_insert`, with slots instead of rows; -1 for ids without one."""
-        slots, found, *_ = self._insert(ids, scores, None, initialize=True)
-        self._group.check_strict()
-        return slots, found
+        return self._group.find_or_insert_slots(ids, None, 1, scores)
 
     # -- insertions -------------------------------------------------------------------------------
 
@@ -216,10 +213,7 @@ class HashTable:
         Returns:
             bool ``[n]``: False for ids that were refused or not admitted.
         """
-        self._arguments.check_rows(rows, ids)
-        slots, *_ = self._insert(ids, scores, rows, assign=True)
-        self._group.check_strict()
-        return slots >= 0
+        return self._group.insert_or_assign(ids, None, 1, rows, scores)
 
     def insert_and_evict(
         self, ids: Tensor, rows: Tensor, scores: Tensor | None = None, *, trim: bool = True
@@ -237,15 +231,7 @@ class HashTable:
                 Otherwise there is room for as many entries as ids, and only the device knows how
                 many there are.
         """
-        self._arguments.check_rows(rows, ids)
-        _, _, out_ids, out_rows, out_scores, number = self._insert(
-            ids, scores, rows, assign=True, evicted=True
-        )
-        self._group.take_crowded()  # they are given back, so that a strict table need not raise
-        if trim:
-            n = int(number)
-            out_ids, out_rows, out_scores = out_ids[:n], out_rows[:n], out_scores[:n]
-        return Evicted(out_ids, out_rows, out_scores, number)
+        return self._group._insert_and_evict(ids, None, 1, rows, scores, trim)[0]
 
     def accum_or_assign(
         self, ids: Tensor, rows: Tensor, accumulate: Tensor, scores: Tensor | None = None
@@ -259,37 +245,25 @@ class HashTable:
                 False that it is not. Where the belief is wrong, nothing is done with the id.
             scores: as in :meth:`find_or_insert`.
         """
-        self._arguments.check_rows(rows, ids)
-        self._arguments.check(accumulate, "accumulate", torch.bool, (ids.numel(),))
-        slots, *_ = self._insert(ids, scores, None, believed=accumulate)
-        nowhere = torch.full_like(slots, -1)
-        self._write(torch.where(accumulate, nowhere, slots), rows, add=False)
-        self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
-        self._group.check_strict()
+        self._group.accum_or_assign(ids, None, 1, rows, accumulate, scores)
 
     # -- changes of what is there -----------------------------------------------------------------
 
     def assign(self, ids: Tensor, rows: Tensor, scores: Tensor | None = None) -> Tensor:
         """Sets rows and scores of ids that are there; returns which, bool ``[n]``."""
-        self._arguments.check_rows(rows, ids)
-        slots = self._touch(ids, scores)
-        self._write(slots, rows, add=False)
-        return slots >= 0
+        return self._group.assign(ids, None, 1, rows, scores)
 
     def assign_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Sets rows, not scores, of ids that are there; returns which, bool ``[n]``."""
-        self._arguments.check_rows(rows, ids)
-        slots = self.find_slots(ids)
-        self._write(slots, rows, add=False)
-        return slots >= 0
+        return self._group.assign_rows(ids, None, 1, rows)
 
     def assign_scores(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
         """Sets scores, not rows, of ids that are there, as a hit does; returns which."""
-        return self._touch(ids, scores) >= 0
+        return self._group.assign_scores(ids, None, 1, scores)
 
     def erase(self, ids: Tensor) -> None:
         """Forgets ids; those that are not there are passed over."""
-        self._erase(self.find_slots(ids))
+        self._group.erase(ids, None, 1)
 
     def erase_if(
         self,
@@ -297,6 +271,7 @@ class HashTable:
         score_below: int | None = None,
         score_at_least: int | None = None,
         older_than: int | None = None,
+        where: Callable[[Entries], Tensor] | None = None,
     ) -> int:
         """Forgets all entries that meet every given condition; returns how many.
 
@@ -304,10 +279,19 @@ class HashTable:
             score_below: unsigned score less than this.
             score_at_least: unsigned score not less than this.
             older_than: last touched more than this many calls ago.
+            where: a predicate on rows or whatever else a table keeps: it is given entries, a
+                bounded number at a time, and says which of them are meant, bool ``[n]``.
+
+        Raises:
+            TypeError: ``where`` gives something else.
+            ValueError: so, or a bound is no unsigned 64-bit number, or an age is negative.
         """
-        chosen = self._select(score_below, score_at_least, older_than)
-        self._erase(chosen)
-        return chosen.numel()
+        return self._group.erase_if(
+            score_below=score_below,
+            score_at_least=score_at_least,
+            older_than=older_than,
+            where=where,
+        )
 
     def expire(self) -> None:
         """Forgets all entries that were last touched more than ``expire_after`` calls ago.
@@ -332,7 +316,7 @@ class HashTable:
 
     def export(self, batch_size: int = 1 << 20) -> Iterator[Entries]:
         """All entries, in batches of at most ``batch_size`` (bounded memory)."""
-        yield from self._export(self._select(None, None, None), batch_size)
+        yield from self.export_if(batch_size=batch_size)
 
     def export_if(
         self,
@@ -340,111 +324,18 @@ class HashTable:
         score_below: int | None = None,
         score_at_least: int | None = None,
         older_than: int | None = None,
+        where: Callable[[Entries], Tensor] | None = None,
         batch_size: int = 1 << 20,
     ) -> Iterator[Entries]:
         """Entries that meet every given condition; see :meth:`erase_if`."""
-        yield from self._export(self._select(score_below, score_at_least, older_than), batch_size)
-
-    # -- files ------------------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str], *, batch_bytes: int = files.BATCH_BYTES) -> None:
-        """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
-
-        ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole. The
-        table must not be changed meanwhile. Counts of ids that are not admitted are saved, too.
-
-        Args:
-            path: a folder; an earlier save in it is replaced.
-            batch_bytes: memory the save may take, on the host and as much on the device.
-
-        Raises:
-            ValueError: ``path`` is something else than a saved table.
-            OSError: writing failed; the last save is whole.
-        """
-        files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        allow_loss: bool = False,
-        batch_bytes: int = files.BATCH_BYTES,
-    ) -> int:
-        """Replaces all that the table holds by what was saved.
-
-        Where the tables have the same capacity, all is as it was, to the slot of each id. In a
-        table of another capacity ids are placed anew. Counts of ids that are not admitted come
-        where the table counts as the saved one did: in cells, or in a sketch of the same size.
-
-        Args:
-            path: as it was saved to.
-            allow_loss: load also where there is less room: an id stays out where those in both of
-                its buckets rank higher.
-            batch_bytes: memory the load may take, on the host and as much on the device.
-
-        Returns:
-            How many ids found no place.
-
-        Raises:
-            ValueError: the files are damaged or of a table of another dim, dtype, policy, state
-                width, name, seed or initialisation, or there is too little room; nothing has
-                changed then. Where a table of another capacity turns out too small although less
-                than 95 % of it are needed, it is left empty.
-        """
-        loaded = files.load(self._group, 0, path, allow_loss=allow_loss, batch_bytes=batch_bytes)
-        self.epoch = loaded.epoch
-        return loaded.lost
-
-    @classmethod
-    def from_file(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        capacity: int | None = None,
-        initial_capacity: int | None = None,
-        device: torch.device | str = "cpu",
-        hbm_bytes: int | None = None,
-        admission: Admission | None = None,
-        expire_after: int | None = None,
-        strict: bool = False,
-        remember_evicted: int | None = None,
-        allow_loss: bool = False,
-    ) -> HashTable:
-        """A table as it was saved.
-
-        Args:
-            path: as it was saved to.
-            capacity: by default that of the saved table.
-            initial_capacity: as for a new table; by default that of the saved table, where
-                ``capacity`` is, too. The table grows at once as far as the files need it.
-            device: as for a new table.
-            hbm_bytes: as for a new table.
-            admission: as for a new table, since a file does not say; so the next three.
-            expire_after: as for a new table.
-            strict: as for a new table.
-            remember_evicted: as for a new table.
-            allow_loss: as for :meth:`load`.
-
-        Raises:
-            ValueError: as for :meth:`load`.
-        """
-        spec, state_dim = files.saved_spec(path)
-        changes: dict[str, Any] = {
-            "hbm_bytes": hbm_bytes,
-            "admission": admission,
-            "expire_after": expire_after,
-            "strict": strict,
-            "remember_evicted": remember_evicted,
-        }
-        if capacity is not None:
-            changes |= {"capacity": capacity, "initial_capacity": initial_capacity}
-        elif initial_capacity is not None:
-            changes["initial_capacity"] = initial_capacity
-        table = cls.__new__(cls)
-        spec = dataclasses.replace(spec, **changes)
-        table._make(spec, state_dim, device)
-        table.load(path, allow_loss=allow_loss)
-        return table
+        for part in self._group.export_if(
+            score_below=score_below,
+            score_at_least=score_at_least,
+            older_than=older_than,
+            where=where,
+            batch_size=batch_size,
+        ):
+            yield Entries(part.ids, part.rows, part.scores, part.states)
 
     # -- sizes ------------------------------------------------------------------------------------
 
@@ -490,58 +381,3 @@ class HashTable:
         ``size`` and ``capacity``; see :meth:`torchrec_hkv.hash_table.TableGroup.counters`.
         """
         return self._group.counters()[0]
-
-    # -- inside -----------------------------------------------------------------------------------
-
-    def _insert(
-        self,
-        ids: Tensor,
-        scores: Tensor | None,
-        rows: Tensor | None,
-        *,
-        initialize: bool = False,
-        assign: bool = False,
-        evicted: bool = False,
-        believed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        self._arguments.check_call(ids, scores)
-        return _ops.insert(
-            self._group.counter_tensor,
-            self._group.handle,
-            ids.contiguous(),
-            None if scores is None else scores.contiguous(),
-            None if rows is None else rows.contiguous(),
-            None if believed is None else believed.contiguous(),
-            initialize,
-            assign,
-            evicted,
-        )
-
-    def _gather(self, ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return _ops.gather_rows(self._group.handle, ids.contiguous(), slots)
-
-    def _write(self, slots: Tensor, rows: Tensor, *, add: bool) -> None:
-        group = self._group
-        _ops.write_rows(group.counter_tensor, group.handle, slots, rows.contiguous(), add)
-
-    def _touch(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        """A call that touches what is there; returns slots."""
-        self._arguments.check_call(ids, scores)
-        group = self._group
-        if scores is not None:
-            scores = scores.contiguous()
-        return _ops.touch(group.counter_tensor, group.handle, ids.contiguous(), scores)
-
-    def _erase(self, slots: Tensor) -> None:
-        _ops.erase_slots(self._group.counter_tensor, self._group.handle, slots)
-
-    def _select(
-        self, score_below: int | None, score_at_least: int | None, older_than: int | None
-    ) -> Tensor:
-        return self._group.select_slots(0, score_below, score_at_least, older_than)
-
-    def _export(self, slots: Tensor, batch_size: int) -> Iterator[Entries]:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
-        for part in slots.split(batch_size) if slots.numel() else ():
-            yield Entries(*_ops.export_slots(self._group.handle, part))

@@ -6,6 +6,8 @@ dispatcher takes no other objects; :class:`torchrec_hkv.hash_table.TableGroup` c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,25 @@ _ops = torch.ops.torchrec_hkv
 
 
 @torch.library.register_fake("torchrec_hkv::find")
-def _(group: int, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
+def _(
+    group: int,
+    ids: Tensor,
+    offsets: Tensor | None,
+    batch_size: int,
+    bags: Sequence[int] | None = None,
+) -> Tensor:
     return torch.empty_like(ids)
 
 
 @torch.library.register_fake("torchrec_hkv::find_or_insert")
 def _(
-    counters: Tensor, group: int, ids: Tensor, offsets: Tensor, batch_size: int, pin: int | None
+    counters: Tensor,
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    batch_size: int,
+    pin: int | None,
+    bags: Sequence[int] | None = None,
 ) -> Tensor:
     return torch.empty_like(ids)
 
@@ -38,8 +52,14 @@ def _(
     mean: bool,
     pin: int | None,
     learning_rate: Tensor,
+    bags: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return ids.new_empty((batch_size, _C.group_total_dim(group)), dtype=torch.float32)
+    shape: tuple[int, ...] = (batch_size, _C.group_total_dim(group))
+    if bags is not None:
+        dims = _C.group_feature_dims(group)
+        shape = (sum(number * dim for number, dim in zip(bags, dims, strict=True)),)
+    return ids.new_empty(shape, dtype=dtype or torch.float32)
 
 
 @torch.library.register_fake("torchrec_hkv::weights_gradient")
@@ -51,6 +71,7 @@ def _(
     slots: Tensor,
     batch_size: int,
     mean: bool,
+    bags: Sequence[int] | None = None,
 ) -> Tensor:
     return torch.empty_like(ids, dtype=torch.float32)
 
@@ -68,6 +89,7 @@ def _(
     mean: bool,
     learning_rate: Tensor,
     rounds: int = 1,
+    bags: Sequence[int] | None = None,
 ) -> None:
     return None
 
@@ -98,9 +120,11 @@ def _(
     initialize: bool,
     assign: bool,
     leavers: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    offsets: Tensor | None = None,
+    batch_size: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     room = ids.shape[0] if leavers else 0
-    dtype, dim = _C.group_row_dtype(group), _C.group_total_dim(group)
+    dtype, dim = _C.group_row_dtype(group), _C.group_row_width(group)
     return (
         torch.empty_like(ids),
         torch.empty_like(ids, dtype=torch.bool),
@@ -108,12 +132,15 @@ def _(
         ids.new_empty((room, dim), dtype=dtype),
         ids.new_empty((room,)),
         ids.new_empty((1 if leavers else 0,)),
+        ids.new_empty((room if counters.shape[0] > 1 else 0,), dtype=torch.int32),
     )
 
 
 @torch.library.register_fake("torchrec_hkv::gather_rows")
-def _(group: int, ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (slots.shape[0], _C.group_total_dim(group))
+def _(
+    group: int, ids: Tensor, slots: Tensor, offsets: Tensor | None = None, batch_size: int = 1
+) -> tuple[Tensor, Tensor]:
+    shape = (slots.shape[0], _C.group_row_width(group))
     rows = slots.new_empty(shape, dtype=_C.group_row_dtype(group))
     return rows, torch.empty_like(slots, dtype=torch.bool)
 
@@ -124,13 +151,34 @@ def _(counters: Tensor, group: int, slots: Tensor, rows: Tensor, add: bool) -> N
 
 
 @torch.library.register_fake("torchrec_hkv::touch")
-def _(counters: Tensor, group: int, ids: Tensor, scores: Tensor | None) -> Tensor:
+def _(
+    counters: Tensor,
+    group: int,
+    ids: Tensor,
+    scores: Tensor | None,
+    offsets: Tensor | None = None,
+    batch_size: int = 1,
+) -> Tensor:
     return torch.empty_like(ids)
 
 
 @torch.library.register_fake("torchrec_hkv::erase_slots")
 def _(counters: Tensor, group: int, slots: Tensor) -> None:
     return None
+
+
+@torch.library.register_fake("torchrec_hkv::select_slots")
+def _(
+    counters: Tensor,
+    group: int,
+    tables: list[int],
+    score_at_least: int,
+    score_at_most: int,
+    touched_before: int,
+) -> Tensor:
+    layouts = [_C.table_layout(group, table) for table in tables]
+    slots = sum(buckets * bucket_slots for *_, buckets, bucket_slots in layouts)
+    return counters.new_empty((slots,), dtype=torch.bool)
 
 
 @torch.library.register_fake("torchrec_hkv::expire")
@@ -143,7 +191,7 @@ def _(group: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n = slots.shape[0]
     return (
         torch.empty_like(slots),
-        slots.new_empty((n, _C.group_total_dim(group)), dtype=_C.group_row_dtype(group)),
+        slots.new_empty((n, _C.group_row_width(group)), dtype=_C.group_row_dtype(group)),
         torch.empty_like(slots),
         slots.new_empty((n, _C.group_state_dim(group)), dtype=torch.float32),
     )

@@ -25,7 +25,13 @@ from torchrec_hkv.hash_table.files import BATCH_BYTES, SAFE_LOAD, describe
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.manifest import OWNERS, Manifest, Shard
 from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.hash_table.shard_files import Field, ShardReader, fields_of
+from torchrec_hkv.hash_table.shard_files import (
+    Field,
+    ShardReader,
+    Staging,
+    entry_bytes,
+    fields_of,
+)
 from torchrec_hkv.hash_table.state_columns import Columns, StateColumns, copy_columns
 from torchrec_hkv.hash_table.table_group import TableGroup
 
@@ -34,8 +40,9 @@ _ops = torch.ops.torchrec_hkv
 # Of a table's description: what parts of the same table differ in, and the distribution of rows
 # that come later, whose default follows from a table's size.
 _MAY_DIFFER = ("dim", "column_offset", "state_dim", "initializer")
-# Batches that are read ahead or being put into the table, and what is made of one.
-_COPIES = 5
+# Batches beside those that are read ahead: the one that is put into the table, and what is picked
+# and made of it.
+_COPIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +214,10 @@ class PartsLoad:
             if not has_others:
                 count += shard.entries
                 continue
-            memory = {"ids": torch.empty(min(shard.entries, 1 << 20), dtype=torch.int64)}
+            ids = [field for field in part.fields if field.name == "ids"]
+            staging = Staging(ids, min(shard.entries, 1 << 20))
             with ShardReader(part.folder / shard.file, part.fields, shard) as reader:
-                for batch in reader.batches(memory):
+                for batch in reader.batches(staging):
                     count += int(self._mine(batch["ids"]).sum())
         return count
 
@@ -292,34 +300,33 @@ class PartsLoad:
     def _batches(self, part: Part) -> Iterator[dict[str, Tensor]]:
         """The table's entries in a part, valid until the next ones; read ahead by threads."""
         fields = part.fields
-        width = sum(field.entry_bytes for field in (*fields, *self._target.fields))
-        size = max(1, self._batch_bytes // (_COPIES * self._threads * width))
+        width = max(entry_bytes(fields), entry_bytes(self._target.fields))
+        size = max(1, self._batch_bytes // ((self._threads + _COPIES) * width))
+        size = min(size, max((s.entries for s in part.manifest.shards), default=1))
         pin = self._group.device.type == "cuda"
         with contextlib.ExitStack() as stack:
-            free = [
-                {f.name: torch.empty(f.shape(size), dtype=f.dtype, pin_memory=pin) for f in fields}
-                for _ in range(self._threads + 1)
-            ]
+            free = [Staging(fields, size, pin) for _ in range(self._threads + 1)]
             pool = stack.enter_context(ThreadPoolExecutor(self._threads))
-            ahead: list[tuple[Future[dict[str, Tensor]], dict[str, Tensor], bool]] = []
+            ahead: list[tuple[Future[dict[str, Tensor]], Staging, bool]] = []
 
             def take() -> Iterator[dict[str, Tensor]]:
-                future, memory, has_others = ahead.pop(0)
+                future, staging, has_others = ahead.pop(0)
                 batch = future.result()
                 if has_others:
                     mine = self._mine(batch["ids"])
                     batch = {name: tensor[mine] for name, tensor in batch.items()}
                 yield batch
-                free.append(memory)
+                free.append(staging)
 
             for shard, has_others in self._shards(part):
                 reader = stack.enter_context(ShardReader(part.folder / shard.file, fields, shard))
                 for first in range(0, shard.entries, size):
                     if len(ahead) == self._threads:
                         yield from take()
-                    memory = free.pop()
+                    staging = free.pop()
                     n = min(size, shard.entries - first)
-                    ahead.append((pool.submit(reader.read, first, n, memory), memory, has_others))
+                    future = pool.submit(reader.read, first, n, staging)
+                    ahead.append((future, staging, has_others))
             while ahead:
                 yield from take()
 

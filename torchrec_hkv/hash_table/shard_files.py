@@ -7,7 +7,6 @@ header, the header, then tensor after tensor. The package reads these files.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -18,11 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.block_files import BLOCK, BlockFile, block_memory, host_memory
 from torchrec_hkv.hash_table.manifest import Shard
 
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _LENGTH_BYTES = 8
+# Shorter files go through the page cache, which holds them: a disk is slow with small pieces.
+_DIRECT_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,51 +96,107 @@ def _starts(fields: Sequence[Field], shard: Shard, header: bytes) -> dict[str, i
     return starts
 
 
-def host_memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of host memory, which must outlive them."""
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
+class Staging:
+    """Host memory that batches of entries pass through, between a table and a file.
+
+    Args:
+        fields: of the entries.
+        entries: how many a batch may have.
+        pin: memory that a GPU copies to and from without help.
+    """
+
+    def __init__(self, fields: Sequence[Field], entries: int, pin: bool = False) -> None:
+        self.fields = tuple(fields)
+        self.entries = entries
+        # A batch begins and ends within a block of the file.
+        self._memory = {
+            field.name: block_memory(entries * field.entry_bytes + 2 * BLOCK, pin)
+            for field in fields
+        }
+
+    def view(self, field: Field, lead: int, n: int) -> Tensor:
+        """A tensor of ``n`` entries, after ``lead`` bytes of the first block."""
+        part = self._memory[field.name][lead : lead + n * field.entry_bytes]
+        return part.view(field.dtype).view(field.shape(n))
+
+    def blocks(self, field: Field) -> memoryview:
+        """All bytes of a field's."""
+        return host_memory(self._memory[field.name])
+
+    def keep(self, field: Field, begin: int, end: int) -> None:
+        """Moves bytes that are less than a block to where it begins."""
+        memory = self._memory[field.name]
+        memory[: end - begin] = memory[begin:end]
 
 
 class ShardWriter:
     """Writes a new shard, batch after batch; a context manager.
 
+    Whole blocks are written as they come. What two tensors, or a tensor and the header, share of a
+    block is written at the end.
+
     Args:
         path: of the file.
-        fields: of its entries.
+        staging: memory for batches, of its own.
         owners: first owner bucket of its ids, and the one past the last.
         entries: how many will come.
     """
 
-    def __init__(
-        self, path: Path, fields: Sequence[Field], owners: tuple[int, int], entries: int
-    ) -> None:
+    def __init__(self, path: Path, staging: Staging, owners: tuple[int, int], entries: int) -> None:
+        fields = staging.fields
         size = entries * entry_bytes(fields)
         shard = Shard(path.name, *owners, entries, size, {})
         header = _header(fields, shard)
         self._shard = dataclasses.replace(shard, bytes=len(header) + size)
-        self._fields = fields
-        self._at = _starts(fields, shard, header)
+        self._staging = staging
+        self._starts = _starts(fields, shard, header)
+        self._at = dict(self._starts)
         self._crc32 = {field.name: 0 for field in fields}
         self._written = 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._write(memoryview(header), 0)
+        self._edges: list[tuple[int, bytes]] = [(0, header)]
+        self._file = BlockFile(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct=self._shard.bytes >= _DIRECT_BYTES
+        )
 
-    def _write(self, data: memoryview, at: int) -> None:
-        while data.nbytes:
-            written = os.pwrite(self._file, data, at)
-            data, at = data[written:], at + written
+    def memory(self, n: int) -> dict[str, Tensor]:
+        """Where to put the next ``n`` entries, by name; at most as many as the staging takes."""
+        return {
+            field.name: self._staging.view(field, self._at[field.name] % BLOCK, n)
+            for field in self._staging.fields
+        }
+
+    def write(self, n: int) -> None:
+        """Writes ``n`` entries that were put into :meth:`memory`."""
+        for field in self._staging.fields:
+            self._write(field, n * field.entry_bytes)
+        self._written += n
 
     def append(self, batch: dict[str, Tensor]) -> None:
-        """Writes entries: contiguous tensors in host memory, by name."""
-        for field in self._fields:
-            data = host_memory(batch[field.name])
-            self._crc32[field.name] = zlib.crc32(data, self._crc32[field.name])
-            self._write(data, self._at[field.name])
-            self._at[field.name] += data.nbytes
-        self._written += batch["ids"].numel()
+        """Writes entries out of other memory."""
+        for first in range(0, len(batch["ids"]), self._staging.entries):
+            part = {name: tensor[first:][: self._staging.entries] for name, tensor in batch.items()}
+            n = len(part["ids"])
+            for name, to in self.memory(n).items():
+                to.copy_(part[name])
+            self.write(n)
+
+    def _write(self, field: Field, size: int) -> None:
+        name = field.name
+        start, at = self._starts[name], self._at[name]
+        first = at - at % BLOCK  # of the file, in memory at 0
+        blocks = self._staging.blocks(field)
+        end = at + size
+        self._crc32[name] = zlib.crc32(blocks[at - first : end - first], self._crc32[name])
+        self._at[name] = end
+        last = end - end % BLOCK
+        if last == first:
+            return  # the rest of the block is still to come
+        begin = first
+        if start > first:
+            begin = first + BLOCK
+            self._edges.append((start, bytes(blocks[start - first : BLOCK])))
+        self._file.write_blocks(blocks[begin - first : last - first], begin)
+        self._staging.keep(field, last - first, end - first)
 
     @property
     def room(self) -> int:
@@ -147,14 +205,22 @@ class ShardWriter:
 
     def finish(self) -> Shard:
         """Makes sure that the file is on the disk; returns what a manifest says of it."""
-        os.fsync(self._file)
+        for field in self._staging.fields:
+            start, at = self._starts[field.name], self._at[field.name]
+            first = at - at % BLOCK
+            begin = max(start, first)
+            rest = self._staging.blocks(field)[begin - first : at - first]
+            self._edges.append((begin, bytes(rest)))
+        for at, data in self._edges:
+            self._file.write(data, at)
+        self._file.sync()
         return dataclasses.replace(self._shard, crc32=self._crc32)
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
 class ShardReader:
@@ -176,66 +242,63 @@ class ShardReader:
         header = _header(fields, shard)
         self._starts = _starts(fields, shard, header)
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = BlockFile(path, os.O_RDONLY, direct=shard.bytes >= _DIRECT_BYTES)
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
         try:
-            size = os.fstat(self._file).st_size
+            size = self._file.size()
             if size != shard.bytes:
                 what = "cut short" if size < shard.bytes else "too long"
                 raise ValueError(f"{path} is {what}: it has {size} bytes instead of {shard.bytes}.")
             if len(header) + shard.entries * entry_bytes(fields) != size:
                 raise ValueError(f"{path} has {size} bytes, which is not what its entries take.")
-            if os.pread(self._file, len(header), 0) != header:
+            if self._file.read(len(header), 0) != header:
                 raise ValueError(f"{path} is damaged: its header is not what its manifest implies.")
         except ValueError:
-            os.close(self._file)
+            self._file.close()
             raise
 
     def __enter__(self) -> ShardReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+        self._file.close()
 
-    def batches(self, memory: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def batches(self, staging: Staging) -> Iterator[dict[str, Tensor]]:
         """Entries in the order of the file.
 
         Args:
-            memory: a tensor in host memory for each field, as long as a batch may be.
+            staging: memory for a batch; only the fields that it has are read.
 
         Returns:
             Views of that memory, valid until the next ones.
         """
-        longest = memory["ids"].shape[0]
-        for first in range(0, self._shard.entries, longest):
-            yield self.read(first, min(longest, self._shard.entries - first), memory)
+        for first in range(0, self._shard.entries, staging.entries):
+            yield self.read(first, min(staging.entries, self._shard.entries - first), staging)
 
-    def read(self, first: int, n: int, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+    def read(self, first: int, n: int, staging: Staging) -> dict[str, Tensor]:
         """``n`` entries from the one numbered ``first``: views of the memory of the fields that are
         in it."""
-        batch = {name: tensor[:n] for name, tensor in memory.items()}
-        for field in self._fields:
-            if field.name in batch:
-                at = self._starts[field.name] + first * field.entry_bytes
-                self._read(host_memory(batch[field.name]), at)
-        return batch
+        return {field.name: self._read(field, first, n, staging) for field in staging.fields}
 
-    def _read(self, data: memoryview, at: int) -> None:
-        while data.nbytes:
-            read = os.preadv(self._file, [data], at)
-            if read == 0:
-                raise ValueError(f"{self._path} is cut short: it ends at byte {at}.")
-            data, at = data[read:], at + read
+    def _read(self, field: Field, first: int, n: int, staging: Staging) -> Tensor:
+        at = self._starts[field.name] + first * field.entry_bytes
+        lead = at % BLOCK
+        needed = lead + n * field.entry_bytes
+        blocks = staging.blocks(field)[: needed + -needed % BLOCK]
+        got = self._file.read_blocks(blocks, at - lead, needed)
+        if got < needed:
+            raise ValueError(f"{self._path} is cut short: it ends at byte {at - lead + got}.")
+        return staging.view(field, lead, n)
 
-    def verified_batches(self, memory: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def verified_batches(self, staging: Staging) -> Iterator[dict[str, Tensor]]:
         """As :meth:`batches`; after the last one the checksums are compared.
 
         Raises:
             ValueError: one is not what the manifest says.
         """
         crc32 = {field.name: 0 for field in self._fields}
-        for batch in self.batches(memory):
+        for batch in self.batches(staging):
             for name, tensor in batch.items():
                 crc32[name] = zlib.crc32(host_memory(tensor), crc32[name])
             yield batch

@@ -35,14 +35,14 @@ def check_remember_evicted(where: str, remember_evicted: object) -> None:
         )
 
 
-def check_strict(where: str, strict: object) -> None:
+def check_flag(where: str, name: str, value: object) -> None:
     """Refuses what is no truth value.
 
     Raises:
         ValueError: its sentence starts with ``where``.
     """
-    if not isinstance(strict, bool):
-        raise ValueError(f"{where}: strict is {strict!r}, but must be True or False.")
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {name} is {value!r}, but must be True or False.")
 
 
 def crowded_message(name: str, number: int, size: int, slots: int) -> str:

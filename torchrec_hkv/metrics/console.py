@@ -59,6 +59,9 @@ class ConsoleLine:
         steps: how many there will be; None where that is not known.
         shown: False prints nothing, as on ranks other than the first.
         file: standard error by default for the live line; the final one goes to standard output.
+
+    Raises:
+        ValueError: ``steps`` is negative.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class ConsoleLine:
         shown: bool = True,
         file: TextIO | None = None,
     ) -> None:
+        if steps is not None and steps < 0:
+            raise ValueError(f"steps is {steps}, but must be None or at least 0.")
         self.title = title
         self.line = ""
         self._steps = steps

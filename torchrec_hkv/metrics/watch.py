@@ -42,7 +42,7 @@ class Watch:
         group: as for :func:`collect`. NCCL adds up without a wait, gloo waits.
 
     Raises:
-        TypeError: the source is none.
+        TypeError: the source is none, or a sink can't be called.
         ValueError: ``every`` is not positive, or two tables have one name.
     """
 
@@ -57,6 +57,12 @@ class Watch:
             raise ValueError(f"every is {every!r}, but must be a number of steps, at least 1.")
         self._every = every
         self._sinks = list(sinks)
+        for sink in self._sinks:
+            if not callable(sink):
+                raise TypeError(
+                    f"A sink is {sink!r}, but must be called with a step and its metrics, as a "
+                    "ConsoleLine is."
+                )
         self._reader = _Reader(source, group)
         self._steps = 0
         self._open: list[_Reading] = []

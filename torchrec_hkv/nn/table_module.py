@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_hkv import _C
+from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table import SGD, Initializer, Optimizer, TableGroup, Uniform
 from torchrec_hkv.hash_table.spec_checks import check_remember_evicted
 from torchrec_hkv.nn.capacity import HbmLimits, gib_to_bytes
@@ -427,7 +428,4 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() and _C.has_cuda else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return known_device(device)

@@ -219,9 +219,8 @@ class Tables:
             # Not the factor alone: at first, backwards don't look.
             finite = factor.isfinite().all() & self._gradients.finite()
         rounds, group = self._gradients.take(), self.group
-        grad, ids, offsets, weights, slots, batch_size, mean = as_one_batch(
-            rounds, group.num_features
-        )
+        dims = [group.tables[table].dim for table in group.feature_tables]
+        grad, ids, offsets, weights, slots, batch_size, mean, bags = as_one_batch(rounds, dims)
         if factor is not None:
             weights = factor.expand(ids.numel()).contiguous()
         if finite is not None:
@@ -238,6 +237,7 @@ class Tables:
             mean,
             self._rate_of(learning_rate),
             len(rounds),
+            bags,
         )
         if finite is not None:
             group.optimizer_steps.sub_(finite.logical_not().long())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.tensor_train import (
@@ -85,7 +87,7 @@ class TTTables(nn.Module):
         super().__init__()
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
-        device = torch.device(device or "cpu")
+        device = known_device(device or "cpu")
         self.weight_dist = weight_dist
         self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision, strict=strict)
         self.tt_cores = nn.ParameterList(
@@ -97,7 +99,7 @@ class TTTables(nn.Module):
             self.register_buffer(f"optimizer_state_{number}", state, persistent=self.is_fused)
         step = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("optimizer_step", step, persistent=self.is_fused)
-        rate = torch.tensor(float(learning_rate), device=device)
+        rate = torch.tensor(_checked_rate(learning_rate), device=device)
         self.register_buffer("learning_rate", rate, persistent=False)
 
     @property
@@ -106,8 +108,12 @@ class TTTables(nn.Module):
         return self.group.optimizer is not None
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the fused optimizer, from the next backward on."""
-        self.learning_rate.fill_(learning_rate)
+        """Of the fused optimizer, from the next backward on.
+
+        Raises:
+            ValueError: it is negative or not finite.
+        """
+        self.learning_rate.fill_(_checked_rate(learning_rate))
 
     def reset_parameters(self) -> None:
         """New random cores; optimizer states start anew."""
@@ -280,6 +286,13 @@ def as_int64(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be of dtype int32 or int64, but are of {tensor.dtype}.")
     return tensor.long().contiguous()
+
+
+def _checked_rate(learning_rate: float) -> float:
+    rate = float(learning_rate)
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"learning_rate is {rate}, but must be finite and at least 0.")
+    return rate
 
 
 def check_mode(mode: str) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import ParameterConstraints as StockParameterConstraints
-from torchrec.modules.embedding_configs import DataType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.sharding.output_dtype import check_output_dtype
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.validation import check_sharding_type, served_sharding_types
 
@@ -216,8 +216,5 @@ def _check_stock_only_fields(
             f"Table {table!r} is constrained to backend {backend!r} and has "
             "use_virtual_table=True, which only stock kernels honour: leave it False."
         )
-    if constraint.output_dtype not in (None, DataType.FP32):
-        raise ValueError(
-            f"Table {table!r} is constrained to backend {backend!r} and has "
-            f"output_dtype={constraint.output_dtype}: backends give float32."
-        )
+    for backend in choice.backends:
+        check_output_dtype(table, backend, constraint.output_dtype)

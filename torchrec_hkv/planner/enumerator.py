@@ -76,10 +76,11 @@ class BackendEnumerator(EmbeddingEnumerator):
         tables = {(option.path, option.name) for option in kept}
         for option in named:
             if (option.path, option.name) not in tables:
-                reasons = self.refused[option.path, option.name]
+                # Sorted: TorchRec makes options in no order.
+                reasons = sorted(self.refused[option.path, option.name].items())
                 raise ValueError(
                     f"Table {option.name!r} can't be served by any of its compute kernels: "
-                    + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+                    + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
                 )
         sharding_options[:] = kept
         super().populate_estimates(sharding_options)

@@ -27,8 +27,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.sharding.data_parallel import data_parallel_pooled, data_parallel_sequence
-from torchrec_hkv.sharding.input_dist import RowWiseFeaturesDist, TableRowWiseFeaturesDist
+from torchrec_hkv.sharding.input_dist import (
+    RowWiseFeaturesDist,
+    TableRowWiseFeaturesDist,
+    TableWiseFeaturesDist,
+)
 from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
 
@@ -52,6 +57,7 @@ class _Pooled:
             feature_processor=feature_processor,
             sharding_type=self.summed_as,
             env=self._env,
+            output_dtype=output_dtype_of_ranks(self._grouped_embedding_configs_per_rank),
         )
 
 
@@ -70,6 +76,7 @@ class _Sequence:
             pg=self._pg,
             device=device if device is not None else self._device,
             env=self._env,
+            output_dtype=output_dtype_of_ranks(self._grouped_embedding_configs_per_rank),
         )
 
 
@@ -122,21 +129,33 @@ class _RowWiseOnHosts:
         )
 
 
+class _TableWise:
+    """Whole tables or whole columns; a mixin before TorchRec's."""
+
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """The distribution of ids to the ranks that hold the tables."""
+        return TableWiseFeaturesDist(
+            self._pg, self.features_per_rank(), device if device is not None else self._device
+        )
+
+
 class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
     """Row-wise, pooled."""
 
     summed_as = ShardingType.ROW_WISE
 
 
-class TableWisePooled(_Pooled, TwPooledEmbeddingSharding):
+class TableWisePooled(_TableWise, _Pooled, TwPooledEmbeddingSharding):
     """Table-wise, pooled."""
 
 
-class ColumnWisePooled(_Pooled, CwPooledEmbeddingSharding):
+class ColumnWisePooled(_TableWise, _Pooled, CwPooledEmbeddingSharding):
     """Column-wise, pooled: every column shard sees all ids, and so keeps the same."""
 
 
-class TableColumnWisePooled(_Pooled, TwCwPooledEmbeddingSharding):
+class TableColumnWisePooled(_TableWise, _Pooled, TwCwPooledEmbeddingSharding):
     """Column-wise on the ranks of one host, pooled."""
 
 
@@ -154,11 +173,11 @@ class RowWiseSequence(_RowWise, _Sequence, RwSequenceEmbeddingSharding):
     is_sequence = True
 
 
-class TableWiseSequence(_Sequence, TwSequenceEmbeddingSharding):
+class TableWiseSequence(_TableWise, _Sequence, TwSequenceEmbeddingSharding):
     """Table-wise, sequences."""
 
 
-class ColumnWiseSequence(_Sequence, CwSequenceEmbeddingSharding):
+class ColumnWiseSequence(_TableWise, _Sequence, CwSequenceEmbeddingSharding):
     """Column-wise, sequences."""
 
 

@@ -1,4 +1,4 @@
-"""Row-wise input distribution: raw ids and row numbers, bucketized and sent together."""
+"""Input distribution: raw ids and row numbers, where rows are split bucketized, sent together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torchrec.distributed.embedding_sharding import (
     _fx_wrap_stride_per_key_per_rank,
 )
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_hkv.sharding.all_to_all import CountedAllToAll
 from torchrec_hkv.sharding.variable_batch import padded_lengths
 
 
@@ -82,6 +84,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
             device=device,
             is_sequence=is_sequence,
         )
+        self._dist = CountedAllToAll(pg, [len(feature_hash_sizes)] * pg.size(), 1, device)
         is_hashed = torch.tensor(list(feature_is_hashed), dtype=torch.bool, device=device)
         self.register_buffer(
             "_block_sizes",
@@ -101,6 +104,22 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         # TorchRec's sharded EmbeddingCollection takes it from here after the call.
         self.unbucketize_permute_tensor = permute if self._is_sequence else None
         return self._dist(bucketized)
+
+
+class TableWiseFeaturesDist(TwSparseFeaturesDist):
+    """TorchRec's table-wise distribution, and that of columns."""
+
+    def __init__(
+        self, pg: dist.ProcessGroup, features_per_rank: list[int], device: torch.device | None
+    ) -> None:
+        """
+        Args:
+            pg: the ranks.
+            features_per_rank: number of features that each rank looks up.
+            device: of the ids.
+        """
+        super().__init__(pg, features_per_rank)
+        self._dist = CountedAllToAll(pg, features_per_rank, 1, device)
 
 
 class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
@@ -131,6 +150,8 @@ class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
             feature_hash_sizes=list(feature_hash_sizes),
             device=device,
         )
+        hosts = pg.size() // local_size
+        self._dist = CountedAllToAll(pg, list(features_per_rank), hosts, device)
         is_hashed = torch.tensor(list(feature_is_hashed), dtype=torch.bool, device=device)
         self.register_buffer(
             "_block_sizes",

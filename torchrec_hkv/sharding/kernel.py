@@ -25,6 +25,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup, TableShard
 from torchrec_hkv.sharding.dense_optimizer import sharded_state
 from torchrec_hkv.sharding.optimizer import initial_learning_rate, optimizer_spec
+from torchrec_hkv.sharding.output_dtype import OUTPUT_DTYPE, output_dtype
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
 from torchrec_hkv.sharding.row_optimizer import RowOptimizer
 from torchrec_hkv.sharding.tables import table_shard
@@ -66,6 +67,8 @@ class BackendKernel(FusedOptimizerModule):
             optimizer_spec(self.shards[0].name, fused_params),
             device,
         )
+        told = fused_params.get(OUTPUT_DTYPE)
+        self._emb_module.set_output_dtype(output_dtype(self.shards[0].name, told))
         # A table with several columns' shards here has one placeholder.
         self._param_per_table = {
             shard.name: placeholder(shard.dim, shard.dtype, device) for shard in self.shards

@@ -6,6 +6,8 @@ forward, prefetched or not.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embedding_kernel import BaseEmbedding
@@ -21,7 +23,24 @@ from torchrec_hkv.sharding.kernel import BackendEmbedding, BackendEmbeddingBag
 from torchrec_hkv.sharding.variable_batch import merged_groups
 
 
-class PooledLookup(GroupedPooledEmbeddingsLookup):
+class _AnyDtype:
+    """A mixin before TorchRec's lookups: a rank without tables sends nothing in float32 there,
+    whatever the others send."""
+
+    def __init__(self, *args: Any, output_dtype: torch.dtype, **kwargs: Any) -> None:
+        """
+        Args:
+            args: TorchRec's.
+            output_dtype: of the outputs of all ranks.
+            kwargs: TorchRec's.
+        """
+        super().__init__(*args, **kwargs)
+        self._dummy_embs_tensor = torch.empty_like(
+            self._dummy_embs_tensor, dtype=output_dtype, requires_grad=True
+        )
+
+
+class PooledLookup(_AnyDtype, GroupedPooledEmbeddingsLookup):
     """Of pooled tables."""
 
     def _create_embedding_kernel(
@@ -48,7 +67,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         )
 
 
-class SequenceLookup(GroupedEmbeddingsLookup):
+class SequenceLookup(_AnyDtype, GroupedEmbeddingsLookup):
     """Of tables of sequences."""
 
     def _create_embedding_kernel(

@@ -138,7 +138,8 @@ def _refuse_others(
     table: str, optimizer: str, fused_params: Mapping[str, Any], known: frozenset[str]
 ) -> None:
     for name, value in fused_params.items():
-        if name in ("optimizer", "learning_rate") or name in known:
+        # The last is no matter of training: output_dtype.py.
+        if name in ("optimizer", "learning_rate", "output_dtype") or name in known:
             continue
         if name in _ABOUT_STOCK_STORAGE or name.startswith("cache_") or value is SparseType.FP32:
             continue

@@ -62,8 +62,8 @@ class _BackendSharder:
                 None: what ``TORCHREC_HKV_EMB_WIRE_DTYPE`` says; tables of which nothing is said go
                 as ``qcomm_codecs_registry`` says.
             unique: tables whose ids a user knows to be different in each batch of each rank, or
-                True for all: ``use_index_dedup`` then sends them as they are. None: what
-                ``TORCHREC_HKV_EMB_UNIQUE`` says.
+                True for all, or True or False by table: ``use_index_dedup`` then sends them as they
+                are. None: what ``TORCHREC_HKV_EMB_UNIQUE`` says.
             shard_unique: tables on backends whose ids are different where they are looked up, too,
                 or True: a lookup that has one twice is refused. None: what
                 ``TORCHREC_HKV_EMB_SHARD_UNIQUE`` says.

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_hkv.backends.saved import EntriesLoad
+from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.state import LAYOUT_KEY, TableState
 
-# Entries that are shown at a time.
+# Entries that are shown at a time, and bytes of counts.
 _BATCH = 1 << 16
+_BYTES = 1 << 24
 
 
 def exchange_state(
@@ -97,14 +98,19 @@ class _Table:
         """Tensors of one dimension, which are with the first column."""
         spec = self._state.specs[self._rows[0][0]]
         whole = ("table_state", LAYOUT_KEY)
-        return [key for key in spec if len(spec[key].shape) == 1 and key not in whole]
+        keys = [key for key in spec if len(spec[key].shape) == 1 and key not in whole]
+        return [key for key in keys if not key.startswith(COUNTS)]
+
+    def _keys_of_counts(self, index: int) -> list[str]:
+        """Of a shard of the first column."""
+        return [key for key in self._state.specs[index] if key.startswith(COUNTS)]
 
     def load_same(self, loads: Mapping[str, EntriesLoad], table_state: Tensor) -> None:
         """Every entry stays in its place; shards of other columns lack its id."""
         for indices in self._rows:
             of_entries: dict[str, Tensor] = {}
             if len(indices) > 1:
-                for key in self._keys_of_entries():
+                for key in [*self._keys_of_entries(), *self._keys_of_counts(indices[0])]:
                     shape = self._state.specs[indices[0]][key].shape
                     held = self._held(key, indices[0])
                     of_entries[key] = self._from_holder(key, indices[0], held, shape)
@@ -121,7 +127,20 @@ class _Table:
             places = self._state.specs[indices[0]]["ids"].shape[0]
             for first in range(0, places, _BATCH):
                 self._show(indices, first, min(_BATCH, places - first), loads)
+        for indices in self._rows:
+            for key in self._keys_of_counts(indices[0]):
+                self._show_counts(key, indices[0], loads)
         on_every_rank(lambda: [load.finish() for load in loads.values()], self._pg)
+
+    def _show_counts(self, key: str, index: int, loads: Mapping[str, EntriesLoad]) -> None:
+        (size,) = self._state.specs[index][key].shape
+        for first in range(0, size, _BYTES):
+            n = min(_BYTES, size - first)
+            held = self._held(key, index)
+            mine = None if held is None else held[first : first + n]
+            part = self._from_holder(key, index, mine, (n,))
+            for load in loads.values():
+                load.put_counts(key, first, part)
 
     def _show(
         self, indices: list[int], first: int, n: int, loads: Mapping[str, EntriesLoad]

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-#: ``True`` for all tables, or their names.
-Tables = bool | Collection[str]
+#: ``True`` for all tables, their names, or by table whether it is one of them.
+Tables = bool | Collection[str] | Mapping[str, bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +20,18 @@ class Uniqueness:
         unique: tables whose ids are different in each batch of each rank.
         shard_unique: tables whose ids are different where they are looked up, over all ranks.
         is_checked: whether ``unique`` is checked; ``shard_unique`` always is.
+
+    Raises:
+        ValueError: a table has another value than True and False.
     """
 
     unique: Tables = False
     shard_unique: Tables = False
     is_checked: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("unique", "shard_unique"):
+            object.__setattr__(self, field, _names(field, getattr(self, field)))
 
     def has_unique(self, table: str) -> bool:
         """Whether a table's ids are different in a rank's batch."""
@@ -58,6 +65,15 @@ class Uniqueness:
                 f"unique is {self.unique!r}, which has an effect with use_index_dedup or "
                 "check_unique only: leave it out, or set one of them."
             )
+
+
+def _names(field: str, told: Tables) -> bool | Collection[str]:
+    if not isinstance(told, Mapping):
+        return told
+    for table, value in told.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{field} of table {table!r} is {value!r}: it must be True or False.")
+    return tuple(table for table, value in told.items() if value)
 
 
 def check_batch(

@@ -15,6 +15,7 @@ from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard
 from torchrec_hkv.compat import is_2d
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from torchrec_hkv.sharding.optimizer import applied_optimizer
+from torchrec_hkv.sharding.output_dtype import check_output_dtypes
 from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
 from torchrec_hkv.sharding.tables import (
     Collection,
@@ -64,6 +65,10 @@ def planned_tables(
     Raises:
         ValueError: a table that its backend, or this package, can't serve as planned.
     """
+    check_output_dtypes(
+        {name: sharding for name, sharding in shardings.items() if name in table_configs(module)},
+        fused_params,
+    )
     configs = table_configs(module)
     planned: dict[str, PlannedTable] = {}
     for name, sharding in shardings.items():

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.saved_tables import assert_refused, filled, like
 from torchrec_hkv.hash_table.manifest import Manifest
-from torchrec_hkv.hash_table.shard_files import ShardReader, ShardWriter, fields_of
+from torchrec_hkv.hash_table.shard_files import ShardReader, ShardWriter, Staging, fields_of
 
 
 def rewrite(folder, change):
@@ -15,12 +15,12 @@ def rewrite(folder, change):
     manifest = Manifest.read(folder)
     (shard,) = manifest.shards
     fields = fields_of(4, torch.float32, 0, False)
-    memory = {f.name: torch.empty(f.shape(shard.entries), dtype=f.dtype) for f in fields}
+    staging = Staging(fields, shard.entries)
     with ShardReader(folder / shard.file, fields, shard) as reader:
-        list(reader.batches(memory))
+        (memory,) = ({k: v.clone() for k, v in b.items()} for b in reader.batches(staging))
     owners = change(memory) or (0, 1 << 16)
     (folder / shard.file).unlink()
-    with ShardWriter(folder / shard.file, fields, owners, shard.entries) as writer:
+    with ShardWriter(folder / shard.file, staging, owners, shard.entries) as writer:
         writer.append(memory)
         written = writer.finish()
     dataclasses.replace(manifest, shards=(written,)).write(folder)

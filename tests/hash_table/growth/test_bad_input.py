@@ -24,4 +24,4 @@ def test_stale_slots_of_a_smaller_table(device_type):
         pytest.skip("slots are not looked at on a GPU")
     table = make(device_type, 1000, initial_capacity=100)
     with pytest.raises(ValueError, match=f"from -1 to {table.num_slots - 1}, "):
-        table._erase(torch.tensor([table.num_slots]))
+        table.group._erase_slots(torch.tensor([table.num_slots]))

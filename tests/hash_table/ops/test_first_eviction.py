@@ -1,7 +1,9 @@
 """Nothing leaves a table before it is 95 % full, whatever the pattern of the ids."""
 
 import pytest
+import torch
 
+from tests.support.hashing import buckets_of
 from tests.support.id_streams import STREAMS, id_stream
 from tests.support.tables import make
 
@@ -17,3 +19,29 @@ def test_first_eviction(device_type, stream, capacity):
     assert counters["evicted"] == counters["refused"] == 0
     assert table.size == len(ids)
     assert table.contains(ids).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_evicts_finds_both_buckets_full(device_type, seed):
+    """Whatever the order of the ids in a call, and whichever thread is first."""
+    buckets = 157
+    table = make(device_type, 10_000, dim=1)
+    assert table.capacity == buckets * 64
+    torch.manual_seed(seed)
+    rows = torch.zeros(1000, 1, device=device_type)
+    slot_of: dict[int, int] = {}
+    for part in id_stream("stride 2^20", 11_000).split(1000):
+        ids = part[torch.randperm(1000)]
+        back = table.insert_and_evict(ids.to(device_type), rows)
+        slots = table.find_slots(ids.to(device_type)).tolist()
+        if back.ids.numel():
+            break
+        slot_of.update(zip(ids.tolist(), slots, strict=True))
+    assert len(slot_of) + 1000 - back.ids.numel() >= 0.95 * table.capacity
+    holder = dict(zip(slots, ids.tolist(), strict=True))
+    # Buckets only fill during a call, so that those it found full are full after it.
+    there = torch.tensor([*{*slot_of.values()}, *holder.keys()])
+    filled = torch.bincount(there.unique() // 64, minlength=buckets)
+    for evicted in back.ids.tolist():
+        evictor = holder[slot_of[evicted]]
+        assert [int(filled[bucket]) for bucket in buckets_of(evictor, buckets)] == [64, 64]

@@ -1,0 +1,283 @@
+"""A step of sharded tables on several ranks: hash tables beside TorchRec's own, row-wise.
+
+    torchrun --nproc_per_node 2 -m benchmarks.sharded_step --out benchmarks/results/sharded_step.csv
+
+``DistributedModelParallel`` with one collection of the tables S1: TorchRec's sharder with ``fused``
+kernels, and ours with ``hkv``, row-wise, row-wise Adagrad, in one run on the same ids, all of which
+the hash tables hold at a load factor of ``--load``. What is timed, in rows of their own:
+
+- ``step``: exchange of ids, lookup, exchange of pooled rows, and the backward with the update;
+- ``input_dist``: the exchange of ids alone, until they are there.
+
+Both sides run by turns, in rounds back to back. ``stock_ms`` and ``hkv_ms`` are the median over all
+calls of all rounds, of the slowest rank: on a GPU between events of the device, on a CPU by the
+clock. ``ratio`` is ``hkv`` over stock. Samples are those of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fbgemm_gpu
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from benchmarks.environment import report
+from benchmarks.ids import power_law
+from torchrec_hkv import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    get_default_sharders,
+)
+from torchrec_hkv.sharding import table_counters
+
+#: Names, and the power of the law that ids follow (0: all alike).
+STREAMS = {"uniform": 0.0, "power_law": 1.05}
+SIDES = ("stock", "hkv")
+BATCHES = 4
+#: Coprime to numbers of rows here: frequent ids lie all over the table, not in its first block.
+_PRIME = 2654435761
+
+
+def make_model(args: argparse.Namespace, side: str) -> DistributedModelParallel:
+    """One side's sharded tables."""
+    kernel = "fused" if side == "stock" else "hkv"
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{t}",
+            feature_names=[f"f{t}"],
+            embedding_dim=args.dim,
+            num_embeddings=args.rows if side == "stock" else round(args.rows / args.load),
+            weight_init_min=-0.05,
+            weight_init_max=0.05,
+        )
+        for t in range(args.tables)
+    ]
+    collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01, "eps": 1e-8})
+    world_size = dist.get_world_size()
+    topology = Topology(
+        world_size=world_size,
+        local_world_size=world_size,
+        compute_device=args.device.type,
+        hbm_cap=1 << 40,  # whether it fits is not asked here
+        ddr_cap=1 << 42,
+    )
+    constraint = ParameterConstraints(compute_kernels=[kernel], sharding_types=["row_wise"])
+    planner = EmbeddingShardingPlanner(
+        topology=topology, constraints={table.name: constraint for table in tables}
+    )
+    ours = get_default_sharders()
+    plan = planner.collective_plan(collection, ours, dist.group.WORLD)
+    return DistributedModelParallel(
+        collection,
+        device=args.device,
+        plan=plan,
+        sharders=[EmbeddingBagCollectionSharder()] if side == "stock" else ours,
+    )
+
+
+def keyed(args: argparse.Namespace, ids: Tensor) -> KeyedJaggedTensor:
+    """A batch of bags of equal length, from ids of its tables one after the other."""
+    return KeyedJaggedTensor(
+        keys=[f"f{t}" for t in range(args.tables)],
+        values=ids,
+        lengths=torch.full((args.tables * args.batch,), args.bag, device=args.device),
+    )
+
+
+def draw(args: argparse.Namespace, power: float) -> KeyedJaggedTensor:
+    """A batch of a stream."""
+    count = args.tables * args.batch * args.bag
+    if not power:
+        return keyed(args, torch.randint(args.rows, (count,), device=args.device))
+    ranked = power_law(count, args.rows, power, args.device).view(args.tables, -1)
+    # Each table has frequent ids of its own, so that which rank has them is no single toss.
+    first = torch.arange(args.tables, device=args.device)[:, None] * (args.rows // args.tables)
+    return keyed(args, ((ranked * _PRIME + first) % args.rows).flatten())
+
+
+def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
+    """Looks every id up once, each rank a part of them, so that the hash tables hold it."""
+    world_size, count = dist.get_world_size(), args.batch * args.bag
+    for first in range(0, args.rows, count * world_size):
+        ids = (
+            first + dist.get_rank() * count + torch.arange(count, device=args.device)
+        ) % args.rows
+        with torch.no_grad():
+            model(keyed(args, ids.repeat(args.tables))).wait()
+    sizes = [counted["size"] for counted in table_counters(model).values()]
+    held = torch.tensor(sizes, device=args.device)
+    dist.all_reduce(held)
+    if held.tolist() != [args.rows] * args.tables:
+        raise RuntimeError("a table has no room for an id; --load must be lower.")
+
+
+def round_ms(call: Callable[[int], object], steps: int, device: torch.device) -> list[float]:
+    """Milliseconds of each of so many calls, back to back, from when all ranks are ready."""
+
+    def now() -> float | torch.cuda.Event:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    marks = [now()]
+    for at in range(steps):
+        call(at)
+        marks.append(now())
+    pairs = itertools.pairwise(marks)
+    if device.type != "cuda":
+        return [1e3 * (end - begin) for begin, end in pairs]
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) for begin, end in pairs]
+
+
+def step_of(
+    model: DistributedModelParallel, batches: list[KeyedJaggedTensor], grad: Tensor
+) -> Callable[[int], object]:
+    """A whole step."""
+    return lambda at: model(batches[at % BATCHES]).values().backward(grad)
+
+
+def exchange_of(
+    model: DistributedModelParallel, batches: list[KeyedJaggedTensor]
+) -> Callable[[int], object]:
+    """The exchange of ids."""
+    sharded = model.module
+    return lambda at: (
+        sharded.input_dist(sharded.create_context(), batches[at % BATCHES]).wait().wait()
+    )
+
+
+def compare(
+    args: argparse.Namespace, calls: dict[str, Callable[[int], object]]
+) -> dict[str, float]:
+    """The median milliseconds of a call of both sides, on the slowest rank."""
+    for call in calls.values():
+        round_ms(call, args.warm_up, args.device)
+    times: dict[str, list[float]] = {side: [] for side in calls}
+    for _ in range(args.rounds):
+        for side, call in calls.items():
+            times[side] += round_ms(call, args.steps, args.device)
+    medians = torch.tensor(
+        [statistics.median(times[side]) for side in SIDES], dtype=torch.float64, device=args.device
+    )
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return dict(zip(SIDES, medians.tolist(), strict=True))
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Two rows a stream."""
+    torch.manual_seed(1 + dist.get_rank())
+    models = {side: make_model(args, side) for side in SIDES}
+    fill(args, models["hkv"])
+    grad = torch.randn(args.batch, args.tables * args.dim, device=args.device)
+    ranks = dist.get_world_size()
+    for name in args.streams:
+        batches = [draw(args, STREAMS[name]) for _ in range(BATCHES)]
+
+        steps = {side: step_of(model, batches, grad) for side, model in models.items()}
+        exchanges = {side: exchange_of(model, batches) for side, model in models.items()}
+        for what, calls in (("step", steps), ("input_dist", exchanges)):
+            took = compare(args, calls)
+            yield {
+                "what": what,
+                "stream": name,
+                "ranks": ranks,
+                "tables": args.tables,
+                "rows": args.rows,
+                "dim": args.dim,
+                "batch": args.batch,
+                "bag": args.bag,
+                "load": args.load,
+                **{f"{side}_ms": round(ms, 3) for side, ms in took.items()},
+                "ratio": round(took["hkv"] / took["stock"], 3),
+                **{
+                    f"{side}_samples_s": round(1e3 * args.batch * ranks / ms)
+                    for side, ms in took.items()
+                },
+                "fbgemm_gpu": fbgemm_gpu.__version__,
+                "torchrec": torchrec.__version__,
+            }
+        if args.profile is not None:
+            for side, step in steps.items():
+                profile(args.profile / f"{name}_{side}.txt", step, args.device)
+
+
+def profile(path: Path, call: Callable[[int], object], device: torch.device) -> None:
+    """Writes what the device did in five calls, kernel by kernel, on rank 0."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    first = dist.get_rank() == 0
+    with torch.profiler.profile(activities=kinds) if first else contextlib.nullcontext() as seen:
+        round_ms(call, 5, device)
+    if seen is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        order = f"self_{device.type}_time_total"
+        path.write_text(seen.key_averages().table(sort_by=order, row_limit=60))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parses arguments, measures, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", type=int, default=26)
+    parser.add_argument("--rows", type=int, help="ids a table (default: 1M on a GPU, 20,000)")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, help="of a rank (default: 8192 on a GPU, 256)")
+    parser.add_argument("--bag", type=int, default=10, help="ids of a bag")
+    parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
+    parser.add_argument("--streams", nargs="+", choices=list(STREAMS), default=list(STREAMS))
+    parser.add_argument("--steps", type=int, default=40, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5, help="of each side")
+    parser.add_argument("--warm-up", type=int, default=5, help="calls before the first round")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write kernels' times here")
+    parser.add_argument("--out", type=Path, help="CSV file")
+    args = parser.parse_args(arguments)
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = kind == "cuda"
+    args.rows = args.rows or (1_000_000 if on_gpu else 20_000)
+    args.batch = args.batch or (8192 if on_gpu else 256)
+    args.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if on_gpu else None)
+    if on_gpu:
+        torch.cuda.set_device(args.device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=2), **alone
+    )
+    try:
+        rows = measure(args)
+        if dist.get_rank() == 0:
+            report(rows, args.out)
+        else:
+            for _ in rows:
+                pass
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

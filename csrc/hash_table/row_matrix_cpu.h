@@ -1,0 +1,36 @@
+// Rows between tables and matrices, on the CPU.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "hash_table/row_matrix.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+// `width` elements, converted where the types differ.
+inline void copy_elements(RowType to_type, char* to, RowType from_type, const char* from,
+                          int32_t width) {
+  if (to_type == from_type) {
+    std::memcpy(to, from, static_cast<size_t>(width) * element_size(to_type));
+    return;
+  }
+  for (int32_t c = 0; c < width; ++c) {
+    store_element(to_type, to, c, load_element(from_type, from, c));
+  }
+}
+
+// The columns of a matrix's row that its table has not.
+inline void clear_columns_from(const RowMatrix& matrix, int64_t row, int32_t width) {
+  const int64_t element = element_size(matrix.type);
+  std::memset(matrix.at(row) + width * element, 0, (matrix.columns - width) * element);
+}
+
+// A vector of a table, which has `width` elements, becomes a row.
+inline void copy_to_matrix(const RowMatrix& matrix, int64_t row, RowType type, const char* from,
+                           int32_t width) {
+  copy_elements(matrix.type, matrix.at(row), type, from, width);
+  clear_columns_from(matrix, row, width);
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

@@ -1,0 +1,59 @@
+// Rows between tables and matrices, on the GPU: by a tile of lanes.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/row_matrix.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// `width` elements, converted where the types differ. vectors: whether both addresses and the
+// length are multiples of 16 bytes.
+template <int kLanes>
+__device__ __forceinline__ void copy_elements(RowType to_type, char* to, RowType from_type,
+                                              const char* from, int32_t width, bool vectors,
+                                              int lane) {
+  if (to_type != from_type) {
+    for (int32_t c = lane; c < width; c += kLanes) {
+      store_element(to_type, to, c, load_element(from_type, from, c));
+    }
+    return;
+  }
+  const int32_t bytes = width * element_size(to_type);
+  if (vectors) {
+    for (int32_t b = lane * 16; b < bytes; b += kLanes * 16) {
+      *reinterpret_cast<uint4*>(to + b) = *reinterpret_cast<const uint4*>(from + b);
+    }
+  } else {
+    for (int32_t b = lane * 2; b < bytes; b += kLanes * 2) {
+      *reinterpret_cast<uint16_t*>(to + b) = *reinterpret_cast<const uint16_t*>(from + b);
+    }
+  }
+}
+
+// Whether rows of a matrix and vectors of a table can be copied 16 bytes at a time.
+__device__ __forceinline__ bool in_vectors(const RowMatrix& matrix, RowType type, int32_t width) {
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(matrix.data));
+  return matrix.type == type && (width * element_size(type) | matrix.bytes() | address) % 16 == 0;
+}
+
+// A vector of a table becomes a row; the columns that the table has not become zeros.
+template <int kLanes>
+__device__ __forceinline__ void copy_to_matrix(const RowMatrix& matrix, int64_t row, RowType type,
+                                               const char* from, int32_t width, int lane) {
+  char* const to = matrix.at(row);
+  copy_elements<kLanes>(matrix.type, to, type, from, width, in_vectors(matrix, type, width), lane);
+  for (int32_t c = width + lane; c < matrix.columns; c += kLanes) {
+    store_element(matrix.type, to, c, 0.0f);
+  }
+}
+
+// The first columns of a row become a vector of a table.
+template <int kLanes>
+__device__ __forceinline__ void copy_from_matrix(const RowMatrix& matrix, int64_t row, RowType type,
+                                                 char* to, int32_t width, int lane) {
+  copy_elements<kLanes>(type, to, matrix.type, matrix.at(row), width,
+                        in_vectors(matrix, type, width), lane);
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,73 @@
+"""The benchmark of sharded steps runs, at sizes at which its figures say nothing."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import sharded_step
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = ["--tables", "3", "--rows", "3000", "--dim", "8", "--batch", "32", "--device", "cpu"]
+ARGUMENTS += ["--steps", "3", "--rounds", "2"]
+
+
+def run(ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "benchmarks.sharded_step", *ARGUMENTS, *more],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_a_row_for_the_step_and_one_for_the_exchange(tmp_path):
+    out = tmp_path / "out.csv"
+    done = run(2, "--out", str(out), "--profile", str(tmp_path / "profile"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["what"], row["stream"]) for row in rows] == [
+        (what, stream) for stream in ("uniform", "power_law") for what in ("step", "input_dist")
+    ]
+    for row in rows:
+        assert row["ranks"] == "2"
+        stock, hkv = float(row["stock_ms"]), float(row["hkv_ms"])
+        assert float(row["ratio"]) == pytest.approx(hkv / stock, rel=0.01)
+        assert float(row["hkv_samples_s"]) == pytest.approx(2 * 32 * 1000 / hkv, rel=0.01)
+        assert row["command"].startswith("torchrun --nproc_per_node 2 -m benchmarks.sharded_step")
+    profiles = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert profiles == [
+        f"{s}_{side}.txt" for s in ("power_law", "uniform") for side in ("hkv", "stock")
+    ]
+
+
+def test_tables_too_full_to_hold_all_ids_are_refused():
+    done = run(1, "--load", "1.5")
+    assert done.returncode != 0
+    assert "a table has no room for an id; --load must be lower." in done.stderr
+
+
+def kinds_of_sides(_rank: int, _world_size: int, device: torch.device) -> dict[str, str]:
+    args = argparse.Namespace(tables=2, rows=50, dim=8, batch=4, bag=2, load=0.8, device=device)
+    models = {side: sharded_step.make_model(args, side) for side in sharded_step.SIDES}
+    return {side: type(model.module).__name__ for side, model in models.items()}
+
+
+@pytest.mark.parametrize("device_type", ["cpu"])
+def test_sides_are_torchrecs_own_tables_and_ours(run_ranks):
+    (kinds,) = run_ranks(1, kinds_of_sides)
+    assert kinds == {
+        "stock": "ShardedEmbeddingBagCollection",
+        "hkv": "BackendEmbeddingBagCollection",
+    }

@@ -1,0 +1,79 @@
+"""Rows of 16 bits are saved as they are, and loaded at any number of ranks, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.checkpointed import evaluate, held, joined, make_tables, train
+from torchrec_hkv import checkpoint
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _saved(rank, world_size, device, dtype, folder, plain):
+    model = make_tables(world_size, device, "row_wise", hash_dtype=dtype)
+    train(model, rank, device, range(6))
+    if plain:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    else:
+        checkpoint.save(folder, model, model.fused_optimizer)
+    rows = {
+        value.dtype
+        for name, value in model.state_dict().items()
+        if name.endswith(("lru.weight", "lfu.weight"))
+    }
+    assert rows == {DTYPES[dtype]}
+    return held(model, "adam"), checkpoint.digest(model), evaluate(model, device)
+
+
+def _loaded(rank, world_size, device, dtype, sharding_type, folder, plain):
+    model = make_tables(world_size, device, sharding_type, hash_dtype=dtype)
+    if plain:
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+    else:
+        assert checkpoint.load(folder, model, model.fused_optimizer) == 0
+    result = held(model, "adam"), checkpoint.digest(model), evaluate(model, device)
+    train(model, rank, device, range(2))
+    return result
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("ranks", "sharding_type"), [(1, "row_wise"), (2, "column_wise")])
+def test_at_other_ranks(run_ranks, tmp_path, dtype, plain, ranks, sharding_type):
+    folder = tmp_path / "checkpoint"
+    saved = run_ranks(2, _saved, dtype, folder, plain)
+    loaded = run_ranks(ranks, _loaded, dtype, sharding_type, folder, plain)
+    before, after = (joined([values for values, *_ in results]) for results in (saved, loaded))
+    assert len(before) > 1000
+    assert after == before
+    hashed = [
+        {name: value for name, value in digest.items() if name.endswith(("lru", "lfu"))}
+        for _, digest, _ in [*saved, *loaded]
+    ]
+    assert hashed[0]
+    assert all(digest == hashed[0] for digest in hashed)
+
+
+def _refused(rank, world_size, device, folder):
+    model = make_tables(world_size, device, "row_wise", hash_dtype="fp16")
+    before = held(model, "adam")
+    try:
+        checkpoint.load(folder, model, model.fused_optimizer)
+    except ValueError as error:
+        assert held(model, "adam") == before
+        return str(error)
+    return "nothing"
+
+
+def test_another_dtype_is_refused(run_ranks, tmp_path):
+    folder = tmp_path / "checkpoint"
+    run_ranks(1, _saved, "bf16", folder, False)
+    (said,) = run_ranks(1, _refused, folder)
+    assert "dtype" in said
+    assert "bfloat16" in said
+    assert "float16" in said.replace("bfloat16", "")

@@ -1,0 +1,311 @@
+"""Lookups whose features differ in their numbers of bags, against EmbeddingBag in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.batches import random_ids, rate, rows_by_id
+from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+OPTIMIZERS = {"sgd": SGD(), "rowwise_adagrad": RowWiseAdagrad(eps=1e-6)}
+# Quick rows on a GPU, ones that are read one by one, ones wider than a warp, and all at once.
+DIMS = [(8, 64, 128), (1, 3, 6), (260, 132), (4, 7, 200)]
+BAGS = [[4, 1, 6, 9], [0, 3, 0, 5], [2, 2, 2, 2], [0, 0, 0, 0], [70, 0, 1, 300]]
+
+
+def make_groups(dims, optimizer, device):
+    """A group of all tables, whose first has two features, and for each feature one with it
+    alone."""
+    specs = [TableSpec(f"t{i}", 600, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)]
+    features = [*range(len(dims)), 0]
+    return TableGroup(specs, features, optimizer, device), specs, features
+
+
+class Batch:
+    """Ids in bags of 0 to 4, drawn from a pool so that they repeat."""
+
+    def __init__(self, bags, pool, device):
+        self.bags = list(bags)
+        lengths = torch.randint(0, 5, (sum(bags),))
+        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
+        self.ids = pool[torch.randint(0, len(pool), (int(lengths.sum()),))].to(device)
+        self.weights = torch.rand(len(self.ids), device=device)
+
+    def of_feature(self, index):
+        """Its ids, offsets from 0, and weights."""
+        first = sum(self.bags[:index])
+        bounds = self.offsets[first : first + self.bags[index] + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        return self.ids[begin:end], bounds - bounds[0], self.weights[begin:end]
+
+
+def look_up(group, ids, offsets, weights, mean, bags=None, batch_size=0, dtype=None):
+    anchor = torch.empty(0, device=ids.device, requires_grad=True)
+    pin = group.pin()
+    slots = group.find_or_insert(ids, offsets, batch_size, pin, bags)
+    where = (ids, offsets, weights, slots, batch_size, mean, pin, rate(0.1, group))
+    return group.pooled_lookup(anchor, *where, bags, dtype)
+
+
+def reference_step(rows, batch, features, dims, weights, mean, learn):
+    """In float64, by EmbeddingBag: the output, and from ``learn(output)``, its gradient, those of
+    rows and weights."""
+    tables = [table.clone().requires_grad_() for table in rows]
+    weights = weights.double().cpu().requires_grad_()
+    parts, position = [], 0
+    for index, table in enumerate(features):
+        ids, offsets, _ = batch.of_feature(index)
+        ids, offsets = ids.cpu(), offsets.cpu()
+        scale = weights[position : position + len(ids)]
+        position += len(ids)
+        if mean:
+            lengths = offsets.diff()
+            scale = scale / lengths.repeat_interleave(lengths)
+        pooled = torch.nn.functional.embedding_bag(
+            ids, tables[table], offsets, mode="sum", per_sample_weights=scale,
+            include_last_offset=True,
+        )  # fmt: skip
+        parts.append(pooled.flatten())
+    out = torch.cat(parts)
+    grads = torch.autograd.grad(out, [*tables, weights], learn(out), allow_unused=True)
+    return out.detach(), grads[:-1], grads[-1]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("bags", BAGS, ids=str)
+@pytest.mark.parametrize("mean", [False, True])
+def test_against_embedding_bag(device_type, dims, bags, mean):
+    """Outputs, gradients of rows and of weights, in float64. Ids are rows 0 to 39."""
+    torch.manual_seed(sum(bags) + sum(dims))
+    group, specs, features = make_groups(dims, SGD(), device_type)
+    bags = bags[: len(features)]
+    batch = Batch(bags, torch.arange(40), device_type)
+    everything = torch.arange(40, device=device_type).repeat(len(features))
+    ends = torch.arange(len(features) + 1, device=device_type) * 40
+    group.find_or_insert(everything, ends, 1)
+    names = range(40)
+    rows = [
+        torch.stack([rows_by_id(group, t)[i] for i in names]).double() for t in range(len(dims))
+    ]
+    weights = batch.weights.clone().requires_grad_()
+    out = look_up(group, batch.ids, batch.offsets, weights, mean, bags)
+    size = sum(number * specs[table].dim for number, table in zip(bags, features, strict=True))
+    assert out.shape == (size,)
+    grad = torch.randn_like(out)
+    wanted, row_grads, weight_grad = reference_step(
+        rows, batch, features, dims, weights.detach(), mean, lambda _: grad.double().cpu()
+    )
+    torch.testing.assert_close(out.detach().double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+    out.backward(grad)
+    if weight_grad is not None:
+        torch.testing.assert_close(weights.grad.double().cpu(), weight_grad, rtol=1e-4, atol=1e-4)
+    for table, row_grad in enumerate(row_grads):
+        trained = torch.stack([rows_by_id(group, table)[i] for i in names]).double()
+        step = 0.0 if row_grad is None else 0.1 * row_grad
+        torch.testing.assert_close(trained, rows[table] - step, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_the_same_as_bags_of_equal_number(device_type, optimizer):
+    """Bit for bit what a lookup without ``bags`` gives, in several steps."""
+    dims, number = (8, 64, 12), 30
+    ours, specs, features = make_groups(dims, OPTIMIZERS[optimizer], device_type)
+    theirs, _, _ = make_groups(dims, OPTIMIZERS[optimizer], device_type)
+    columns = [specs[table].dim for table in features]
+    for _ in range(4):
+        batch = Batch([number] * len(features), random_ids(50), device_type)
+        flat = look_up(ours, batch.ids, batch.offsets, batch.weights, True, batch.bags)
+        matrix = look_up(theirs, batch.ids, batch.offsets, batch.weights, True, None, number)
+        parts = [part.flatten() for part in matrix.split(columns, dim=1)]
+        assert torch.equal(flat, torch.cat(parts))
+        grad = torch.randn_like(matrix)
+        matrix.backward(grad)
+        flat.backward(torch.cat([part.flatten() for part in grad.split(columns, dim=1)]))
+    for table in range(len(dims)):
+        got, wanted = rows_by_id(ours, table), rows_by_id(theirs, table)
+        assert got.keys() == wanted.keys()
+        # Ids may have come to other slots on a GPU, and so in another order into the sums.
+        for id_, row in wanted.items():
+            torch.testing.assert_close(got[id_], row, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [4, 7, 128, 300])
+def test_a_row_an_id(device_type, dim):
+    """Sequences: ids are bags of one, and outputs their rows in the order of the ids."""
+    specs = [TableSpec(f"t{i}", 500, dim, initializer=Uniform(-1, 1)) for i in range(2)]
+    group = TableGroup(specs, [0, 1, 0], SGD(), device_type)
+    pool = random_ids(60)
+    bags = [100, 0, 37]
+    ids = pool[torch.randint(0, 60, (137,))].to(device_type)
+    out = look_up(group, ids, torch.arange(138, device=device_type), None, False, bags)
+    held = rows_by_id(group, 0)
+    wanted = torch.stack([held[id_] for id_ in ids.tolist()])
+    assert torch.equal(out.detach().cpu().view(137, dim), wanted)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    sums = dict.fromkeys(ids.tolist(), 0.0)
+    for id_, part in zip(ids.tolist(), grad.cpu().double().view(137, dim), strict=True):
+        sums[id_] = sums[id_] + part
+    for id_, row in rows_by_id(group, 0).items():
+        wanted = held[id_].double() - 0.1 * sums[id_]
+        torch.testing.assert_close(row.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert rows_by_id(group, 1) == {}
+
+
+def test_a_hot_id_over_features(device_type):
+    """One id in most bags of all features, of one table: its gradients are added up once."""
+    group = TableGroup([TableSpec("t", 64, 8)], [0, 0, 0], SGD(), device_type)
+    bags = [50_000, 1, 30_000]
+    n = sum(bags)
+    ids = torch.full((n,), -(2**63), device=device_type)
+    ids[::7] = 5
+    out = look_up(group, ids, torch.arange(n + 1, device=device_type), None, False, bags)
+    before = rows_by_id(group)
+    grad = (torch.randint(-8, 9, out.shape, device=device_type) / 1024).float()
+    out.backward(grad)
+    by_id = grad.view(n, 8).double().cpu()
+    for id_, row in rows_by_id(group).items():
+        summed = by_id[(ids == id_).cpu()].sum(0)
+        wanted = before[id_].double() - rate(0.1, group).double().cpu() * summed
+        torch.testing.assert_close(row.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_inserts_nothing(device_type):
+    group, _, _ = make_groups((4, 8), None, device_type)
+    batch = Batch([3, 0, 5], random_ids(20), device_type)
+    slots = group.find(batch.ids, batch.offsets, 0, batch.bags)
+    assert (slots == -1).all()
+    anchor = torch.empty(0, device=device_type)
+    where = (batch.ids, batch.offsets, None, slots, 0, False, None, rate(0.1, group))
+    out = group.pooled_lookup(anchor, *where, batch.bags)
+    assert out.shape == (3 * 4 + 5 * 4,)
+    assert not out.requires_grad
+    assert group.sizes() == [0, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bags=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    dims=st.lists(st.sampled_from([1, 2, 4, 8, 20, 64, 130]), min_size=1, max_size=4),
+    mean=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape(bags, dims, mean, seed):
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        torch.manual_seed(seed)
+        specs = [
+            TableSpec(f"t{i}", 200, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)
+        ]
+        features = [index % len(dims) for index in range(len(bags))]
+        group = TableGroup(specs, features, SGD(), device)
+        batch = Batch(bags, torch.arange(30), device)
+        weights = batch.weights.clone().requires_grad_()
+        out = look_up(group, batch.ids, batch.offsets, weights, mean, bags)
+        names = [rows_by_id(group, table) for table in range(len(dims))]
+        rows = [
+            torch.stack([held.get(i, torch.zeros(dim)) for i in range(30)]).double()
+            for held, dim in zip(names, dims, strict=True)
+        ]
+        grad = torch.randn_like(out)
+        wanted, row_grads, weight_grad = reference_step(
+            rows, batch, features, dims, weights.detach(), mean, lambda _, g=grad: g.double().cpu()
+        )
+        torch.testing.assert_close(out.detach().double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+        out.backward(grad)
+        if weight_grad is not None:
+            got = weights.grad.double().cpu()
+            torch.testing.assert_close(got, weight_grad, rtol=1e-4, atol=1e-4)
+        for table, row_grad in enumerate(row_grads):
+            for id_, row in rows_by_id(group, table).items():
+                step = 0.0 if row_grad is None else 0.1 * row_grad[id_]
+                torch.testing.assert_close(
+                    row.double(), rows[table][id_] - step, rtol=1e-4, atol=1e-4
+                )
+
+
+@pytest.mark.parametrize(
+    ("bags", "match"),
+    [
+        ([1, 2], r"bags must have 3 numbers, one for each feature, but has 2"),
+        ([1, -2, 5], r"bags of feature 1 are -2, but must be from 0 to 2\^31 - 1"),
+        ([1, 1, 1], r"offsets must have 4 elements, but has 5"),
+    ],
+)
+def test_bad_numbers_of_bags(bags, match):
+    group, _, _ = make_groups((4, 8), SGD(), "cpu")
+    ids, offsets = torch.arange(4), torch.arange(5)
+    for call in (
+        lambda: group.find(ids, offsets, 0, bags),
+        lambda: group.find_or_insert(ids, offsets, 0, None, bags),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert group.sizes() == [0, 0]
+
+
+def test_a_gradient_of_another_shape():
+    group, _, _ = make_groups((4, 8), SGD(), "cpu")
+    batch = Batch([2, 1, 3], random_ids(9), "cpu")
+    slots = group.find_or_insert(batch.ids, batch.offsets, 0, None, batch.bags)
+    args = (batch.ids, batch.offsets, None, slots, 0, False, rate(0.1, group), 1, batch.bags)
+    for shape in [(27,), (4, 7), (28, 1)]:
+        with pytest.raises(ValueError, match=r"grad must have shape \[28\], but has"):
+            torch.ops.torchrec_hkv.update_rows(
+                group.counter_tensor, group.handle, torch.zeros(shape), *args
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
+    """With more features than one launch tells of their bags."""
+    features = 150
+    spec = TableSpec("t", 4000, 8, initializer=Uniform(-1, 1))
+    ours, theirs = (TableGroup([spec], [0] * features, SGD(), "cuda") for _ in range(2))
+    bags = [(7 * index) % 5 for index in range(features)]
+    pool = random_ids(800)
+    batches = [Batch(bags, pool, "cuda") for _ in range(6)]
+    most = max(len(batch.ids) for batch in batches)
+    static = Batch(bags, pool, "cuda")
+    static.ids = torch.zeros(most, dtype=torch.int64, device="cuda")
+
+    def step(group, ids, offsets):
+        out = look_up(group, ids, offsets, None, False, bags, dtype=dtype)
+        out.backward(torch.ones_like(out))
+        return out.detach()
+
+    def fill(batch):
+        """All of the static ids: the last bag has what is left."""
+        static.ids[: len(batch.ids)].copy_(batch.ids)
+        static.ids[len(batch.ids) :] = batch.ids[0]
+        static.offsets.copy_(batch.offsets)
+        static.offsets[-1] = most
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in batches[:2]:
+            fill(batch)
+            step(ours, static.ids, static.offsets)
+            step(theirs, static.ids, static.offsets)
+        fill(batches[2])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(ours, static.ids, static.offsets)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        step(theirs, static.ids, static.offsets)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(ours, static.ids, static.offsets)
+    for batch in batches[3:]:
+        fill(batch)
+        graph.replay()
+        assert torch.equal(out, step(theirs, static.ids, static.offsets))
+    torch.cuda.synchronize()
+    got, wanted = rows_by_id(ours), rows_by_id(theirs)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[id_], row) for id_, row in wanted.items())

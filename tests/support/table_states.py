@@ -1,0 +1,43 @@
+"""All that tables hold, by slot, for tests that compare them bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table import TableGroup
+from torchrec_hkv.hash_table.admission import admission_bytes
+
+#: Figures that say where rows were, which on a GPU with rows in host memory may be either place.
+_OF_PLACES = ("fetched", "written_home", "host_hits")
+
+
+def states_of(group: TableGroup) -> list[dict[str, Tensor]]:
+    """Of each table, on the CPU: what it holds, and its counts of ids that are not admitted."""
+    tables = []
+    for table, spec in enumerate(group.tables):
+        state = group.export_table(table)
+        tables.append({f.name: getattr(state, f.name).cpu() for f in dataclasses.fields(state)})
+        if spec.admission is not None:
+            n = admission_bytes(spec.admission)
+            tables[-1]["admission"] = group.read_admission(table, 0, n).cpu()
+    return tables
+
+
+def counters_of(group: TableGroup) -> list[dict[str, int]]:
+    """Of each table, but for those that say where its rows were."""
+    return [
+        {name: count for name, count in table.items() if name not in _OF_PLACES}
+        for table in group.counters()
+    ]
+
+
+def assert_same_states(group: TableGroup, other: TableGroup, where: object = "") -> None:
+    """Fails where two groups differ in a bit, or in a counter."""
+    assert counters_of(group) == counters_of(other), where
+    for table, (mine, its) in enumerate(zip(states_of(group), states_of(other), strict=True)):
+        assert mine.keys() == its.keys()
+        for name in mine:
+            assert torch.equal(mine[name], its[name]), (where, table, name)

@@ -1,0 +1,40 @@
+"""A device that is not there is refused by every module in one sentence."""
+
+import pytest
+import torch
+
+from torchrec_hkv import (
+    HashTable,
+    HierarchicalHashEmbedding,
+    MultiTableHKVEmbedding,
+    TTEmbeddingBag,
+)
+from torchrec_hkv.devices import known_device
+
+MODULES = {
+    "HashTable": lambda device: HashTable(4, 100, device=device),
+    "HierarchicalHashEmbedding": lambda device: HierarchicalHashEmbedding(4, 100, device=device),
+    "MultiTableHKVEmbedding": lambda device: MultiTableHKVEmbedding(2, 4, 100, device=device),
+    "TTEmbeddingBag": lambda device: TTEmbeddingBag(100, 4, tt_ranks=2, device=device),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_gpu_that_is_not_there(module):
+    if torch.cuda.is_available():
+        device, sentence = "cuda:99", r"device is 'cuda:99', but torch sees \d+ GPUs"
+    else:
+        device, sentence = "cuda", "device is 'cuda', but torch sees no GPU: use 'cpu'."
+    with pytest.raises(ValueError, match=sentence):
+        MODULES[module](device)
+
+
+def test_devices_that_are_there():
+    assert known_device("cpu") == torch.device("cpu")
+    assert known_device(torch.device("meta")).type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_gets_its_index():
+    assert known_device("cuda") == torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,86 @@
+"""What a table of a group holds, as a whole: sizes, growth, and its contents in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.table_spec import TableState
+
+
+class GroupContents:
+    """Whole tables of a group. Part of ``TableGroup``, which has the rest."""
+
+    _group: _C.TableGroup
+
+    def present_slots(self, table: int) -> int:
+        """Slots that a table has at present; it grows up to its capacity."""
+        return self._group.present_slots(table)
+
+    def full_slots(self, table: int) -> int:
+        """Slots of a table at its full capacity."""
+        return self._group.full_slots(table)
+
+    def reserve(self, table: int, rows: int) -> None:
+        """Grows a table now, so that it takes ``rows`` rows in all without growing.
+
+        Slots that were found before are not valid any more, but those of lookups whose backward is
+        to come are found again. Waits for the device.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity.
+            RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
+                changed.
+        """
+        self._group.reserve(table, rows)
+
+    def reserve_buckets(self, table: int, num_buckets: int, bucket_slots: int) -> bool:
+        """Grows a table to this geometry; False, and nothing is done, where it can't have it."""
+        return self._group.reserve_buckets(table, num_buckets, bucket_slots)
+
+    def export_table(self, table: int) -> TableState:
+        """A copy of all that a table holds."""
+        state = self._group.export_table(table)
+        fields = [field.name for field in dataclasses.fields(TableState)]
+        return TableState(**{name: getattr(state, name) for name in fields})
+
+    def load_table(self, table: int, state: TableState) -> None:
+        """Replaces all that a table holds by an exported state of a table of the same capacity.
+
+        The state may be of a table that has grown more or less far. This one grows as far; it does
+        not shrink.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype, or an id stands where the table would
+                not find it; nothing has changed then.
+        """
+        loaded = _C.TableState()
+        for field in dataclasses.fields(TableState):
+            setattr(loaded, field.name, getattr(state, field.name))
+        self._group.load_table(table, loaded)
+
+    def clear_table(self, table: int) -> None:
+        """Forgets all ids of a table. Counters go on."""
+        self._group.clear_table(table)
+
+    def read_admission(self, table: int, first: int, n: int) -> Tensor:
+        """A copy of ``n`` bytes of a table's counts of ids that are not admitted, from ``first``.
+
+        Returns:
+            uint8 on the table's device; what they are says ``csrc/hash_table/admission.h``.
+        """
+        return self._group.read_admission(table, first, n)
+
+    def write_admission(self, table: int, first: int, counts: Tensor) -> None:
+        """Overwrites such bytes."""
+        self._group.write_admission(table, first, counts)
+
+    def fill_frames(self, table: int) -> None:
+        """Brings the rows of the highest rank into HBM, as far as there is room.
+
+        For a table with rows in host memory that has just been filled otherwise than by lookups.
+        Elsewhere nothing happens.
+        """
+        self._group.fill_frames(table)

@@ -1,0 +1,125 @@
+"""A table by itself to a folder and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+
+from torchrec_hkv.hash_table import files
+from torchrec_hkv.hash_table.admission import Admission
+from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.table_spec import TableSpec
+
+
+class SavedTable:
+    """Files of a table. Part of ``HashTable``, which has the rest."""
+
+    _group: TableGroup
+    _make: Callable[[TableSpec, int, torch.device | str], None]
+    epoch: int
+
+    def save(self, path: str | os.PathLike[str], *, batch_bytes: int = files.BATCH_BYTES) -> None:
+        """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
+
+        ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole. The
+        table must not be changed meanwhile. Counts of ids that are not admitted are saved, too.
+
+        Args:
+            path: a folder; an earlier save in it is replaced.
+            batch_bytes: memory the save may take, on the host and as much on the device.
+
+        Raises:
+            ValueError: ``path`` is something else than a saved table.
+            OSError: writing failed; the last save is whole.
+        """
+        files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        allow_loss: bool = False,
+        batch_bytes: int = files.BATCH_BYTES,
+    ) -> int:
+        """Replaces all that the table holds by what was saved.
+
+        Where the tables have the same capacity, all is as it was, to the slot of each id. In a
+        table of another capacity ids are placed anew. Counts of ids that are not admitted come
+        where the table counts as the saved one did: in cells, or in a sketch of the same size.
+
+        Args:
+            path: as it was saved to.
+            allow_loss: load also where there is less room: an id stays out where those in both of
+                its buckets rank higher.
+            batch_bytes: memory the load may take, on the host and as much on the device.
+
+        Returns:
+            How many ids found no place.
+
+        Raises:
+            ValueError: the files are damaged or of a table of another dim, dtype, policy, state
+                width, name, seed or initialisation, or there is too little room; nothing has
+                changed then. Where a table of another capacity turns out too small although less
+                than 95 % of it are needed, it is left empty.
+        """
+        loaded = files.load(self._group, 0, path, allow_loss=allow_loss, batch_bytes=batch_bytes)
+        self.epoch = loaded.epoch
+        return loaded.lost
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        initial_capacity: int | None = None,
+        device: torch.device | str = "cpu",
+        hbm_bytes: int | None = None,
+        admission: Admission | None = None,
+        expire_after: int | None = None,
+        strict: bool = False,
+        remember_evicted: int | None = None,
+        deterministic: bool = False,
+        allow_loss: bool = False,
+    ) -> Self:
+        """A table as it was saved.
+
+        Args:
+            path: as it was saved to.
+            capacity: by default that of the saved table.
+            initial_capacity: as for a new table; by default that of the saved table, where
+                ``capacity`` is, too. The table grows at once as far as the files need it.
+            device: as for a new table.
+            hbm_bytes: as for a new table.
+            admission: as for a new table, since a file does not say; so the next four.
+            expire_after: as for a new table.
+            strict: as for a new table.
+            remember_evicted: as for a new table.
+            deterministic: as for a new table.
+            allow_loss: as for :meth:`load`.
+
+        Raises:
+            ValueError: as for :meth:`load`.
+        """
+        spec, state_dim = files.saved_spec(path)
+        changes: dict[str, Any] = {
+            "hbm_bytes": hbm_bytes,
+            "admission": admission,
+            "expire_after": expire_after,
+            "strict": strict,
+            "remember_evicted": remember_evicted,
+            "deterministic": deterministic,
+        }
+        if capacity is not None:
+            changes |= {"capacity": capacity, "initial_capacity": initial_capacity}
+        elif initial_capacity is not None:
+            changes["initial_capacity"] = initial_capacity
+        table = cls.__new__(cls)
+        spec = dataclasses.replace(spec, **changes)
+        table._make(spec, state_dim, device)
+        table.load(path, allow_loss=allow_loss)
+        return table

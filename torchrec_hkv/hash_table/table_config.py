@@ -1,0 +1,95 @@
+"""A table's spec as the kernels' side takes it."""
+
+from __future__ import annotations
+
+import torch
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.admission import admission_config
+from torchrec_hkv.hash_table.initial_rows import table_seed
+from torchrec_hkv.hash_table.initializers import op_arguments
+from torchrec_hkv.hash_table.spec_checks import (
+    check_expire_after,
+    check_flag,
+    check_remember_evicted,
+)
+from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
+from torchrec_hkv.hash_table.table_spec import TableSpec
+
+_EVICTIONS = {
+    "lru": _C.Eviction.LRU,
+    "lfu": _C.Eviction.LFU,
+    "epoch_lru": _C.Eviction.EPOCH_LRU,
+    "epoch_lfu": _C.Eviction.EPOCH_LFU,
+    "customized": _C.Eviction.CUSTOMIZED,
+}
+_ROW_TYPES = {
+    torch.float32: _C.RowType.FLOAT32,
+    torch.float16: _C.RowType.FLOAT16,
+    torch.bfloat16: _C.RowType.BFLOAT16,
+}
+
+
+def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.TableConfig:
+    """What the kernels' side takes of a table.
+
+    Args:
+        spec: the table.
+        state_dim: float32 values of state that a row keeps.
+        device: of the table.
+
+    Raises:
+        ValueError: the spec is impossible; the sentence names the table.
+    """
+    if spec.eviction not in _EVICTIONS:
+        raise ValueError(
+            f"table '{spec.name}': eviction is {spec.eviction!r}, but must be one of "
+            f"{', '.join(map(repr, _EVICTIONS))}."
+        )
+    if spec.dtype not in _ROW_TYPES:
+        raise ValueError(
+            f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "
+            f"{', '.join(map(str, _ROW_TYPES))}."
+        )
+    check_expire_after(f"table '{spec.name}'", spec.expire_after)
+    check_flag(f"table '{spec.name}'", "strict", spec.strict)
+    check_flag(f"table '{spec.name}'", "deterministic", spec.deterministic)
+    check_remember_evicted(f"table '{spec.name}'", spec.remember_evicted)
+    try:
+        admission = admission_config(spec.admission)
+    except ValueError as error:
+        raise ValueError(f"table '{spec.name}': {error}") from None
+    memory = table_memory(
+        spec.capacity,
+        spec.dim,
+        state_dim,
+        spec.eviction,
+        spec.dtype.itemsize,
+        spec.admission,
+        spec.initial_capacity,
+        spec.remember_evicted,
+    )
+    if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
+        raise ValueError(
+            f"table '{spec.name}': hbm_bytes is {spec.hbm_bytes}, but {spec.capacity} rows "
+            f"need at least {memory.least_hbm_bytes}: their index, and one bucket with its "
+            "rows."
+        )
+    hbm_bytes = spec.hbm_bytes if device.type == "cuda" else None
+    initial = spec.capacity if spec.initial_capacity is None else spec.initial_capacity
+    return _C.TableConfig(
+        name=spec.name,
+        capacity=spec.capacity,
+        initial_capacity=initial,
+        dim=spec.dim,
+        column_offset=spec.column_offset,
+        eviction=_EVICTIONS[spec.eviction],
+        row_type=_ROW_TYPES[spec.dtype],
+        seed=table_seed(spec.seed, spec.name),
+        hbm_slots=hbm_slots_for(memory, hbm_bytes),
+        admission=admission,
+        expire_after=spec.expire_after or 0,
+        remember_evicted=spec.remember_evicted or 0,
+        deterministic=spec.deterministic,
+        **op_arguments(spec.initializer),
+    )

@@ -1,0 +1,105 @@
+"""The dtype of what lookups give: TorchRec's fused parameter ``output_dtype``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.types import ParameterSharding
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
+
+OUTPUT_DTYPE = "output_dtype"
+
+
+def output_dtype(table: str, told: Any) -> torch.dtype:
+    """What ``output_dtype`` means; float32 for None, as for stock tables.
+
+    Args:
+        table: its name, for the message.
+        told: FBGEMM's ``SparseType``, or TorchRec's ``DataType`` as constraints have it.
+
+    Raises:
+        ValueError: something else.
+    """
+    if told is None:
+        return torch.float32
+    if isinstance(told, SparseType):
+        return told.as_dtype()
+    if isinstance(told, DataType):
+        return data_type_to_dtype(told)
+    raise ValueError(
+        f"Table {table!r} has output_dtype={told!r}, but it must be a SparseType or a DataType."
+    )
+
+
+def check_output_dtype(table: str, backend: str, told: Any) -> torch.dtype:
+    """The same, of a table that a backend serves.
+
+    Raises:
+        ValueError: the backend can't give it.
+    """
+    dtype = output_dtype(table, told)
+    allowed = registry.get(backend).output_dtypes
+    if dtype not in allowed:
+        raise ValueError(
+            f"Table {table!r} has output_dtype={told}, but backend {backend!r} gives "
+            f"{', '.join(map(str, allowed))}."
+        )
+    return dtype
+
+
+def output_dtype_of_ranks(
+    groups_of_ranks: Iterable[Iterable[GroupedEmbeddingConfig]],
+) -> torch.dtype:
+    """Of the groups of one sharding, on all ranks; they agree (:func:`check_output_dtypes`)."""
+    for group in itertools.chain.from_iterable(groups_of_ranks):
+        told = (group.fused_params or {}).get(OUTPUT_DTYPE)
+        return output_dtype(group.embedding_tables[0].name, told)
+    return torch.float32
+
+
+def check_output_dtypes(
+    shardings: Mapping[str, ParameterSharding], fused_params: Mapping[str, Any] | None
+) -> None:
+    """Refuses outputs of several dtypes that would travel in one exchange.
+
+    Args:
+        shardings: the plan of a collection's tables.
+        fused_params: the sharder's.
+
+    Raises:
+        ValueError: a backend can't give what is asked for, or another table's outputs differ.
+    """
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for name, sharding in shardings.items():
+        told = sharding.output_dtype
+        if told is None:
+            told = (fused_params or {}).get(OUTPUT_DTYPE)
+        if isinstance(sharding, BackendParameterSharding) and sharding.compute_kernel == KERNEL:
+            dtype = check_output_dtype(name, sharding.backend, told)
+        elif sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+            dtype = torch.float32  # whatever is told
+        else:
+            dtype = output_dtype(name, told)
+        found.setdefault(sharding.sharding_type, {})[name] = dtype
+    for dtypes in found.values():
+        (first, dtype), *others = dtypes.items()
+        for name, other in others:
+            ours = {first, name} & {
+                table
+                for table, sharding in shardings.items()
+                if isinstance(sharding, BackendParameterSharding)
+            }
+            if other != dtype and ours:
+                raise ValueError(
+                    f"Table {first!r} gives {dtype} and table {name!r} gives {other}, but tables "
+                    "of one collection and sharding type, whose outputs travel together, must give "
+                    "the same: set output_dtype in the sharder's fused_params."
+                )
