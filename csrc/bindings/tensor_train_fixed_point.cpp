@@ -2,6 +2,8 @@
 
 #ifdef TORCHREC_HKV_CUDA
 
+#include <ATen/core/grad_mode.h>
+
 #include <vector>
 
 namespace torchrec_hkv::bindings {
@@ -24,6 +26,7 @@ FixedPointGradients::FixedPointGradients(const TensorTrainGroup& group, const Te
                                          at::TensorList cores, const at::Tensor& grad,
                                          const std::optional<at::Tensor>& weights, int64_t num_ids)
     : grads_(static_cast<const float*>(plan.zeros.const_data_ptr())) {
+  const at::NoGradGuard no_grad;  // cores may be parameters
   // The sizes of all rows' gradients come to no more, in any column.
   at::Tensor rows = largest(grad) * static_cast<double>(num_ids);
   if (weights) rows = rows * largest(*weights);
@@ -57,6 +60,7 @@ tensor_train::cuda::FixedPointSums FixedPointGradients::view() const {
 }
 
 void FixedPointGradients::finish(const TensorTrainGroup& group, const TensorTrainPlan& plan) const {
+  const at::NoGradGuard no_grad;
   const at::Tensor floats = plan.zeros.view(at::kFloat);
   const auto put = [&](const float* gradient, int64_t count, int64_t scale) {
     const int64_t begin = gradient - grads_;

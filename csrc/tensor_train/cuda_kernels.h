@@ -84,6 +84,7 @@ struct Plan {
   bool one_dim = true;       // all tables have the same dim
   bool vectors = true;       // all dims are multiples of 4
   bool clusters = false;     // the device has clusters of blocks
+  bool cooperative = false;  // and launches whose blocks wait for each other
   int32_t multiprocessors = 1;
   int32_t num_classes = 0;
   KernelClass classes[kMaxClasses];

@@ -64,6 +64,9 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
   HKV_CUDA_CHECK(cudaGetDevice(&device));
   HKV_CUDA_CHECK(
       cudaDeviceGetAttribute(&plan.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  int cooperative = 0;
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
+  plan.cooperative = cooperative != 0;
   for (int32_t t = 0; t < num_tables; ++t) {
     TableView& table = tables[t];
     table.dim = table.head_q * table.middle_q * table.last_q;
@@ -102,6 +105,7 @@ size_t index_bytes(const Plan& plan, const Batch& batch) {
 
 size_t index_scratch_bytes(const Plan& plan, const Batch& batch) {
   if (batch.num_ids == 0 || is_small(plan, batch)) return 0;
+  if (is_medium(plan, batch)) return medium_scratch_bytes(plan, batch);
   return large_scratch_bytes(plan, batch);
 }
 
@@ -139,6 +143,8 @@ void index_batch(const Plan& plan, const Batch& batch, void* index, void* scratc
   in.cleared_values = batch.num_rows() * batch.stride;
   if (is_small(plan, batch)) {
     index_small(in, parts, stream);
+  } else if (is_medium(plan, batch)) {
+    index_medium(plan, in, parts, scratch, stream);
   } else {
     index_large(in, parts, scratch, stream);
   }

@@ -281,6 +281,11 @@ __device__ __forceinline__ void write_counts(const IndexInput& in, const Index& 
 }
 
 void index_small(const IndexInput& in, const Index& index, cudaStream_t stream);
+// Whether one launch sorts the batch though it is not small.
+bool is_medium(const Plan& plan, const Batch& batch);
+size_t medium_scratch_bytes(const Plan& plan, const Batch& batch);
+void index_medium(const Plan& plan, const IndexInput& in, const Index& index, void* scratch,
+                  cudaStream_t stream);
 size_t large_scratch_bytes(const Plan& plan, const Batch& batch);
 void index_large(const IndexInput& in, const Index& index, void* scratch, cudaStream_t stream);
 

@@ -3,6 +3,7 @@
 #include <cooperative_groups.h>
 
 #include "common/cuda_check.h"
+#include "tensor_train/block_digits.cuh"
 #include "tensor_train/index.cuh"
 #include "tensor_train/tensor_core.cuh"
 
@@ -13,15 +14,12 @@ namespace cg = cooperative_groups;
 
 constexpr int kBlocks = 16;
 constexpr int kMostThreads = 1024;
-constexpr int kMostWarps = kMostThreads / 32;
-constexpr int kDigits = 256;
 constexpr int kMostOffsets = 4096;  // that a block keeps in shared memory
 static_assert(kBlocks * kMostThreads == kSmallBatch);
 
 struct Shared {
   uint64_t pairs[2][kMostThreads];  // key << 32 | position, of this pass and the next
-  uint16_t warp_counts[kMostWarps][kDigits];
-  int32_t block_counts[kDigits];
+  BlockDigits digits;
   int32_t starts[kDigits];  // where this block's ids of a digit go
   int32_t warp_sums[kDigits / 32];
   int32_t heads[3];  // distinct ids, prefixes and slots that begin in this block
@@ -30,16 +28,6 @@ struct Shared {
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ int32_t inclusive_sum(int32_t value) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
 
 // A thread's id on its way through the sort.
 struct Item {
@@ -53,44 +41,14 @@ __device__ void sort_pass(cg::cluster_group& cluster, Shared& shared, int pass, 
                           bool here, Item& item) {
   const int block = static_cast<int>(cluster.block_rank());
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int warps = blockDim.x / 32;
-  for (int i = thread; i < warps * kDigits / 2; i += blockDim.x) {
-    reinterpret_cast<uint32_t*>(shared.warp_counts)[i] = 0;
-  }
-  __syncthreads();
-  // Which lanes of the warp have the same digit.
   const uint32_t digit = item.key >> shift & (kDigits - 1);
-  unsigned same = __ballot_sync(kAllLanes, here);
-#pragma unroll
-  for (int bit = 0; bit < 8; ++bit) {
-    const unsigned set = __ballot_sync(kAllLanes, digit >> bit & 1);
-    same &= (digit >> bit & 1) ? set : ~set;
-  }
-  const int rank = __popc(same & ((1u << lane) - 1));
-  if (here && rank == 0) shared.warp_counts[warp][digit] = static_cast<uint16_t>(__popc(same));
-  __syncthreads();
-  if (thread < kDigits) {  // a digit a thread; all loads come before the stores
-    uint16_t counts[kMostWarps];
-#pragma unroll
-    for (int w = 0; w < kMostWarps; ++w) {
-      counts[w] = w < warps ? shared.warp_counts[w][thread] : 0;
-    }
-    int32_t sum = 0;
-#pragma unroll
-    for (int w = 0; w < kMostWarps; ++w) {
-      if (w < warps) {
-        shared.warp_counts[w][thread] = static_cast<uint16_t>(sum);
-        sum += counts[w];
-      }
-    }
-    shared.block_counts[thread] = sum;
-  }
+  const int rank = count_digits(shared.digits, digit, here);
   cluster.sync();
   int32_t all = 0, before = 0, sum = 0;
   if (thread < kDigits) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int32_t count = cluster.map_shared_rank(shared.block_counts, b)[thread];
+      const int32_t count = cluster.map_shared_rank(shared.digits.all, b)[thread];
       all += count;
       if (b < block) before += count;
     }
@@ -105,7 +63,7 @@ __device__ void sort_pass(cg::cluster_group& cluster, Shared& shared, int pass, 
   }
   __syncthreads();
   if (here) {
-    const int to = shared.starts[digit] + shared.warp_counts[warp][digit] + rank;
+    const int to = shared.starts[digit] + shared.digits.before[warp][digit] + rank;
     const int to_block = to / per;
     cluster.map_shared_rank(&shared.pairs[pass][0], to_block)[to - to_block * per] =
         static_cast<uint64_t>(item.key) << 32 | static_cast<uint32_t>(item.position);

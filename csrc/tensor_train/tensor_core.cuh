@@ -125,6 +125,9 @@ struct LaunchShape {
   int threads;
   size_t shared_bytes = 0;
   int cluster = 1;  // blocks of a cluster
+  // All blocks run at the same time, so that they may wait for each other. Such a launch is not
+  // overlapped with the one before.
+  bool together = false;
 };
 
 inline int compute_capability() {
@@ -145,7 +148,10 @@ void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cud
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
   unsigned count = 0;
-  if (compute_capability() >= 9) {
+  if (shape.together) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  } else if (compute_capability() >= 9) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

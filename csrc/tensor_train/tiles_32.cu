@@ -7,7 +7,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 template <int kProducts, Fit kFit, RowType kType>
-struct Shapes {
+struct Shapes32 {
   static constexpr bool kAny = kFit == Fit::kAny;
   static constexpr bool kLean = kFit == Fit::kFours && kProducts == 1;  // in registers
   using Few = TileConfig<32, 32, 8, 4, kProducts, kFit, kType, kAny ? 3 : 5>;
@@ -19,7 +19,7 @@ struct Shapes {
 template <int kProducts>
 void run_dense(const TileRun& run, const TileInput& in) {
   using Resident = TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, RowType::kFloat32, 1>;
-  using Tiles = Shapes<kProducts, Fit::kFours, RowType::kFloat32>;
+  using Tiles = Shapes32<kProducts, Fit::kFours, RowType::kFloat32>;
   if (run.backward) {
     run_gradients<Resident, 2, typename Tiles::ManyBackward>(run, in);
   } else {
@@ -28,14 +28,14 @@ void run_dense(const TileRun& run, const TileInput& in) {
 }
 
 template <int kProducts>
-using Repeatable = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
+using Repeatable32 = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
 }  // namespace
 
 void run_tiles_32(const TileRun& run, const TileInput& in) {
-  if (run.backward && run.deterministic) return run_fixed_point<Repeatable>(run, in);
+  if (run.backward && run.deterministic) return run_fixed_point<Repeatable32>(run, in);
   if (!run.may_be_dense || !run.kernel.fours) {
-    run_rank<Shapes>(run, in);
+    run_rank<Shapes32>(run, in);
   } else if (run.precision == Precision::kTf32) {
     run_dense<1>(run, in);
   } else {

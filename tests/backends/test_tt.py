@@ -8,6 +8,7 @@ import torch
 from tests.support import tensor_train as tt
 from torchrec_hkv import TTOptions, backends
 from torchrec_hkv.backends import BackendOptions, OptimizerSpec, TableShard
+from torchrec_hkv.sharding.validation import check_sharding_type
 from torchrec_hkv.tensor_train import rows_of
 
 ADAM = OptimizerSpec("adam", 1e-8)
@@ -103,6 +104,13 @@ def test_storage_of_four_cores_has_products_of_two_on_a_gpu():
     heads = (5 * 6) * (2 * 2) * 3
     on_cpu = BACKEND.storage(four, sgd, "cpu").host
     assert BACKEND.storage(four, sgd, "cuda").hbm == on_cpu + 2 * 4 * heads
+
+
+@pytest.mark.parametrize("sharding_type", ["row_wise", "column_wise", "table_row_wise"])
+def test_other_sharding_types_are_refused(sharding_type):
+    match = rf"Table 'page' can't be sharded '{sharding_type}' on backend 'tt': allowed are"
+    with pytest.raises(ValueError, match=match + r" \['data_parallel', 'table_wise'\]"):
+        check_sharding_type("page", "tt", [sharding_type])
 
 
 def test_precision():

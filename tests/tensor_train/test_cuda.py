@@ -59,18 +59,19 @@ def draw(shapes, batch_size=40, length=5) -> tt.Bags:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_captured_step_does_what_an_eager_one_does(name):
+@pytest.mark.parametrize("batch_size", [40, 5000])  # of more ids than one cluster sorts
+def test_captured_step_does_what_an_eager_one_does(name, batch_size):
     shapes = GROUPS[name]
     group = TTGroup(shapes, optimizer=Adam(eps=0.1))
     cores = [core for shape in shapes for core in tt.random_cores(shape, "cuda")]
     captured = Trained(group, cores)
     eager = Trained(group, [core.clone() for core in cores])
-    static = draw(shapes)
-    grad = torch.randn(40, group.total_dim, device="cuda")
+    static = draw(shapes, batch_size)
+    grad = torch.randn(batch_size, group.total_dim, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        first = tt.Bags(static.ids.clone(), static.offsets, static.weights, 40)
+        first = tt.Bags(static.ids.clone(), static.offsets, static.weights, batch_size)
         captured.step(static, grad)
     torch.cuda.current_stream().wait_stream(side)
     eager.step(first, grad)
@@ -78,7 +79,7 @@ def test_captured_step_does_what_an_eager_one_does(name):
     with torch.cuda.graph(graph):
         out = captured.step(static, grad)
     for _ in range(3):
-        bags = draw(shapes)
+        bags = draw(shapes, batch_size)
         static.ids.copy_(bags.ids)
         graph.replay()
         tt.assert_near(out, eager.step(bags, grad))
@@ -154,10 +155,12 @@ def rows_by_slices(shape, cores, ids):
     ("shape", "batch_size"),
     [
         (LARGER[0], 5000),  # more ids than one cluster sorts
+        (LARGER[2], 13_000),  # nearly as many as there are threads on the largest devices
+        (LARGER[0], 20_000),  # more than that
         (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 50),  # keys past 32 bits
         (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 5000),
     ],
-    ids=["ids", "keys", "both"],
+    ids=["ids", "threads", "many", "keys", "both"],
 )
 def test_large_index(shape, batch_size):
     cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
@@ -241,20 +244,21 @@ def test_many_lists_of_cores_take_turns():
             tt.assert_near(one, other, 2e-5)
 
 
-def test_streams_take_turns():
+@pytest.mark.parametrize("batch_size", [3000, 6000])
+def test_streams_take_turns(batch_size):
     """Steps on two streams that do not wait for each other: the group's buffers are in order."""
     shape = LARGER[2]
     group = TTGroup([shape])
     cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
     detached = [core.detach() for core in cores]
-    batches = [draw([shape], 3000) for _ in range(6)]
-    grad = torch.randn(3000, shape.embedding_dim, device="cuda")
+    batches = [draw([shape], batch_size) for _ in range(6)]
+    grad = torch.randn(batch_size, shape.embedding_dim, device="cuda")
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     found = []
     for at, bags in enumerate(batches):
         with torch.cuda.stream(streams[at % 2]):
-            found.append(group.gradients(detached, grad, bags.ids, bags.offsets, 3000))
+            found.append(group.gradients(detached, grad, bags.ids, bags.offsets, batch_size))
     torch.cuda.synchronize()
     for bags, gradients in zip(batches, found, strict=True):
         expected = tt.reference_lookup([tt.dense_table(shape, cores)], [0], bags)

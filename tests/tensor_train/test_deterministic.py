@@ -100,6 +100,16 @@ def test_gradients_of_any_size(scale):
         tt.assert_near(one.double() / scale, other.double(), 1e-6)
 
 
+def test_cores_may_be_parameters():
+    shape = LARGER[2]
+    cores = [torch.nn.Parameter(core) for core in tt.random_cores(shape, "cuda")]
+    group, bags = TTGroup([shape]), draw([shape], 300)
+    grad = torch.randn(300, shape.embedding_dim, device="cuda")
+    first = group.gradients(cores, grad, bags.ids, bags.offsets, 300)
+    again = group.gradients(cores, grad, bags.ids, bags.offsets, 300)
+    assert all(map(torch.equal, first, again))
+
+
 def test_a_gradient_that_is_not_finite_is_not_hidden():
     shape = LARGER[0]
     group, cores = TTGroup([shape]), tt.random_cores(shape, "cuda")

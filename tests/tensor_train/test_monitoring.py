@@ -23,8 +23,8 @@ FOUR = TTShape(360, 8, (3, 4, 5, 6), (2, 2, 2, 1), (4, 7, 3))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, FOUR, TTShape(56, 6, (7, 8), (2, 3), (4,))], ids=str)
-def test_singular_values_are_those_of_the_unfoldings(shape):
-    cores = tt.random_cores(shape)
+def test_singular_values_are_those_of_the_unfoldings(device_type, shape):
+    cores = tt.random_cores(shape, device_type)
     n = shape.num_cores
     order = [axis for k in range(n) for axis in (k, n + k)]
     unfolded = tt.dense_table(shape, cores).reshape(*shape.p, *shape.q).permute(order)
@@ -34,8 +34,8 @@ def test_singular_values_are_those_of_the_unfoldings(shape):
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_effective_ranks():
-    cores = tt.random_cores(SHAPE)
+def test_effective_ranks(device_type):
+    cores = tt.random_cores(SHAPE, device_type)
     full = effective_ranks(SHAPE, cores)
     assert all(1 < one <= rank for one, rank in zip(full, SHAPE.ranks, strict=True))
     for core in (cores[0], cores[1].transpose(1, 3)):
@@ -46,13 +46,13 @@ def test_effective_ranks():
     assert effective_ranks(SHAPE, [torch.zeros_like(core) for core in cores]) == [0.0, 0.0]
 
 
-def test_row_norms():
-    cores = tt.random_cores(SHAPE)
+def test_row_norms(device_type):
+    cores = tt.random_cores(SHAPE, device_type)
     histogram = row_norms(
         SHAPE, cores, samples=3000, bins=10, generator=torch.Generator().manual_seed(5)
     )
     ids = torch.randint(0, 504, (3000,), generator=torch.Generator().manual_seed(5))
-    norms = tt.dense_table(SHAPE, cores)[ids].norm(dim=1)
+    norms = tt.dense_table(SHAPE, cores)[ids.to(device_type)].norm(dim=1)
     assert histogram.counts.sum() == 3000
     assert histogram.mean == pytest.approx(float(norms.mean()), rel=1e-5)
     assert histogram.largest == pytest.approx(float(norms.max()), rel=1e-5)

@@ -353,6 +353,20 @@ class Backend(abc.ABC):
     ) -> StorageBytes:
         """Bytes the shard takes: rows, optimizer states and index."""
 
+    def scratch(
+        self, shard: TableShard, load: Workload, device_type: str, replicated: bool
+    ) -> StorageBytes:
+        """Bytes of a step at the most, beside :meth:`storage`, its ids and its output; none by
+        default.
+
+        Args:
+            shard: the table's part.
+            load: what the step asks of it.
+            device_type: where it lives.
+            replicated: every rank holds it, and they average its gradient.
+        """
+        return StorageBytes(hbm=0, host=0)
+
     @abc.abstractmethod
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
         """Bytes of rows a millisecond that a lookup reaches, from the topology's bandwidths.

@@ -23,7 +23,7 @@ from torchrec_hkv.backends.protocol import (
 )
 from torchrec_hkv.backends.row_numbers import collect_rows
 from torchrec_hkv.backends.tt_caches import PREFIX, TTCaches
-from torchrec_hkv.backends.tt_cost import tt_cases, tt_work
+from torchrec_hkv.backends.tt_cost import tt_cases, tt_scratch, tt_work
 from torchrec_hkv.backends.tt_options import TTOptions
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
@@ -141,6 +141,7 @@ class TTLookup(GroupLookup):
             _optimizer(optimizer),
             [shard.name for shard in shards],
             "tf32" if all(_options(s).precision == "tf32" for s in shards) else "fp32",
+            any(_options(s).strict for s in shards),
         )
         # No parameters: the sharded module exports them by table.
         self._cores = [core for shard in shards for core in _initial_cores(shard, device)]
@@ -174,6 +175,8 @@ class TTLookup(GroupLookup):
         if ids.device.type == "cpu":
             # Refuses bad ids before the caches see them.
             self._group.sort(ids, offsets, batch_size)
+        elif self._group.strict:
+            self._group.refuse_outside(ids, offsets, batch_size)
         if self.training:
             self._caches.before_training(self._cores, ids, offsets, batch_size)
         return self._caches.lookup(
@@ -407,6 +410,13 @@ class TTBackend(Backend):
         if (cache := _options(shard).cache) is not None:
             count += cache.num_bytes(shape, made)
         return StorageBytes(hbm=count if on_gpu else 0, host=0 if on_gpu else count)
+
+    def scratch(
+        self, shard: TableShard, load: Workload, device_type: str, replicated: bool
+    ) -> StorageBytes:
+        scaled = shard.pooling == "mean"
+        count = tt_scratch(_shape(shard), load, device_type, scaled, replicated)
+        return StorageBytes(hbm=count, host=0) if device_type == "cuda" else StorageBytes(0, count)
 
     def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
         # A row costs arithmetic, not traffic: on a GPU about six times a row's bytes, on a CPU,

@@ -66,6 +66,38 @@ def tt_work(shape: TTShape, load: Workload, device_type: str) -> Work:
     )
 
 
+#: Ids that a GPU sorts in one launch, as ``kSmallBatch`` of csrc/tensor_train/index.cuh.
+_SMALL_BATCH = 16384
+
+
+def tt_scratch(
+    shape: TTShape, load: Workload, device_type: str, scaled: bool, replicated: bool
+) -> int:
+    """Bytes that a step of a table takes for its time, beside ids and output.
+
+    Args:
+        shape: of the table.
+        load: what the step asks.
+        device_type: of the table.
+        scaled: rows are multiplied, by weights or as means are.
+        replicated: the gradient of all cores is a tensor that ranks average.
+    """
+    n, dim = math.ceil(load.ids), shape.embedding_dim
+    flat = 4 * (shape.num_elements + sum(shape.p)) if replicated else 0
+    if device_type != "cuda":
+        distinct = math.ceil(min(load.distinct, n))
+        # The index; numbers, bags and a directory of ids and prefixes, and the distinct rows.
+        return 8 * n + max(16 * n + (4 * dim + 40) * distinct, flat)
+    prefixes = math.prod(shape.p[:-1])
+    index = 8 * (2 * min(n, prefixes) + (4 if scaled else 3) * n + 400)
+    row, small = 4 * (-(-dim // 4) * 4), n <= _SMALL_BATCH
+    slots = row * (n // 2 + 1)
+    partial = (2 * row + 8) * -(-n // (128 if small else 512))
+    lookup = row * n if small else slots
+    # Sort, lookup and backward come one after the other.
+    return index + max(0 if small else 28 * n, lookup, slots + partial + flat)
+
+
 def _occupied(balls: float, boxes: float) -> float:
     """Boxes that are expected to have a ball, where balls come to all alike."""
     return boxes if boxes <= 1 else -boxes * math.expm1(balls * math.log1p(-1 / boxes))

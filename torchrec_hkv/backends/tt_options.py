@@ -39,6 +39,9 @@ class TTOptions(BackendOptions):
         precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`. Tables that are looked up together are all
             in ``"fp32"`` where one of them asks for it.
+        strict: ids outside of the table are refused on a GPU too, as a CPU always does; otherwise
+            they are counted there, with rows of zeros. A step waits for the GPU then. Tables that
+            are looked up together are all strict where one of them is.
         cache_size: rows of the most frequent ids that are kept decompressed, and trained as rows
             (docs/tensor_train.md); 0: none. On a GPU lookups of tables with a cache wait for it.
         cache_counted_ids: ids whose frequencies are known at a time; None: four times the cache.
@@ -55,6 +58,7 @@ class TTOptions(BackendOptions):
     weight_dist: TTDistribution = "approx-normal"
     seed: int = 0
     precision: Precision = "fp32"
+    strict: bool = False
     cache_size: int = 0
     cache_counted_ids: int | None = None
     cache_populate_every: int | None = None
@@ -70,6 +74,8 @@ class TTOptions(BackendOptions):
                 f"{', '.join(map(repr, get_args(TTDistribution)))}."
             )
         check_precision(self.precision)
+        if not isinstance(self.strict, bool):
+            raise ValueError(f"TTOptions: strict is {self.strict!r}, but must be True or False.")
         given = [name for name in _SIZES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(

@@ -58,6 +58,7 @@ class TTEmbeddingBag(nn.Module):
         dtype: of the cores, float32 or bfloat16.
         precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`.
+        strict: ids outside of the table are refused on a GPU too, see there.
 
     Raises:
         TypeError: a size is not an integer.
@@ -89,6 +90,7 @@ class TTEmbeddingBag(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         precision: Precision = "fp32",
+        strict: bool = False,
     ) -> None:
         super().__init__()
         check_mode(mode)
@@ -126,6 +128,7 @@ class TTEmbeddingBag(nn.Module):
             device=device,
             dtype=dtype,
             precision=precision,
+            strict=strict,
         )
         self.hot_rows: HotRows | None = None
         if use_cache:
@@ -196,6 +199,8 @@ class TTEmbeddingBag(nn.Module):
         if ids.device.type == "cpu":
             # Refuses bad ids before the cache sees them.
             self.tables.group.sort(ids, offsets, offsets.numel() - 1)
+        elif self.tables.group.strict:
+            self.tables.group.refuse_outside(ids, offsets, offsets.numel() - 1)
         return self._with_cache(self.hot_rows, ids, offsets, weights, mean)
 
     def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:

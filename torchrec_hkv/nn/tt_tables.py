@@ -64,6 +64,7 @@ class TTTables(nn.Module):
         device: of the cores.
         dtype: of the cores, float32 or bfloat16.
         precision: as :class:`torchrec_hkv.tensor_train.TTGroup` takes it.
+        strict: likewise.
 
     Attributes:
         tt_cores: ``nn.ParameterList``, table after table, each of
@@ -81,13 +82,14 @@ class TTTables(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         precision: Precision = "fp32",
+        strict: bool = False,
     ) -> None:
         super().__init__()
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
         device = known_device(device or "cpu")
         self.weight_dist = weight_dist
-        self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision)
+        self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision, strict=strict)
         self.tt_cores = nn.ParameterList(
             nn.Parameter(core, requires_grad=optimizer is None)
             for shape in shapes
@@ -198,6 +200,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         dtype: of the cores, float32 or bfloat16.
         precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
             :class:`torchrec_hkv.tensor_train.TTGroup`.
+        strict: ids outside of their tables are refused on a GPU too, see there.
 
     Raises:
         ValueError: an argument is impossible; the sentence names it.
@@ -217,6 +220,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         precision: Precision = "fp32",
+        strict: bool = False,
     ) -> None:
         super().__init__()
         check_mode(mode)
@@ -231,6 +235,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             device=device,
             dtype=dtype,
             precision=precision,
+            strict=strict,
         )
 
     @property

@@ -18,6 +18,7 @@ from torchrec.distributed.planner.types import (
     Storage,
     Topology,
 )
+from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import StorageBytes
@@ -202,6 +203,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
         """
         super().__init__(topology=topology, constraints=constraints)
         self._device_type = topology.compute_device
+        self._of_ranks, self._by_table = topology, constraints
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """Fills in the bytes of every shard.
@@ -215,14 +217,24 @@ class StorageEstimator(EmbeddingStorageEstimator):
         for option in filter(is_ours, sharding_options):
             fused_params = sharder_fused_params(option, args, kwargs)
             tables = self.table_bytes(option, fused_params)
-            for shard, counted, table in zip(
-                option.shards, stock_table_bytes(option), tables, strict=True
+            for shard, counted, table, scratch in zip(
+                option.shards, stock_table_bytes(option), tables, self._scratch(option), strict=True
             ):
                 on_host = self._device_type == "cpu"
                 shard.storage += Storage(
-                    hbm=table.hbm - (0 if on_host else counted),
-                    ddr=table.host - (counted if on_host else 0),
+                    hbm=table.hbm + scratch.hbm - (0 if on_host else counted),
+                    ddr=table.host + scratch.host - (counted if on_host else 0),
                 )
+
+    def _scratch(self, option: BackendShardingOption) -> list[StorageBytes]:
+        """What a step takes of each shard for its time."""
+        load = shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
+        replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
+        backend = registry.get(option.backend)
+        return [
+            backend.scratch(shard, load, self._device_type, replicated)
+            for shard in shards_of(option)
+        ]
 
     def table_bytes(
         self, option: ShardingOption, fused_params: Mapping[str, Any] | None

@@ -12,6 +12,7 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.tensor_train import ops
 from torchrec_hkv.tensor_train.shapes import TTShape
+from torchrec_hkv.tensor_train.strict import refuse_ids_outside
 
 __all__ = ["Precision", "TTGroup", "check_precision", "ops"]
 
@@ -51,6 +52,8 @@ class TTGroup:
         precision: of products on a GPU. ``"fp32"``: three tensor core products of operands that
             are split in two, within 1e-5 of float64. ``"tf32"``: one, of operands rounded to tf32,
             within 1e-3; a CPU refuses it.
+        strict: ids outside of their tables are refused on a GPU too, as a CPU always does. Each
+            batch waits for the device, and can't be captured in a CUDA graph.
 
     Raises:
         ValueError: an argument is impossible; the sentence names it.
@@ -63,6 +66,7 @@ class TTGroup:
         optimizer: Optimizer | None = None,
         names: Sequence[str] | None = None,
         precision: Precision = "fp32",
+        strict: bool = False,
     ) -> None:
         check_precision(precision)
         if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -73,6 +77,7 @@ class TTGroup:
         self.shapes = tuple(shapes)
         self.optimizer = optimizer
         self.precision: Precision = precision
+        self.strict = strict
         self.names = tuple(names or (f"table_{t}" for t in range(len(self.shapes))))
         self.feature_tables = tuple(
             range(len(self.shapes)) if feature_tables is None else feature_tables
@@ -92,8 +97,8 @@ class TTGroup:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The extension's object is not copied: a copy makes its own.
-        arguments = (self.shapes, self.feature_tables, self.optimizer, self.names, self.precision)
-        return (TTGroup, arguments)
+        named = (self.shapes, self.feature_tables, self.optimizer, self.names)
+        return (TTGroup, (*named, self.precision, self.strict))
 
     @property
     def handle(self) -> int:
@@ -132,6 +137,20 @@ class TTGroup:
         """
         return self._group.outside(torch.device(device))
 
+    def refuse_outside(self, ids: Tensor, offsets: Tensor, batch_size: int) -> None:
+        """Refuses a batch with ids outside of their tables, on any device (waits for it).
+
+        Args:
+            ids: as :meth:`sort` takes them.
+            offsets: likewise.
+            batch_size: likewise.
+
+        Raises:
+            ValueError: naming the table and the first of these ids.
+        """
+        rows = [shape.num_embeddings for shape in self.shapes]
+        refuse_ids_outside(self.names, rows, self.feature_tables, ids, offsets, batch_size)
+
     def sort(
         self,
         ids: Tensor,
@@ -160,8 +179,11 @@ class TTGroup:
         Raises:
             TypeError: a dtype is not as above.
             ValueError: a length or device is not as above; on a CPU also ids outside of their
-                table, and offsets that decrease or do not end with ``n``.
+                table, and offsets that decrease or do not end with ``n``; of a strict group ids
+                outside of their table on a GPU too.
         """
+        if self.strict and ids.is_cuda:
+            self.refuse_outside(ids, offsets, batch_size)
         weights = None if weights is None else weights.detach()
         return _ops.tt_sort(self.handle, ids, offsets, weights, batch_size, mean, pooled)
 
