@@ -115,7 +115,9 @@ BagLayout::BagLayout(const TableGroup& group, int64_t batch_size, at::OptionalIn
 
 std::vector<int64_t> BagLayout::first_bags() const {
   std::vector<int64_t> first;
-  for (const FeatureBags& feature : ragged_) first.push_back(feature.first);
+  for (int64_t f = 0; f <= num_features_; ++f) {
+    first.push_back(is_ragged_ ? ragged_[f].first : f * batch_size_);
+  }
   return first;
 }
 
@@ -145,10 +147,7 @@ Batch make_batch(const TableGroup& group, const at::Tensor& ids, const at::Tenso
   return batch;
 }
 
-Batch make_batch(const TableGroup& group, const at::Tensor& ids,
-                 const std::optional<at::Tensor>& offsets, int64_t batch_size) {
-  // Such a layout has nothing on the device that the batch would need.
-  if (offsets) return make_batch(group, ids, *offsets, BagLayout(group, batch_size, std::nullopt));
+Batch make_batch(const TableGroup& group, const at::Tensor& ids) {
   const Batch batch = checked_ids(group, ids);
   TORCH_CHECK_VALUE(batch.num_features == 1, "offsets must be given for a group of ",
                     batch.num_features, " features.");

@@ -33,7 +33,7 @@ class BagLayout {
   const std::vector<int64_t>& output_shape() const { return output_shape_; }
   // See hash_table::Output.
   int64_t output_stride() const { return is_ragged_ ? 0 : output_shape_[1]; }
-  // Number of each feature's first bag, and that of all bags, where bags are given; else nothing.
+  // Number of each feature's first bag, and that of all bags.
   std::vector<int64_t> first_bags() const;
   // Says so in a batch.
   void describe(hash_table::Batch* batch) const;
@@ -54,10 +54,8 @@ class BagLayout {
 // earlier call.
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
                              const at::Tensor& offsets, const BagLayout& layout);
-// The same with batch_size bags for each feature; without offsets one bag of all ids, where the
-// group has one feature.
-hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
-                             const std::optional<at::Tensor>& offsets, int64_t batch_size);
+// Of one bag, where the group has one feature.
+hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids);
 
 // Memory that find_or_insert works in on a GPU; empty on a CPU.
 at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids);

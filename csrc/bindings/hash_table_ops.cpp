@@ -81,8 +81,7 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
   TORCH_CHECK_VALUE(offsets || !bags, "bags are given, but no offsets.");
   std::optional<BagLayout> layout;
   if (offsets) layout.emplace(group, batch_size, bags);
-  const Batch batch = layout ? make_batch(group, ids, *offsets, *layout)
-                             : make_batch(group, ids, std::nullopt, batch_size);
+  const Batch batch = layout ? make_batch(group, ids, *offsets, *layout) : make_batch(group, ids);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   HKV_ON_GROUP(group, kReadIndex, hash_table::cpu::find(group.views(), batch, out, threads),

@@ -150,9 +150,9 @@ class TableGroup {
   // captured.
 
   // Before the ids of a batch are inserted, and before their call's turn. first_bags: number of
-  // each feature's first bag, and that of all bags, where features differ in their numbers of bags.
+  // each feature's first bag, and that of all bags; where there are no offsets nothing.
   void make_room(const hash_table::Batch& batch, const at::Tensor& ids,
-                 const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags = {});
+                 const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags);
   // Before n entries are put into a table that has room for them, and before their call's turn.
   void expect_entries(int64_t table, int64_t n);
   // Grows a table now, so that it takes so many rows without growing. In the turn of a call that

@@ -101,12 +101,9 @@ std::vector<int64_t> TableGroup::count_new(const hash_table::Batch& batch, const
                 hash_table::cuda::find(views(), only_view_now(), batch, out, stream));
   const at::Tensor missing = slots.lt(0);
   // Where the ids of each feature begin.
-  at::Tensor starts = at::tensor({int64_t{0}, batch.num_ids}, at::kLong);
-  if (offsets && first_bags.empty()) {
-    starts = offsets->slice(0, 0, std::nullopt, batch.batch_size).cpu().contiguous();
-  } else if (offsets) {
-    starts = offsets->cpu().index_select(0, at::tensor(first_bags, at::kLong));
-  }
+  const at::Tensor starts = offsets
+                                ? offsets->cpu().index_select(0, at::tensor(first_bags, at::kLong))
+                                : at::tensor({int64_t{0}, batch.num_ids}, at::kLong);
   const int64_t* start = starts.const_data_ptr<int64_t>();
   std::vector<int64_t> added(num_tables());
   for (int64_t t = 0; t < num_tables(); ++t) {

@@ -90,7 +90,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const std::shared_ptr<TableGroup> owner = one_table(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  const hash_table::Batch batch = make_batch(group, ids, std::nullopt, 1);
+  const hash_table::Batch batch = make_batch(group, ids);
   const int64_t n = ids.numel();
   const uint64_t* given_scores = score_pointer(group, scores, n);
   const char* given_rows = rows ? row_pointer(group, *rows, n) : nullptr;
@@ -104,7 +104,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     check_length(*believed, "believed", n);
     TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
   }
-  owner->make_room(batch, ids, std::nullopt);
+  owner->make_room(batch, ids, std::nullopt, {});
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));
   at::Tensor writer;
@@ -167,7 +167,7 @@ std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor&
                                                const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> group = one_table(handle);
   check_slots(*group, slots);
-  make_batch(*group, ids, std::nullopt, 1);
+  make_batch(*group, ids);
   check_length(ids, "ids", slots.numel());
   at::Tensor found = at::empty({slots.numel()}, slots.options().dtype(at::kBool));
   at::Tensor rows = group->order().run(kReadRows, [&] {
@@ -193,7 +193,7 @@ at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const std::shared_ptr<TableGroup> owner = one_table(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  const hash_table::Batch batch = make_batch(group, ids, std::nullopt, 1);
+  const hash_table::Batch batch = make_batch(group, ids);
   const int64_t n = ids.numel();
   const uint64_t* given = score_pointer(group, scores, n);
   at::Tensor slots = at::empty_like(ids);
