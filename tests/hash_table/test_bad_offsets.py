@@ -125,6 +125,22 @@ def test_on_a_gpu_by_the_next_call(case, dims, features, distinct, kind):
     )
 
 
+@pytest.mark.parametrize("bags", [None, [0, 0, 0]], ids=str)
+def test_ids_without_a_bag(device_type, bags):
+    """Known without a look at the device, and so refused at once on a GPU, too."""
+    group = make((8, 64), [0, 1, 0], device_type)
+    ids = random_ids(5).to(device_type)
+    offsets = torch.zeros(1, dtype=torch.int64, device=device_type)
+    for call in (
+        lambda: group.find(ids, offsets, 0, bags),
+        lambda: group.find_or_insert(ids, offsets, 0, None, bags),
+    ):
+        with pytest.raises(ValueError, match=r"a batch without bags must have no ids, but has 5"):
+            call()
+    assert group.sizes() == [0, 0]
+    assert group.find(ids[:0], offsets, 0, bags).numel() == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_counters_say_it():
