@@ -39,6 +39,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.sharding.kernel import BackendKernel
 from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 
 
@@ -111,6 +112,7 @@ class _Pooled:
             # As TorchRec: gradients of weights are scaled where tables lie on other ranks.
             scale_weight_gradients=False,
             env=self._env,
+            output_dtype=output_dtype_of_ranks([self._grouped_embedding_configs]),
         )
         lookup.leave_out_ours()
         return lookup
@@ -131,6 +133,7 @@ class _Sequence:
             pg=self._env.process_group,
             device=device if device is not None else self._device,
             env=self._env,
+            output_dtype=output_dtype_of_ranks([self._grouped_embedding_configs]),
         )
         lookup.leave_out_ours()
         return lookup
