@@ -16,7 +16,7 @@ from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 
 
 def _close_to_stock(run_ranks, scenario, exact):
-    """No farther from stock tables than these are from themselves in 32 bits, give or take."""
+    """As near to stock tables as the roundings of outputs allow, and both off those in 32 bits."""
     with skip_what_stock_lacks():
         narrow = run_ranks(2, train_beside_stock, scenario)
         wide = run_ranks(2, train_beside_stock, exact)
@@ -25,7 +25,9 @@ def _close_to_stock(run_ranks, scenario, exact):
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.05 * full_stock.max()
     assert (ours - full_ours).abs().max() > 0
-    assert (ours - stock).abs().max() < 4 * effect
+    # 20 steps, in each of which outputs are rounded to one of two neighbours.
+    bound = 20 * {"fp16": 2.0**-11, "bf16": 2.0**-8}[scenario.output]
+    torch.testing.assert_close(ours, stock, rtol=bound, atol=bound)
 
 
 def _skip_where_stock_lacks(device_type, output):
