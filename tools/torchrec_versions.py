@@ -166,10 +166,11 @@ def check(name: str, args: argparse.Namespace) -> bool:
     beside = "its Python beside the torch at hand"
     try:
         if not args.this_torch:
+            alone, beside = beside, f"torch {release.torch}"
             try:
                 python, tree = own_environment(folder, release)
-                beside = f"torch {release.torch}"
-            except Failed as reason:
+            except NotInstalled as reason:
+                beside = alone
                 print(
                     f"TorchRec {release.torchrec}: no torch {release.torch}: {reason}", flush=True
                 )
