@@ -14,11 +14,12 @@ constexpr int kSortOfThread = SmallSort::kChunk / kSortThreads;
 
 // Tiles of a sort: so few that adding up their digits is soon done.
 constexpr int64_t kMostTiles = 2048;
+// Chunks of a tile, all of whose keys may have one digit, which is counted in 16 bits.
+constexpr int64_t kMostChunks = 0xffff / SmallSort::kChunk;
 
 // A block sorts its tile by one digit: into places that the digits of all tiles tell.
 __global__ void __launch_bounds__(kSortThreads)
-    sort_pass_kernel(const Keys from, const Keys to, const uint32_t* __restrict__ from_values,
-                     uint32_t* __restrict__ to_values, const uint32_t* __restrict__ number,
+    sort_pass_kernel(const Pairs from, const Pairs to, const uint32_t* __restrict__ number,
                      const SmallSort sort, int pass) {
   __shared__ uint32_t places[kSortWarps][kDigits];
   __shared__ typename cub::BlockScan<uint32_t, kSortThreads>::TempStorage scan;
@@ -28,10 +29,8 @@ __global__ void __launch_bounds__(kSortThreads)
   if (begin >= n) return;
   const uint32_t end = min(n, begin + sort.tile);
   const uint32_t used = (n + sort.tile - 1) / sort.tile;
-  const size_t pass_size = static_cast<size_t>(sort.tiles) * kDigits;
-  const uint32_t* const digits = sort.digits + pass * pass_size;
-  uint32_t* const next_digits =
-      pass + 1 < sort.passes ? sort.digits + (pass + 1) * pass_size : nullptr;
+  const uint16_t* const digits = sort.counts(pass, 0);
+  const bool last = pass + 1 == sort.passes;
   // Where this tile's keys of the thread's digit go: behind those of lower digits, and of tiles
   // before.
   uint32_t before = 0, all = 0;
@@ -48,18 +47,17 @@ __global__ void __launch_bounds__(kSortThreads)
   for (uint32_t chunk = begin; chunk < end; chunk += SmallSort::kChunk) {
     for (int d = lane; d < kDigits; d += kWarp) places[warp][d] = 0;
     __syncwarp();
-    uint64_t key[kSortOfThread];
-    uint32_t value[kSortOfThread], rank[kSortOfThread];
+    Pair pair[kSortOfThread];
+    uint32_t rank[kSortOfThread];
 #pragma unroll
     for (int k = 0; k < kSortOfThread; ++k) {
       const uint32_t at = chunk + (warp * kSortOfThread + k) * kWarp + lane;
-      key[k] = at < end ? from[at] : 0;
-      value[k] = at < end ? from_values[at] : 0;
+      pair[k] = at < end ? from.load(at) : Pair{};
     }
 #pragma unroll
     for (int k = 0; k < kSortOfThread; ++k) {
       const bool given = chunk + (warp * kSortOfThread + k) * kWarp + lane < end;
-      const uint32_t digit = SmallSort::digit_of(key[k], pass);
+      const uint32_t digit = SmallSort::digit_of(from.key_of(pair[k]), pass);
       const unsigned peers = __match_any_sync(kAllLanes, given ? digit : kDigits);
       rank[k] = given ? places[warp][digit] + __popc(peers & ((1u << lane) - 1)) : 0;
       __syncwarp();
@@ -76,14 +74,10 @@ __global__ void __launch_bounds__(kSortThreads)
 #pragma unroll
     for (int k = 0; k < kSortOfThread; ++k) {
       if (chunk + (warp * kSortOfThread + k) * kWarp + lane >= end) continue;
-      const uint32_t at = places[warp][SmallSort::digit_of(key[k], pass)] + rank[k];
-      to.set(at, key[k]);
-      to_values[at] = value[k];
-      if (next_digits != nullptr) {
-        atomicAdd(&next_digits[static_cast<size_t>(at / sort.tile) * kDigits +
-                               SmallSort::digit_of(key[k], pass + 1)],
-                  1u);
-      }
+      const uint64_t key = from.key_of(pair[k]);
+      const uint32_t at = places[warp][SmallSort::digit_of(key, pass)] + rank[k];
+      to.store(at, pair[k]);
+      if (!last) sort.count(pass + 1, at, key);
     }
     __syncthreads();
   }
@@ -95,7 +89,10 @@ SmallSort SmallSort::of(int64_t most, int bits) {
   SmallSort sort{};
   sort.passes = (bits + kDigitBits - 1) / kDigitBits;
   const int64_t chunks = std::max<int64_t>(1, (most + kChunk - 1) / kChunk);
-  sort.tile = static_cast<uint32_t>((chunks + kMostTiles - 1) / kMostTiles) * kChunk;
+  // Digits take passes * kDigits * 2 / tile bytes a key: at most three.
+  const int64_t least = sort.passes > 3 ? (sort.passes + 2) / 3 : 1;
+  const int64_t wanted = std::max(least, (chunks + kMostTiles - 1) / kMostTiles);
+  sort.tile = static_cast<uint32_t>(std::min(wanted, kMostChunks)) * kChunk;
   sort.tiles = static_cast<uint32_t>(std::max<int64_t>(1, (most + sort.tile - 1) / sort.tile));
   return sort;
 }
@@ -103,11 +100,10 @@ SmallSort SmallSort::of(int64_t most, int bits) {
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
                 cudaStream_t stream) {
   for (int pass = 0; pass < sort.passes; ++pass) {
-    sort_pass_kernel<<<sort.tiles, kSortThreads, 0, stream>>>(
-        pairs->keys, pairs->other_keys, pairs->values, pairs->other_values, number, sort, pass);
+    sort_pass_kernel<<<sort.tiles, kSortThreads, 0, stream>>>(pairs->pairs, pairs->other, number,
+                                                              sort, pass);
     HKV_CUDA_CHECK_LAUNCH();
-    std::swap(pairs->keys, pairs->other_keys);
-    std::swap(pairs->values, pairs->other_values);
+    std::swap(pairs->pairs, pairs->other);
   }
 }
 

@@ -9,25 +9,9 @@
 #include <cub/block/block_scan.cuh>
 
 #include "hash_table/bucket_cuda.cuh"
+#include "hash_table/pairs_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
-
-// Sort keys, of 32 bits where that is enough.
-struct Keys {
-  void* values;
-  bool wide;
-
-  __device__ __forceinline__ uint64_t operator[](int64_t i) const {
-    return wide ? static_cast<const uint64_t*>(values)[i] : static_cast<const uint32_t*>(values)[i];
-  }
-  __device__ __forceinline__ void set(int64_t i, uint64_t key) const {
-    if (wide) {
-      static_cast<uint64_t*>(values)[i] = key;
-    } else {
-      static_cast<uint32_t*>(values)[i] = static_cast<uint32_t>(key);
-    }
-  }
-};
 
 // What the sort works with.
 struct SmallSort {
@@ -35,32 +19,38 @@ struct SmallSort {
   static constexpr int kDigits = 1 << kDigitBits;
   static constexpr uint32_t kChunk = 1024;  // keys that a block ranks at once
 
-  uint32_t* digits;  // [passes][tiles][kDigits], how many of a tile's keys have a digit; zeros at
-                     // first
+  // [passes][tiles][kDigits], how many of a tile's keys have a digit: counts of 16 bits, two a
+  // word. Zeros at first.
+  uint32_t* digits;
   int32_t passes;
   uint32_t tile;   // keys of a tile, whole chunks
   uint32_t tiles;  // at most
 
   // For at most `most` keys of so many bits; `digits` is still to be set.
   static SmallSort of(int64_t most, int bits);
-  size_t digit_bytes() const { return sizeof(uint32_t) * passes * tiles * kDigits; }
+  size_t digit_bytes() const { return sizeof(uint16_t) * passes * tiles * kDigits; }
 
   __device__ static __forceinline__ uint32_t digit_of(uint64_t key, int pass) {
     return static_cast<uint32_t>(key >> (pass * kDigitBits)) & (kDigits - 1);
   }
-  // Whoever writes a key to a place of the unsorted order counts it.
-  __device__ __forceinline__ void count(uint32_t place, uint64_t key) const {
-    atomicAdd(&digits[static_cast<size_t>(place / tile) * kDigits + digit_of(key, 0)], 1u);
+  // The counts of a tile's digits.
+  __device__ __forceinline__ const uint16_t* counts(int pass, uint32_t of_tile) const {
+    return reinterpret_cast<const uint16_t*>(digits) + first_count(pass, of_tile);
+  }
+  // Whoever writes a key to a place of the order that a pass reads counts it.
+  __device__ __forceinline__ void count(int pass, uint32_t place, uint64_t key) const {
+    const size_t at = first_count(pass, place / tile) + digit_of(key, pass);
+    atomicAdd(&digits[at / 2], 1u << (at % 2 * 16));
+  }
+
+ private:
+  __device__ __forceinline__ size_t first_count(int pass, uint32_t of_tile) const {
+    return (static_cast<size_t>(pass) * tiles + of_tile) * kDigits;
   }
 };
 
-// Keys and what is sorted with them; each pass moves them to the other half.
-struct SortedPairs {
-  Keys keys, other_keys;
-  uint32_t *values, *other_values;
-};
-
-// Sorts the first *number pairs.
+// Sorts the first *number pairs, whose keys the caller has counted for the first pass. Whether they
+// are in the other half then depends on the number of passes alone.
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
                 cudaStream_t stream);
 

@@ -5,6 +5,8 @@
 // gradient (update_alone_cuda.cu). What the last batches were like decides. No gradient is stored
 // for each id. Deterministic: both ways add up the same numbers in the same order.
 #include <cub/device/device_radix_sort.cuh>
+#include <stdexcept>
+#include <utility>
 
 #include "common/cuda_check.h"
 #include "hash_table/offsets_cuda.cuh"
@@ -15,103 +17,52 @@ namespace {
 
 constexpr int kNeighbours = 8;  // of the sorted order, a warp's
 
-// Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
-// comes last.
-int sort_bits(int64_t num_slots) {
-  int bits = 1;
-  while ((int64_t{1} << bits) <= num_slots) ++bits;
-  return bits;
-}
-
-size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-// The sorted keys and values change places with the others where they end up there.
-template <typename Key>
-void sort_pairs(Scratch* scratch, void* memory, size_t* bytes, int64_t n, int bits,
-                cudaStream_t stream) {
-  cub::DoubleBuffer<Key> keys(static_cast<Key*>(scratch->keys.values),
-                              static_cast<Key*>(scratch->other_keys.values));
-  cub::DoubleBuffer<uint32_t> values(scratch->values, scratch->other_values);
-  HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(memory, *bytes, keys, values, n, 0, bits, stream));
-  if (memory == nullptr) return;
-  scratch->keys.values = keys.Current();
-  scratch->other_keys.values = keys.Alternate();
-  scratch->values = values.Current();
-  scratch->other_values = values.Alternate();
-}
-void sort(Scratch* scratch, void* memory, size_t* bytes, int64_t n, int bits, cudaStream_t stream) {
-  if (scratch->keys.wide) {
-    sort_pairs<uint64_t>(scratch, memory, bytes, n, bits, stream);
-  } else {
-    sort_pairs<uint32_t>(scratch, memory, bytes, n, bits, stream);
-  }
-}
-
 bool is_quick(const GroupShape& shape) { return shape.four_wide && shape.widest <= kQuickColumns; }
 
-size_t layout(int64_t n, int64_t num_slots, const GroupShape& shape, bool weighted,
-              bool batch_order, char* base, Scratch* scratch) {
-  size_t at = 0;
-  const auto take = [&](size_t bytes) {
-    char* place = base + at;
-    at += aligned(bytes);
-    return place;
-  };
-  const int bits = sort_bits(num_slots);
-  const bool wide = bits > 32;
-  const size_t key_bytes = wide ? sizeof(uint64_t) : sizeof(uint32_t);
-  scratch->keys = Keys{take(n * key_bytes), wide};
-  scratch->other_keys = Keys{take(n * key_bytes), wide};
-  scratch->values = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
-  scratch->other_values = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
-  scratch->bags = nullptr;
-  if (weighted || !is_quick(shape)) {
-    scratch->bags = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
-  }
-  // A run longer than kLongest has at most a piece for each kLongest of its positions.
-  static_assert(kPieceSize >= 2 * kLongest);
-  const size_t most = n / kLongest + 1;
-  LongRuns& runs = scratch->long_runs;
-  runs.number = reinterpret_cast<uint32_t*>(take(4 * sizeof(uint32_t)));
-  runs.pieces = runs.number + 1;
-  scratch->runs.number = runs.number + 2;
-  scratch->runs.singles = runs.number + 3;
-  runs.runs = reinterpret_cast<LongRun*>(take(most * sizeof(LongRun)));
-  runs.run_of = reinterpret_cast<uint32_t*>(take(most * sizeof(uint32_t)));
-  runs.sums = reinterpret_cast<float*>(take(most * shape.widest * sizeof(float)));
-  runs.widest = shape.widest;
-  scratch->sorted = nullptr;
-  scratch->sort_bytes = 0;
+// Sorts all pairs; they may end in the other half. Without memory: how much that takes.
+template <typename Key, typename Value>
+size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t bytes,
+                cudaStream_t stream) {
+  cub::DoubleBuffer<Key> keys(static_cast<Key*>(pairs->pairs.keys),
+                              static_cast<Key*>(pairs->other.keys));
+  cub::DoubleBuffer<Value> values(static_cast<Value*>(pairs->pairs.values),
+                                  static_cast<Value*>(pairs->other.values));
+  const int low = pairs->pairs.format.shift;
+  HKV_CUDA_CHECK(
+      cub::DeviceRadixSort::SortPairs(memory, bytes, keys, values, n, low, low + bits, stream));
+  if (memory == nullptr) return bytes;
+  if (keys.selector != values.selector) throw std::logic_error("cub has parted keys and values.");
+  if (keys.selector != 0) std::swap(pairs->pairs, pairs->other);
+  return bytes;
+}
+size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t bytes,
+                cudaStream_t stream) {
+  const PairFormat& format = pairs->pairs.format;
+  const auto sort = format.wide     ? sort_all<uint64_t, uint32_t>
+                    : format.packed ? sort_all<uint32_t, uint16_t>
+                                    : sort_all<uint32_t, uint32_t>;
+  return sort(pairs, n, bits, memory, bytes, stream);
+}
+
+UpdateSize size_of(int64_t num_ids, int64_t num_bags, int64_t num_slots, const GroupShape& shape,
+                   bool weighted, bool batch_order) {
+  UpdateSize size{num_ids,         num_bags, num_slots,   shape.widest,
+                  is_quick(shape), weighted, batch_order, 0};
   if (!batch_order) {
-    sort(scratch, nullptr, &scratch->sort_bytes, n, bits, nullptr);
-    scratch->sort = take(scratch->sort_bytes);
-    return at;
+    SortedPairs none{{nullptr, nullptr, size.format()}, {nullptr, nullptr, size.format()}};
+    size.cub_sort_bytes = sort_all(&none, num_ids, size.key_bits(), nullptr, 0, nullptr);
   }
-  scratch->sorted = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
-  scratch->zeros = base + at;
-  // Bits enough for few slots to share one: 16 a position, as far as 32 bits number them.
-  Repeats& repeats = scratch->repeats;
-  repeats.bits = 10;
-  while (repeats.bits < 32 && (int64_t{1} << repeats.bits) < std::min(num_slots, 16 * n)) {
-    ++repeats.bits;
-  }
-  repeats.exact = (int64_t{1} << repeats.bits) >= num_slots;
-  repeats.seen = reinterpret_cast<uint32_t*>(take(2 * repeats.words() * sizeof(uint32_t)));
-  repeats.twice = repeats.seen + repeats.words();
-  SmallSort& small = scratch->small_sort;
-  small = SmallSort::of(n, bits);
-  small.digits = reinterpret_cast<uint32_t*>(take(small.digit_bytes()));
-  BlockOrder& order = scratch->split_order;
-  order.states =
-      reinterpret_cast<unsigned long long*>(take(listing_blocks(n) * sizeof(unsigned long long)));
-  order.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
-  scratch->zero_bytes = base + at - scratch->zeros;
-  return at;
+  return size;
 }
 
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const TableView* tables, int32_t num_tables) {
   for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
+}
+
+// The sorted positions: values of the general kernels, which are not packed.
+__device__ __forceinline__ const uint32_t* positions_of(const Scratch& scratch) {
+  return static_cast<const uint32_t*>(scratch.pairs.pairs.values);
 }
 
 // Rows wider than a warp's registers are summed again whenever their gradient is asked for.
@@ -159,12 +110,12 @@ __device__ __noinline__ void update_runs(const TableView* __restrict__ tables, c
     const int source = __ffs(static_cast<int>(left)) - 1;
     const int64_t begin = first + source - 1;
     const uint64_t run_key = __shfl_sync(kAllLanes, key, source);
-    const int64_t length = end_of_run<kWarp>(scratch.keys, begin, n, run_key) - begin;
+    const int64_t length = end_of_run<kWarp>(scratch.pairs.pairs, begin, n, run_key) - begin;
     if (length > kLongest) {
       note_long_run<kWarp>(scratch.long_runs, begin, length);
       continue;
     }
-    const Run run{scratch.values + begin, length, scratch.bags};
+    const Run run{positions_of(scratch) + begin, length, scratch.bags};
     const TableView& table = table_of(tables, update, scratch.bags[run.positions[0]]);
     const int64_t slot = static_cast<int64_t>(run_key) - table.first_slot;
     if (update.group_four_wide || all_four_wide(run, table, update.batch, update.grad.stride)) {
@@ -189,14 +140,14 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   const int lane = threadIdx.x % kWarp;
   const int64_t at = first + lane - 1;
   uint64_t key = update.no_slot;
-  if (lane <= kNeighbours + 1 && at >= 0 && at < n) key = scratch.keys[at];
+  if (lane <= kNeighbours + 1 && at >= 0 && at < n) key = scratch.pairs.pairs.key(at);
   const uint64_t before = __shfl_up_sync(kAllLanes, key, 1);
   const uint64_t after = __shfl_down_sync(kAllLanes, key, 1);
   const bool own = lane >= 1 && lane <= kNeighbours && at < n && key != update.no_slot;
   const bool begins = own && (at == 0 || key != before);
   Neighbour mine{};
   if (begins) {
-    mine = neighbour_at(tables, update, scratch, at, key);
+    mine = neighbour_at(tables, update, scratch, key, scratch.pairs.pairs.value(at));
     prefetch_update(tables[mine.table], mine, update);
   }
   // A run of one, at most a column vector a lane wide, whose gradient is loaded ahead.
@@ -255,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 4)
        p += warps) {
     const LongRun& whole = runs.runs[runs.run_of[p]];
     const int64_t begin = (p - whole.first_piece) * kPieceSize;
-    const Run piece{scratch.values + whole.first + begin,
+    const Run piece{positions_of(scratch) + whole.first + begin,
                     min(kPieceSize, static_cast<int64_t>(whole.length) - begin), scratch.bags};
     const TableView& table = table_of(tables, update, scratch.bags[piece.positions[0]]);
     float* to = runs.sums + p * runs.widest;
@@ -285,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   const uint32_t number = *runs.number;
   for (uint32_t r = blockIdx.x; r < number; r += gridDim.x) {
     const LongRun run = runs.runs[r];
-    const uint32_t value = scratch.values[run.first];
+    const uint32_t value = scratch.pairs.pairs.value(run.first);
     const TableView& table =
         table_of(tables, update, scratch.bags != nullptr ? scratch.bags[value] : value);
     const int64_t pieces = (run.length + kPieceSize - 1) / kPieceSize;
@@ -311,7 +262,8 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
         sums[column] = sum;
       }
       __syncwarp();
-      const int64_t slot = static_cast<int64_t>(scratch.keys[run.first]) - table.first_slot;
+      const int64_t slot =
+          static_cast<int64_t>(scratch.pairs.pairs.key(run.first)) - table.first_slot;
       const auto gradient = [&](int32_t column) { return Columns<1>::load(sums + column); };
       apply_row<1, kColumnStates>(table, slot, update.optimizer, *update.learning_rate, gradient);
     }
@@ -332,10 +284,10 @@ bool wants_batch_order(const UpdateHint* hint, const GroupShape& shape) {
   return is_quick(shape) && static_cast<const volatile UpdateHint*>(hint)->batch_order != 0;
 }
 
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape,
-                           bool weighted, bool batch_order) {
-  Scratch scratch;
-  return layout(num_ids, num_slots, shape, weighted, batch_order, nullptr, &scratch);
+size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
+                           const GroupShape& shape, bool weighted, bool batch_order) {
+  return Scratch().place(size_of(num_ids, num_bags, num_slots, shape, weighted, batch_order),
+                         nullptr);
 }
 
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
@@ -348,10 +300,11 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     HKV_CUDA_CHECK_LAUNCH();
     return;
   }
+  const UpdateSize size = size_of(batch.num_ids, batch.num_bags, num_slots, shape,
+                                  pooling.weights != nullptr, batch_order);
   Scratch scratch;
-  layout(batch.num_ids, num_slots, shape, pooling.weights != nullptr, batch_order,
-         static_cast<char*>(memory), &scratch);
-  const int bits = sort_bits(num_slots);
+  scratch.place(size, static_cast<char*>(memory));
+  const int bits = size.key_bits();
   const Update update{batch,
                       pooling,
                       grad,
@@ -359,21 +312,21 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
                       learning_rate,
                       (uint64_t{1} << bits) - 1,
                       shape.four_wide && grad.stride % 4 == 0};
-  const bool quick = is_quick(shape);
+  // What lies where, and until when: update_scratch_cuda.cuh.
   if (batch_order) {
     HKV_CUDA_CHECK(cudaMemsetAsync(scratch.zeros, 0, scratch.zero_bytes, stream));
     mark_repeats(batch, slots, scratch.repeats, stream);
-    sort_repeated(tables, num_tables, update, slots, &scratch, stream);
+    split_repeated(tables, num_tables, update, slots, scratch, stream);
     update_alone(tables, update, slots, scratch, shape, stream);
+    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, stream);
   } else {
     prepare_update(tables, num_tables, update, slots, scratch, stream);
-    sort(&scratch, scratch.sort, &scratch.sort_bytes, batch.num_ids, bits, stream);
+    sort_all(&scratch.pairs, batch.num_ids, bits, scratch.cub_sort, size.cub_sort_bytes, stream);
   }
+  scratch.begin_runs(size);
   const bool column_states = has_column_states(optimizer);
   const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
-  if (quick) {
-    scratch.runs.first = static_cast<uint32_t*>(scratch.other_keys.values);
-    scratch.runs.length = scratch.other_values;
+  if (size.quick) {
     update_runs(tables, update, scratch, shape, stream);
   } else {
     choose_element(grad.type, [&]<typename Element>() {
@@ -385,14 +338,15 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   }
   if (batch.num_ids <= kLongest) return;
   const unsigned blocks = resident_grid(4, threads);
-  if (!quick) {
+  if (!size.quick) {
     choose_element(grad.type, [&]<typename Element>() {
       piece_kernel<Element><<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
     });
     HKV_CUDA_CHECK_LAUNCH();
   }
   const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
-  long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch, quick ? hint : nullptr);
+  long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch,
+                                               size.quick ? hint : nullptr);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -9,81 +9,10 @@
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/kernels.h"
 #include "hash_table/row_vector.cuh"
-#include "hash_table/small_sort_cuda.cuh"
 #include "hash_table/tile.cuh"
+#include "hash_table/update_scratch_cuda.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
-
-constexpr int64_t kLongest = 128;    // run that one warp adds up
-constexpr int64_t kPieceSize = 256;  // of a longer run
-
-struct LongRun {
-  uint32_t first;  // in the sorted order
-  uint32_t length;
-  uint32_t first_piece;
-};
-
-// Runs longer than kLongest, and their pieces.
-struct LongRuns {
-  uint32_t* number;  // of runs
-  uint32_t* pieces;  // their number
-  LongRun* runs;     // in the order of their finding
-  uint32_t* run_of;  // by piece
-  float* sums;       // [pieces][widest]
-  int32_t widest;
-};
-
-// Which slots of a batch stand at several positions: a bit a slot, or a bit for several slots where
-// there are too many, which then look as if they were repeated.
-struct Repeats {
-  uint32_t* seen;   // at one position
-  uint32_t* twice;  // at another, too
-  int32_t bits;     // log2 of their number
-  bool exact;       // a bit a slot
-
-  size_t words() const { return (size_t{1} << bits) / 32; }
-#ifdef __CUDACC__
-  __device__ __forceinline__ uint32_t bit_of(int64_t slot) const {
-    if (exact) return static_cast<uint32_t>(slot);
-    return static_cast<uint32_t>(static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ull >>
-                                 (64 - bits));
-  }
-  __device__ __forceinline__ bool repeated(int64_t slot) const {
-    const uint32_t bit = bit_of(slot);
-    return twice[bit >> 5] >> (bit & 31) & 1;
-  }
-#endif
-};
-
-// Runs of the sorted order that one tile adds up, and where they begin. Those of one position are
-// listed from the end of `first` on.
-struct ShortRuns {
-  uint32_t* number;   // of longer ones
-  uint32_t* singles;  // number of those
-  uint32_t* first;    // [positions]
-  uint32_t* length;
-};
-
-struct Scratch {
-  // The keys of all positions and what is sorted with them; sorted, they may lie in either half.
-  Keys keys;
-  Keys other_keys;
-  uint32_t* values;  // bags, or, where `bags` is not null, positions
-  uint32_t* other_values;
-  uint32_t* bags;  // by position
-  // How many positions are sorted; null: all.
-  uint32_t* sorted;
-  Repeats repeats;
-  // Of the sort of the repeated positions (update_split_cuda.cu).
-  SmallSort small_sort;
-  BlockOrder split_order;
-  char* zeros;  // of these three
-  size_t zero_bytes;
-  ShortRuns runs;  // in the other halves
-  LongRuns long_runs;
-  void* sort;
-  size_t sort_bytes;
-};
 
 // What the reduction of one run by the general kernels reads.
 struct Run {
@@ -131,11 +60,11 @@ __device__ __forceinline__ const TableView& table_of(const TableView* tables, co
 // The end of the run that `at` is in, by a tile whose lanes look at as many keys at once: a hot
 // id's run may be half of the batch.
 template <int kLanes>
-__device__ __forceinline__ int64_t end_of_run(const Keys& keys, int64_t at, int64_t n,
+__device__ __forceinline__ int64_t end_of_run(const Pairs& sorted, int64_t at, int64_t n,
                                               uint64_t slot) {
   int64_t low = at, high = n;  // low is in the run, high is not
   for (int64_t step = kLanes; low + step < n; step *= kLanes) {
-    if (keys[low + step] != slot) {
+    if (sorted.key(low + step) != slot) {
       high = low + step;
       break;
     }
@@ -144,7 +73,7 @@ __device__ __forceinline__ int64_t end_of_run(const Keys& keys, int64_t at, int6
   while (high - low > 1) {
     const int64_t stride = (high - low + kLanes) / (kLanes + 1);
     const int64_t look = low + (Tile<kLanes>::lane() + 1) * stride;
-    const int same = __popc(Tile<kLanes>::ballot(look < high && keys[look] == slot));
+    const int same = __popc(Tile<kLanes>::ballot(look < high && sorted.key(look) == slot));
     low += same * stride;
     high = min(high, low + stride);
   }
@@ -213,9 +142,9 @@ __device__ __forceinline__ Share share_of(const Update& update, const uint32_t* 
 }
 
 __device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const Update& update,
-                                                  const Scratch& scratch, int64_t at,
-                                                  uint64_t key) {
-  const Share share = share_of(update, scratch.bags, scratch.values[at]);
+                                                  const Scratch& scratch, uint64_t key,
+                                                  uint32_t value) {
+  const Share share = share_of(update, scratch.bags, value);
   return Neighbour{share.table, static_cast<int64_t>(key) - tables[share.table].first_slot,
                    share.gradient, share.scale};
 }
@@ -280,11 +209,10 @@ void mark_repeats(const Batch& batch, const int64_t* slots, const Repeats& repea
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
-// In place of prepare_update and the sort, before update_alone: counts the update, and sorts the
-// positions of repeated slots. Afterwards scratch's keys and values are sorted
-// (update_split_cuda.cu).
-void sort_repeated(const TableView* tables, int32_t num_tables, const Update& update,
-                   const int64_t* slots, Scratch* scratch, cudaStream_t stream);
+// In place of prepare_update, before update_alone: counts the update, and splits the positions of
+// repeated slots off, which sort_small then sorts (update_split_cuda.cu).
+void split_repeated(const TableView* tables, int32_t num_tables, const Update& update,
+                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
 // Updates the rows of the sorted runs, but for long ones, whose pieces it adds up
 // (update_runs_cuda.cu). Where all positions are sorted, counts those that stand alone.
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,

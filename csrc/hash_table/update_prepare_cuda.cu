@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= count) break;
     const int64_t slot = slots[begin + i];
     const auto bag = static_cast<uint32_t>(first_bag + bags[i]);
-    scratch.keys.set(begin + i, slot == kNoSlot ? no_slot : static_cast<uint64_t>(slot));
-    scratch.values[begin + i] = scratch.bags == nullptr ? bag : static_cast<uint32_t>(begin + i);
+    scratch.pairs.pairs.set(begin + i, slot == kNoSlot ? no_slot : static_cast<uint64_t>(slot),
+                            scratch.bags == nullptr ? bag : static_cast<uint32_t>(begin + i));
     if (scratch.bags != nullptr) scratch.bags[begin + i] = bag;
   }
 }

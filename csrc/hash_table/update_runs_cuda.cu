@@ -12,17 +12,17 @@ namespace {
 constexpr int kRunBlocks = 2;  // of a multiprocessor
 
 // Positions from `at` on that have its key, found by one thread.
-__device__ __forceinline__ int64_t length_of_run(const Keys& keys, int64_t at, int64_t n,
+__device__ __forceinline__ int64_t length_of_run(const Pairs& sorted, int64_t at, int64_t n,
                                                  uint64_t key) {
   int64_t low = at, step = 1;  // low is in the run
-  while (low + step < n && keys[low + step] == key) {
+  while (low + step < n && sorted.key(low + step) == key) {
     low += step;
     step *= 2;
   }
   int64_t high = min(low + step, n);  // high is not
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
-    (keys[middle] == key ? low : high) = middle;
+    (sorted.key(middle) == key ? low : high) = middle;
   }
   return high - at;
 }
@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   if (is_refused(batch)) return;  // no runs
-  const int64_t most = batch.num_ids;
-  const int64_t n = scratch.sorted == nullptr ? most : *scratch.sorted;
+  const int64_t n = scratch.sorted == nullptr ? batch.num_ids : *scratch.sorted;
   if (static_cast<int64_t>(blockIdx.x) * kThreads >= n) return;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const uint64_t key = at < n ? scratch.keys[at] : no_slot;
-  const bool begins = key != no_slot && (at == 0 || scratch.keys[at - 1] != key);
-  const int64_t length = begins ? length_of_run(scratch.keys, at, n, key) : 0;
+  const Pairs& sorted = scratch.pairs.pairs;
+  const uint64_t key = at < n ? sorted.key(at) : no_slot;
+  const bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
+  const int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
   const bool is_short = begins && length <= kLongest;
   const unsigned lists[2] = {__ballot_sync(kAllLanes, length == 1),
                              __ballot_sync(kAllLanes, is_short && length > 1)};
@@ -61,11 +61,10 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned lower = (1u << lane) - 1;
   if (length == 1) {
     const uint32_t place = places[0][warp] + __popc(lists[0] & lower);
-    scratch.runs.first[most - 1 - place] = static_cast<uint32_t>(at);
+    *(scratch.runs.last - place) = static_cast<uint32_t>(at);
   } else if (is_short) {
     const uint32_t place = places[1][warp] + __popc(lists[1] & lower);
-    scratch.runs.first[place] = static_cast<uint32_t>(at);
-    scratch.runs.length[place] = static_cast<uint32_t>(length);
+    scratch.runs.longer[place] = Part{static_cast<uint32_t>(at), static_cast<uint32_t>(length)};
   }
   for (unsigned longs = __ballot_sync(kAllLanes, begins && !is_short); longs; longs &= longs - 1) {
     const int source = __ffs(static_cast<int>(longs)) - 1;
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   int64_t chunk = tile.number() * kLanes;
   if (chunk >= singles) return;
   const float rate = *update.learning_rate;
-  const uint32_t* const last = scratch.runs.first + update.batch.num_ids - 1;
+  const Pairs& sorted = scratch.pairs.pairs;
   uint32_t table = ~0u;
   Updater updater(tables[0], update.optimizer, rate);
   int32_t dim = 0;
@@ -96,8 +95,8 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
     Neighbour mine{};
     const int64_t at = chunk + lane;
     if (at < singles) {
-      const uint32_t place = *(last - at);
-      mine = neighbour_at(tables, update, scratch, place, scratch.keys[place]);
+      const Pair pair = sorted.load(*(scratch.runs.last - at));
+      mine = neighbour_at(tables, update, scratch, sorted.key_of(pair), sorted.value_of(pair));
     }
     const int count = static_cast<int>(min(static_cast<int64_t>(kLanes), singles - chunk));
     for (int group = 0; group < count;) {
@@ -134,12 +133,6 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   }
 }
 
-// A run, or a piece of a long one: positions of the sorted order.
-struct Part {
-  uint32_t first;
-  uint32_t length;
-};
-
 // kAhead: positions whose gradients are under way at once, beside the row.
 template <typename Updater, typename Element, int kAhead>
 __global__ void __launch_bounds__(kThreads, kRunBlocks)
@@ -156,23 +149,30 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   const uint32_t stride = gridDim.x * (kThreads / kLanes);
   const auto part_at = [&](uint32_t i) {
     if (i >= parts) return Part{0, 0};
-    if (i >= pieces) return Part{scratch.runs.first[i - pieces], scratch.runs.length[i - pieces]};
+    if (i >= pieces) return scratch.runs.longer[i - pieces];
     const LongRun& run = long_runs.runs[long_runs.run_of[i]];
     const uint32_t begin = (i - run.first_piece) * static_cast<uint32_t>(kPieceSize);
     return Part{run.first + begin, min(run.length - begin, static_cast<uint32_t>(kPieceSize))};
   };
-  const auto value_at = [&](const Part& part, uint32_t begin) {
-    return begin + lane < part.length ? scratch.values[part.first + begin + lane] : 0;
+  const Pairs& sorted = scratch.pairs.pairs;
+  // Pairs stay as they are stored until they are used, since taking them apart would wait for them.
+  const auto first_pair_at = [&](const Part& part) {
+    return lane < part.length ? sorted.load(part.first + lane) : Pair{};
   };
-  const auto share_at = [&](const Part& part, uint32_t begin, uint32_t value) {
-    return begin + lane < part.length ? share_of(update, scratch.bags, value) : Share{};
+  const auto key_at = [&](const Pair& stored) {  // of the part: its first position's
+    return sorted.key_of(Pair{tile.of_lane(stored.key, 0), 0});
+  };
+  const auto share_at = [&](const Part& part, uint32_t begin, const Pair& stored) {
+    if (begin + lane >= part.length) return Share{};
+    return share_of(update, scratch.bags, sorted.value_of(stored));
   };
   auto i = static_cast<uint32_t>(tile.number());
   if (i >= parts) return;
   Part part = part_at(i);
   Part next = part_at(i + stride);
-  uint64_t key = scratch.keys[part.first];
-  Share share = share_at(part, 0, value_at(part, 0));
+  const Pair first_pair = first_pair_at(part);
+  uint64_t key = key_at(first_pair);
+  Share share = share_at(part, 0, first_pair);
   const float rate = *update.learning_rate;
   uint32_t table = tile.of_lane(share.table, 0);
   Updater updater(tables[table], update.optimizer, rate);
@@ -180,15 +180,18 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   int64_t first_slot = tables[table].first_slot;
   for (;;) {
     const Part after = part_at(i + 2 * stride);
-    const uint32_t next_value = value_at(next, 0);
-    const uint64_t next_key = scratch.keys[next.first];
+    const Pair next_pair = first_pair_at(next);
     const bool whole = i >= pieces;
     const int64_t slot = static_cast<int64_t>(key) - first_slot;
     typename Updater::Row row;
     if (whole) row = updater.load(slot);
     Gradient sum = Gradient::zero();
     for (uint32_t begin = 0; begin < part.length; begin += kLanes) {
-      if (begin > 0) share = share_at(part, begin, value_at(part, begin));
+      if (begin > 0) {
+        const bool given = begin + lane < part.length;
+        const int64_t at = part.first + begin + lane;
+        share = share_at(part, begin, given ? sorted.load_for_value(at) : Pair{});
+      }
       const uint32_t count = min(kLanes, part.length - begin);
       for (uint32_t group = 0; group < count; group += kAhead) {
         typename Gradient::template Stored<Element> gradient[kAhead];
@@ -215,8 +218,8 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
     if (i >= parts) return;
     part = next;
     next = after;
-    key = next_key;
-    share = share_at(part, 0, next_value);
+    key = key_at(next_pair);
+    share = share_at(part, 0, next_pair);
     const uint32_t its_table = tile.of_lane(share.table, 0);
     if (its_table != table) {
       table = its_table;

@@ -1,5 +1,5 @@
-// The sort of the positions whose slots are repeated, where most are not: their number is known to
-// the device alone. They are split off in the order of the batch, then sorted.
+// The positions whose slots are repeated, where most are not, split off in the order of the batch.
+// Their number is known to the device alone.
 #include "common/cuda_check.h"
 #include "hash_table/offsets_cuda.cuh"
 #include "hash_table/small_sort_cuda.cuh"
@@ -46,10 +46,9 @@ __global__ void __launch_bounds__(kListThreads, 2)
       const int64_t middle = low + (high - low) / 2;
       (batch.offsets[middle] <= at ? low : high) = middle;
     }
-    scratch.keys.set(place, key);
-    scratch.values[place] = static_cast<uint32_t>(scratch.bags == nullptr ? low : at);
+    scratch.pairs.pairs.set(place, key, static_cast<uint32_t>(scratch.bags == nullptr ? low : at));
     if (scratch.bags != nullptr) scratch.bags[at] = static_cast<uint32_t>(low);
-    sort.count(place, key);
+    sort.count(0, place, key);
   };
   list_in_order(batch.num_ids, block, scratch.split_order, wanted, emit,
                 [&](uint32_t number) { *scratch.sorted = number; });
@@ -57,18 +56,12 @@ __global__ void __launch_bounds__(kListThreads, 2)
 
 }  // namespace
 
-void sort_repeated(const TableView* tables, int32_t num_tables, const Update& update,
-                   const int64_t* slots, Scratch* scratch, cudaStream_t stream) {
+void split_repeated(const TableView* tables, int32_t num_tables, const Update& update,
+                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(listing_blocks(update.batch.num_ids));
   split_kernel<<<blocks, kListThreads, 0, stream>>>(tables, num_tables, update.batch, slots,
-                                                    *scratch);
+                                                    scratch);
   HKV_CUDA_CHECK_LAUNCH();
-  SortedPairs pairs{scratch->keys, scratch->other_keys, scratch->values, scratch->other_values};
-  sort_small(&pairs, scratch->sorted, scratch->small_sort, stream);
-  scratch->keys = pairs.keys;
-  scratch->other_keys = pairs.other_keys;
-  scratch->values = pairs.values;
-  scratch->other_values = pairs.other_values;
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

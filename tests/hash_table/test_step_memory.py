@@ -1,0 +1,93 @@
+"""What a training step on a GPU takes for its time, beside rows, outputs and gradients."""
+
+import os
+
+import pytest
+import torch
+
+from tests.support.batches import rate
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(
+        bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")),
+        reason="torch counts nothing without its allocator",
+    ),
+]
+
+TABLES, ROWS, DIM, BAG = 8, 1 << 19, 128, 10
+MOST = 24  # bytes an id
+
+
+@pytest.fixture(scope="module")
+def group():
+    """All ids are there."""
+    specs = [
+        TableSpec(f"t{t}", int(ROWS / 0.8), DIM, initializer=Uniform(-1, 1)) for t in range(TABLES)
+    ]
+    group = TableGroup(specs, list(range(TABLES)), RowWiseAdagrad(), device="cuda")
+    for part in torch.arange(ROWS, device="cuda").split(1 << 16):
+        ends = torch.arange(TABLES + 1, device="cuda") * len(part)
+        group.find_or_insert(part.repeat(TABLES), ends, 1)
+    return group
+
+
+def draw(kind, n):
+    """Ids of a batch."""
+    if kind == "uniform":
+        return torch.randint(ROWS, (n,), device="cuda")
+    return (float(ROWS) ** torch.rand(n, dtype=torch.float64, device="cuda")).long() - 1
+
+
+def requested(what):
+    """Bytes that torch was asked for: the allocator's blocks may be larger by up to 1 MiB each."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+
+def taken_by_step(group, ids, batch, mean):
+    """Bytes at most of the search for the ids, and of the backward without the output."""
+    offsets = torch.arange(TABLES * batch + 1, device="cuda") * BAG
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    learning_rate = rate(0.1, group)
+    grad = torch.randn(batch, TABLES * DIM, device="cuda")
+    torch.cuda.synchronize()  # what the batches before were like is known
+    torch.cuda.reset_peak_memory_stats()
+    before = requested("current")
+    pin = group.pin()
+    slots = group.find_or_insert(ids, offsets, batch, pin)
+    to_find = requested("peak") - before
+    out = group.pooled_lookup(anchor, ids, offsets, None, slots, batch, mean, pin, learning_rate)
+    assert requested("current") - before == slots.nbytes + out.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(grad)
+    return to_find, requested("peak") - before - out.nbytes
+
+
+# At 2186 the scratch table of the search is at its largest: 2^19 words for somewhat more than a
+# third as many ids.
+@pytest.mark.parametrize("batch", [3276, 2186])
+@pytest.mark.parametrize("mean", [False, True])
+def test_at_most_24_bytes_an_id(group, mean, batch):
+    """Both ways of the update: in the order of the batch, and with all positions sorted."""
+    n = TABLES * batch * BAG
+    to_update = {}
+    for kind in ("uniform", "power law"):
+        for _ in range(3):  # a step's way is that of the batches before
+            taken_by_step(group, draw(kind, n), batch, mean)
+        to_find, to_update[kind] = taken_by_step(group, draw(kind, n), batch, mean)
+        print(f"{kind}: {to_find / n:.3f} bytes an id to find, {to_update[kind] / n:.3f} to update")
+        assert 8 * n < to_find <= MOST * n
+        assert 8 * n < to_update[kind] <= MOST * n
+    assert to_update["uniform"] != to_update["power law"]  # or one way has been measured twice
+
+
+@pytest.mark.parametrize("kind", ["uniform", "power law"])
+def test_a_step_leaves_nothing_behind(group, kind):
+    batch = 3276
+    ids = draw(kind, TABLES * batch * BAG)
+    taken_by_step(group, ids, batch, False)
+    before = requested("current")
+    taken_by_step(group, ids, batch, False)
+    assert requested("current") == before
