@@ -173,7 +173,8 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   if (group.device().is_cuda()) {
     batch_order = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
     const size_t bytes = hash_table::cuda::update_rows_scratch(
-        batch.num_ids, group.num_slots(), group.shape(), pooling.weights != nullptr, batch_order);
+        batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), pooling.weights != nullptr,
+        batch_order);
     scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
   }
 #endif

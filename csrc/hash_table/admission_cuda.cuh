@@ -52,10 +52,10 @@ inline TallyScratch tally_layout(int64_t n, bool ordered, char* base) {
       reinterpret_cast<unsigned long long*>(take(listing_blocks(n) * sizeof(unsigned long long)));
   scratch.zero_bytes = at;
   const size_t bytes = static_cast<size_t>(n) * sizeof(uint32_t);
-  scratch.pairs.keys = Keys{take(bytes), false};
-  scratch.pairs.other_keys = Keys{take(bytes), false};
-  scratch.pairs.values = reinterpret_cast<uint32_t*>(take(bytes));
-  scratch.pairs.other_values = reinterpret_cast<uint32_t*>(take(bytes));
+  for (Pairs* const half : {&scratch.pairs.pairs, &scratch.pairs.other}) {
+    half->keys = take(bytes);
+    half->values = take(bytes);
+  }
   scratch.bytes = at;
   return scratch;
 }

@@ -22,9 +22,8 @@ __global__ void __launch_bounds__(kListThreads, 2)
         const uint64_t set = set_of(admissions[table], batch.ids[position]);
         const auto queue = static_cast<uint32_t>(
             mix64(set + (static_cast<uint64_t>(table) << 40)) >> (64 - scratch.queue_bits));
-        scratch.pairs.keys.set(place, queue);
-        scratch.pairs.values[place] = static_cast<uint32_t>(position);
-        scratch.sort.count(place, queue);
+        scratch.pairs.pairs.set(place, queue, static_cast<uint32_t>(position));
+        scratch.sort.count(0, place, queue);
       },
       [&](uint32_t number) { *scratch.number = number; });
 }
@@ -35,12 +34,13 @@ __global__ void __launch_bounds__(kThreads)
                         const Admission* __restrict__ admissions, const int64_t* __restrict__ slots,
                         const __grid_constant__ TallyScratch scratch) {
   const uint32_t number = *scratch.number;
-  const Keys& keys = scratch.pairs.keys;
+  const Pairs& sorted = scratch.pairs.pairs;
   for (uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < number;
        first += gridDim.x * kThreads) {
-    if (first > 0 && keys[first - 1] == keys[first]) continue;
-    for (uint32_t i = first; i < number && keys[i] == keys[first]; ++i) {
-      const int64_t position = scratch.pairs.values[i];
+    const uint64_t queue = sorted.key(first);
+    if (first > 0 && sorted.key(first - 1) == queue) continue;
+    for (uint32_t i = first; i < number && sorted.key(i) == queue; ++i) {
+      const int64_t position = sorted.value(i);
       const Admission& admission = admissions[batch.feature_tables[batch.feature_of(position)]];
       uint32_t* const times = &scratch.times[remembered(slots[position])];
       *times = count_in_cell(admission, batch.ids[position], *times, visit.now());

@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
        begin += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t position = begin + threadIdx.x;
-    const bool busy = position < batch.num_ids && slots[position] == kMissingFromFull;
+    const int64_t was = position < batch.num_ids ? slots[position] : kNoSlot;
+    const bool busy = was == kMissingFromFull || was == kReturningToFull;
     if (!__syncthreads_or(busy)) continue;
     const TableView* mine = kOneTable ? &only : tables;
     if (!kOneTable && busy) mine = &table_at(tables, batch, position);
@@ -138,9 +139,13 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     const Place place =
         claim_victims_of_warp<kOneTable>(mine, busy, choice, score, visit, placement.refuse_lower);
     const bool placed = busy && place.slot != kNoSlot;
+    // Read here and used behind the counts: a load that nothing waits for.
+    const bool remembers = placed && table.evicted.marks != nullptr;
+    const int64_t leaver = remembers ? table.ids[place.slot] : 0;
     count_block<kOneTable>(mine, kInserted, placed);
     count_block<kOneTable>(mine, kEvicted, placed);
     count_block<kOneTable>(mine, kRefused, busy && !placed);
+    if (missing.returns) count_warp(mine, kReturned, placed && was == kReturningToFull);
     count_warp(mine, kCrowded, busy && place.fate == kNoRoom);
     if (kLeavers) {
       int64_t number = leaver_number(placement.leavers, busy);
@@ -157,12 +162,12 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       slots[position] = table.first_slot + place.slot;
       if (writer != nullptr) writer[position] = true;
       if (missing.placed != nullptr) missing.placed[position] = true;
-      if (table.evicted.marks != nullptr) {
-        const EvictedMemory::Place to = table.evicted.place_of(table.ids[place.slot]);
-        table.evicted.marks[to.entry] = to.mark;
-      }
       table.ids[place.slot] = id;
       if (table.scores != nullptr) table.scores[place.slot] = score;
+      if (remembers) {
+        const EvictedMemory::Place to = table.evicted.place_of(leaver);
+        table.evicted.marks[to.entry] = to.mark;
+      }
     } else if (busy) {
       slots[position] = kNoSlot;
     }

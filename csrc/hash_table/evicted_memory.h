@@ -2,10 +2,10 @@
 //
 // An id that leaves for another writes a mark of 16 bits into the one entry of an array that its
 // hash tells; an id that gets a slot looks whether its mark is there. So an eviction costs one
-// store, and a new id one load. What a call evicts is remembered before its new ids are looked for.
-// It is forgotten when another id writes the same entry: after as many further evictions as there
-// are entries, a share 1/e is left. An id that was never evicted finds its mark in an entry of
-// another's with a probability of 1/65535.
+// store, and a new id one load. A call's new ids are looked for before what it evicts is
+// remembered. It is forgotten when another id writes the same entry: after as many further
+// evictions as there are entries, a share 1/e is left. An id that was never evicted finds its mark
+// in an entry of another's with a probability of 1/65535.
 #pragma once
 
 #include <cstdint>

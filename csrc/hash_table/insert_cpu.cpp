@@ -273,22 +273,22 @@ void write_leavers(const TableView* tables, const std::vector<Leaver>& all,
   *out.number = first + gone.size();
 }
 
-// Remembers what this call has evicted, then counts the ids it has placed that are remembered: in
-// the order of the batch, whatever the number of threads.
+// Counts the ids that this call has placed and that are remembered, then remembers what it has
+// evicted: in the order of the batch, whatever the number of threads.
 void remember_evicted(const TableView* tables, const Batch& batch, const MissingIds& missing,
                       const std::vector<Leaver>& leavers) {
+  for (const Missing* it = missing.begin(); it != missing.begin() + missing.size(); ++it) {
+    const EvictedMemory& evicted = tables[it->table].evicted;
+    if (!it->placed || evicted.marks == nullptr) continue;
+    const EvictedMemory::Place place = evicted.place_of(batch.ids[it->position]);
+    count(tables[it->table], kReturned, evicted.marks[place.entry] == place.mark);
+  }
   for (int64_t i = 0; i < missing.size(); ++i) {
     const Missing& it = missing.begin()[i];
     const EvictedMemory& evicted = tables[it.table].evicted;
     if (!it.placed || !leavers[i].left || evicted.marks == nullptr) continue;
     const EvictedMemory::Place place = evicted.place_of(leavers[i].id);
     evicted.marks[place.entry] = place.mark;
-  }
-  for (const Missing* it = missing.begin(); it != missing.begin() + missing.size(); ++it) {
-    const EvictedMemory& evicted = tables[it->table].evicted;
-    if (!it->placed || evicted.marks == nullptr) continue;
-    const EvictedMemory::Place place = evicted.place_of(batch.ids[it->position]);
-    count(tables[it->table], kReturned, evicted.marks[place.entry] == place.mark);
   }
 }
 

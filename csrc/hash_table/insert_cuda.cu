@@ -8,8 +8,9 @@
 //      Where the result must not depend on chance, both are done in the order of the batch
 //      (insert_ordered_cuda.cu).
 //   4. the other positions take the slots of those they remember; marked ones have none.
-//   5. in tables with frames, rows come into these (frames_cuda.cu); in tables that remember what
-//      they evict, ids that have come back are counted.
+//   5. in tables with frames, rows come into these (frames_cuda.cu).
+// In tables that remember what they evict, 2. looks which ids have come back, and whatever places
+// them counts them; in the order of the batch returned_cuda.cu does.
 #include "common/cuda_check.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
@@ -132,9 +133,15 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     count_block<kOneTable>(mine, kMisses, absent);
     bool busy = missed;  // the thread has an id to place
     int64_t id = 0, slot = kNoSlot;
+    uint16_t mark = 1, seen = 0;  // what the id's entry has if it returns, and what it has
     if (missed) {
       id = batch.ids[position];
       const BucketChoice choice = choose_buckets(id, table.num_buckets);
+      if (missing.returns && table.evicted.marks != nullptr) {
+        const EvictedMemory::Place entry = table.evicted.place_of(id);
+        mark = entry.mark;
+        seen = table.evicted.marks[entry.entry];
+      }
       if (was != kMissingFromFull) {
         prefetch_l2(digest_line(table, choice.first), kBucketDigests * sizeof(uint16_t));
       }
@@ -162,9 +169,10 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
             first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
     } else if (busy) {
-      slots[position] = kMissingFromFull;
+      slots[position] = seen == mark ? kReturningToFull : kMissingFromFull;
     }
     count_block<kOneTable>(mine, kInserted, placed);
+    if (missing.returns) count_warp(mine, kReturned, placed && seen == mark);
     write_rows_of_warp<kRows, kOneTable>(mine, placed, id, slot);
   }
 }
@@ -194,28 +202,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Counts the ids that were placed and are remembered as evicted. What the call evicts is remembered
-// by now, and may have taken the entry of an id that comes back; none of it is an id of the call.
-__global__ void __launch_bounds__(kThreads)
-    returned_kernel(const TableView* __restrict__ tables, const Batch batch,
-                    const bool* __restrict__ placed, const uint32_t* __restrict__ any_missing) {
-  if (*any_missing == 0) return;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t position = begin + threadIdx.x;
-    const TableView* table = tables;
-    bool returned = false;
-    if (position < batch.num_ids && placed[position]) {
-      table = &table_at(tables, batch, position);
-      if (table->evicted.marks != nullptr) {
-        const EvictedMemory::Place place = table->evicted.place_of(batch.ids[position]);
-        returned = table->evicted.marks[place.entry] == place.mark;
-      }
-    }
-    count_warp(table, kReturned, returned);
-  }
-}
-
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
                               bool*, const Missing, bool);
 
@@ -233,6 +219,11 @@ InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
   }
 }
 
+// Whether positions whose ids were placed for them are noted.
+bool notes_places(const Placement& placement) {
+  return placement.frames || (placement.remembers && placement.ordered);
+}
+
 // Where parts of the scratch begin, behind what Missing says.
 struct ScratchLayout {
   size_t admission;
@@ -248,8 +239,10 @@ struct ScratchLayout {
                              ? aligned(admission_scratch(*admissions, num_ids, placement.ordered))
                              : 0);
     placed = order;
-    if (placement.ordered) placed += insertion_order(num_ids, placement, scored, nullptr).bytes;
-    bytes = placed + (placement.frames || placement.remembers ? num_ids * sizeof(bool) : 0);
+    if (placement.ordered) {
+      placed += aligned(insertion_order(num_ids, placement, scored, nullptr).bytes);
+    }
+    bytes = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
   }
 };
 
@@ -273,7 +266,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   char* const memory = static_cast<char*>(scratch);
   const ScratchLayout layout(batch.num_ids, placement, by_score);
   Missing missing = missing_layout(batch.num_ids, memory);
-  if (placement.frames || placement.remembers) {
+  missing.returns = placement.remembers && !placement.ordered;
+  if (notes_places(placement)) {
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
@@ -300,7 +294,10 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   if (placement.ordered) {
     order = insertion_order(batch.num_ids, placement, by_score, memory + layout.order);
     insert_in_order(tables, batch, visit, placement, slots, missing, &order, stream);
-    if (placement.remembers) remember_in_order(tables, batch, missing, order, stream);
+    if (placement.remembers) {
+      count_returned(tables, batch, missing.placed, missing.any, stream);
+      remember_in_order(tables, batch, missing, order, stream);
+    }
     rest.leavers = {};
   } else {
     if (by_score) {
@@ -324,11 +321,6 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   }
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, rest, slots, stream);
-  }
-  if (placement.remembers) {
-    returned_kernel<<<std::min(grid, resident_blocks(returned_kernel)), kThreads, 0, stream>>>(
-        tables, batch, missing.placed, missing.any);
-    HKV_CUDA_CHECK_LAUNCH();
   }
   if (placement.frames) {
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.any, stream);

@@ -78,4 +78,10 @@ void evict_for_missing(const TableView* tables, const TableView* only, const Bat
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, cudaStream_t stream);
 
+// Counts the ids that were placed and that their tables remember as evicted, where the result must
+// not depend on chance: before what the call evicts is remembered (in returned_cuda.cu). `placed`,
+// [positions], is aligned to 8 bytes, and can be read up to there.
+void count_returned(const TableView* tables, const Batch& batch, const bool* placed,
+                    const uint32_t* any_missing, cudaStream_t stream);
+
 }  // namespace torchrec_hkv::hash_table::cuda

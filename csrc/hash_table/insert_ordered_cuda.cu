@@ -105,9 +105,8 @@ __global__ void __launch_bounds__(kListThreads, 2)
     for (uint32_t which = 0; which < 2; ++which) {
       const uint32_t place = 2 * number + which;
       const uint32_t queue = queue_of(order, table, which == 0 ? choice.first : choice.second);
-      order.pairs.keys.set(place, queue);
-      order.pairs.values[place] = place;
-      order.sort.count(place, queue);
+      order.pairs.pairs.set(place, queue, place);
+      order.sort.count(0, place, queue);
     }
   };
   list_in_order(batch.num_ids, take_block(order.blocks), order.blocks, stands_for_its_id, queue_up,
@@ -134,9 +133,10 @@ __global__ void __launch_bounds__(kThreads)
   if (*missing.any == 0) return;
   const uint32_t places = *order.places;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < places; i += gridDim.x * kThreads) {
-    const auto queue = static_cast<uint32_t>(order.pairs.keys[i]);
-    order.tickets()[order.pairs.values[i]] = i;
-    if (i == 0 || order.pairs.keys[i - 1] != queue) order.turns()[queue] = i;
+    const Pairs& sorted = order.pairs.pairs;
+    const auto queue = static_cast<uint32_t>(sorted.key(i));
+    order.tickets()[sorted.value(i)] = i;
+    if (i == 0 || sorted.key(i - 1) != queue) order.turns()[queue] = i;
   }
 }
 
@@ -336,10 +336,10 @@ InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool
   order.zero_bytes = at;
   order.positions = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
   order.fates = reinterpret_cast<uint8_t*>(take(n));
-  order.pairs.keys = Keys{take(2 * n * sizeof(uint32_t)), false};
-  order.pairs.other_keys = Keys{take(2 * n * sizeof(uint32_t)), false};
-  order.pairs.values = reinterpret_cast<uint32_t*>(take(2 * n * sizeof(uint32_t)));
-  order.pairs.other_values = reinterpret_cast<uint32_t*>(take(2 * n * sizeof(uint32_t)));
+  for (Pairs* const half : {&order.pairs.pairs, &order.pairs.other}) {
+    half->keys = take(2 * n * sizeof(uint32_t));
+    half->values = take(2 * n * sizeof(uint32_t));
+  }
   if (scored) {
     order.highest = reinterpret_cast<unsigned long long*>(take(n * sizeof(unsigned long long)));
   }

@@ -37,9 +37,13 @@ struct InsertionOrder {
   size_t bytes;
 
   // When places are sorted: where in the sorted order each is, and, by queue, who has its turn.
-  __host__ __device__ uint32_t* tickets() const { return pairs.other_values; }
-  __host__ __device__ uint32_t* turns() const {
-    return static_cast<uint32_t*>(pairs.other_keys.values);
+  __host__ __device__ uint32_t* tickets() const {
+    return static_cast<uint32_t*>(pairs.other.values);
+  }
+  __host__ __device__ uint32_t* turns() const { return static_cast<uint32_t*>(pairs.other.keys); }
+  // Then, the positions of leavers that are listed.
+  __host__ __device__ uint32_t* listed() const {
+    return static_cast<uint32_t*>(pairs.pairs.values);
   }
 };
 

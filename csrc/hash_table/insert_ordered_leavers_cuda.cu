@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
   list_in_order(
       n, take_block(order.blocks), order.blocks, leaves,
       [&](uint32_t place, int64_t position) {
-        order.pairs.values[place] = static_cast<uint32_t>(position);
+        order.listed()[place] = static_cast<uint32_t>(position);
       },
       [&](uint32_t number) {
         *order.leaving = number;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kTile;
   const uint32_t stride = gridDim.x * (kThreads / kTile);
   for (uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / kTile; i < number; i += stride) {
-    const int64_t position = order.pairs.values[i];
+    const int64_t position = order.listed()[i];
     const int64_t to = static_cast<int64_t>(*order.leavers_before) + i;
     const bool left = slots[position] >= 0;  // another has taken its place
     const TableView& table = table_at(tables, batch, position);

@@ -209,10 +209,10 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
 // has found some batches ago: it is not waited for.
 bool wants_batch_order(const UpdateHint* hint, const GroupShape& shape);
 
-// Bytes of scratch that update_rows needs for a batch of num_ids, slot numbers below num_slots, and
-// tables of this shape; weighted: whether ids have weights.
-size_t update_rows_scratch(int64_t num_ids, int64_t num_slots, const GroupShape& shape,
-                           bool weighted, bool batch_order);
+// Bytes of scratch that update_rows needs for a batch of num_ids in num_bags, slot numbers below
+// num_slots, and tables of this shape; weighted: whether ids have weights.
+size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
+                           const GroupShape& shape, bool weighted, bool batch_order);
 
 // batch_order: what wants_batch_order has said. hint: the group's, in host memory that the GPU can
 // write. `scratch` must be aligned to 256 bytes.

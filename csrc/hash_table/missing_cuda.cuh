@@ -12,6 +12,8 @@ namespace torchrec_hkv::hash_table::cuda {
 // kNotAdmitted (admission.h) and kPassedOver, which are neither missing nor remembered.
 // A missing id of whose buckets no slot is free:
 constexpr int64_t kMissingFromFull = INT64_MIN + 1;
+// The same, of an id that its table remembers as evicted; between insert_kernel and evict_kernel.
+constexpr int64_t kReturningToFull = INT64_MIN + 2;
 // A position whose id another position stands for:
 __device__ __forceinline__ int64_t remember(int64_t position) { return -2 - position; }
 __device__ __forceinline__ bool is_remembered(int64_t slot) {
@@ -33,12 +35,15 @@ struct Missing {
   // Not part of it: [positions], where wanted: whether the position's id was placed for it. Zeros
   // before the insertion.
   bool* placed = nullptr;
+  // Whether insert_kernel and evict_kernel count ids that tables remember as evicted.
+  bool returns = false;
 };
 
 inline Missing missing_layout(int64_t n, char* base) {
   constexpr size_t kFlagBytes = 128;  // a line of their own
+  // At most two thirds full, even where all ids are new; so six to twelve bytes an id.
   uint32_t size = 1024;
-  while (size < 2 * n && size < (1u << 31)) size *= 2;
+  while (size < n + n / 2 && size < (1u << 31)) size *= 2;
   Missing missing;
   missing.any = reinterpret_cast<uint32_t*>(base);
   missing.full = missing.any + 1;

@@ -136,6 +136,12 @@ def test_training_tables_without_an_optimizer():
         (TableSpec("t", 10, 2049), r"table 't': dim is 2049, but must be from 1 to 2048"),
         (TableSpec("t", 10, 4, hbm_bytes=-1), r"table 't': hbm_bytes is -1, but 10 rows need at l"),
         (TableSpec("t", 10, 4, "fifo"), r"table 't': eviction is 'fifo', but must be one of 'lru'"),
+        (TableSpec(3, 10, 4), r"A table's name is 3, but must be a string"),
+        (TableSpec("t", "10", 4), r"table 't': capacity is '10', but must be an integer"),
+        (TableSpec("t", 10, 4.0), r"table 't': dim is 4.0, but must be an integer"),
+        (TableSpec("t", 10, 4, seed=None), r"table 't': seed is None, but must be an integer"),
+        (TableSpec("t", 10, 4, hbm_bytes="1"), r"hbm_bytes is '1', but must be an integer or None"),
+        (TableSpec("t", 10, 4, initial_capacity=True), r"initial_capacity is True, but must be"),
         (TableSpec("t", 10, 4, initializer=(0, 1)), r"initializer is \(0, 1\), but must be a Uni"),
     ],
 )

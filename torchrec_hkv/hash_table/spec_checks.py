@@ -45,6 +45,19 @@ def check_flag(where: str, name: str, value: object) -> None:
         raise ValueError(f"{where}: {name} is {value!r}, but must be True or False.")
 
 
+def check_integer(where: str, name: str, value: object, *, or_none: bool = False) -> None:
+    """Refuses what is no integer.
+
+    Raises:
+        ValueError: its sentence starts with ``where``.
+    """
+    if value is None and or_none:
+        return
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        allowed = "an integer or None" if or_none else "an integer"
+        raise ValueError(f"{where}: {name} is {value!r}, but must be {allowed}.")
+
+
 def crowded_message(name: str, number: int, size: int, slots: int) -> str:
     """Why a strict table raises.
 

@@ -11,6 +11,7 @@ from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
     check_flag,
+    check_integer,
     check_remember_evicted,
 )
 from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
@@ -28,6 +29,20 @@ _ROW_TYPES = {
     torch.float16: _C.RowType.FLOAT16,
     torch.bfloat16: _C.RowType.BFLOAT16,
 }
+
+
+def check_types(spec: TableSpec) -> None:
+    """Refuses a name that is no string, and numbers that are none.
+
+    Raises:
+        ValueError: the sentence names the table.
+    """
+    if not isinstance(spec.name, str):
+        raise ValueError(f"A table's name is {spec.name!r}, but must be a string.")
+    for name in ("capacity", "dim", "seed", "column_offset"):
+        check_integer(f"table '{spec.name}'", name, getattr(spec, name))
+    for name in ("hbm_bytes", "initial_capacity"):
+        check_integer(f"table '{spec.name}'", name, getattr(spec, name), or_none=True)
 
 
 def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.TableConfig:

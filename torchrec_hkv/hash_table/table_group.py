@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table.group_counters import GroupCounters
 from torchrec_hkv.hash_table.group_rows import GroupRows
 from torchrec_hkv.hash_table.group_selection import GroupSelection
 from torchrec_hkv.hash_table.optimizers import Optimizer
-from torchrec_hkv.hash_table.table_config import table_config
+from torchrec_hkv.hash_table.table_config import check_types, table_config
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _ops = torch.ops.torchrec_hkv
@@ -65,6 +65,8 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         kernels_optimizer = (
             _C.OptimizerConfig(kind=_C.Optimizer.NONE) if optimizer is None else optimizer.config()
         )
+        for spec in self.tables:
+            check_types(spec)
         configs = [
             table_config(
                 spec,

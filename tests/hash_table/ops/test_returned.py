@@ -81,6 +81,9 @@ def test_the_last_to_use_an_entry_is_remembered(device_type):
     table.erase(ids[65:67])
     assert returned_by(1) == 0
     assert returned_by(2) == 1
+    assert returned_by(67) == 0  # 3 leaves
+    # A call looks before it remembers: 4 leaves for 3, and takes its entry.
+    assert returned_by(3) == 1
 
 
 def test_how_long_evictions_are_remembered(device_type):
