@@ -26,40 +26,53 @@ __device__ __forceinline__ int32_t inclusive_sum(int32_t value) {
   return value;
 }
 
-// Counts the digits of the items that are here; how many lanes before this one have its digit. The
-// counts are there after the next barrier. At least kDigits threads.
-__device__ __forceinline__ int count_digits(BlockDigits& shared, uint32_t digit, bool here) {
+// Counts the digits of the items that are here, of several kinds at once, each in memory of its
+// own; ranks: how many lanes before this one have its digit. The counts are there after the next
+// barrier. At least kDigits threads.
+template <int kKinds>
+__device__ __forceinline__ void count_digits(BlockDigits* shared, const uint32_t (&digits)[kKinds],
+                                             bool here, int (&ranks)[kKinds]) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int warps = blockDim.x / 32;
-  for (int i = thread; i < warps * kDigits / 2; i += blockDim.x) {
-    reinterpret_cast<uint32_t*>(shared.before)[i] = 0;
+#pragma unroll
+  for (int kind = 0; kind < kKinds; ++kind) {
+    for (int i = thread; i < warps * kDigits / 2; i += blockDim.x) {
+      reinterpret_cast<uint32_t*>(shared[kind].before)[i] = 0;
+    }
   }
   __syncthreads();
-  // Which lanes of the warp have the same digit.
-  unsigned same = __ballot_sync(kAllLanes, here);
 #pragma unroll
-  for (int bit = 0; bit < 8; ++bit) {
-    const unsigned set = __ballot_sync(kAllLanes, digit >> bit & 1);
-    same &= (digit >> bit & 1) ? set : ~set;
+  for (int kind = 0; kind < kKinds; ++kind) {
+    const uint32_t digit = digits[kind];
+    // Which lanes of the warp have the same digit.
+    unsigned same = __ballot_sync(kAllLanes, here);
+#pragma unroll
+    for (int bit = 0; bit < 8; ++bit) {
+      const unsigned set = __ballot_sync(kAllLanes, digit >> bit & 1);
+      same &= (digit >> bit & 1) ? set : ~set;
+    }
+    ranks[kind] = __popc(same & ((1u << lane) - 1));
+    if (here && ranks[kind] == 0) {
+      shared[kind].before[warp][digit] = static_cast<uint16_t>(__popc(same));
+    }
   }
-  const int rank = __popc(same & ((1u << lane) - 1));
-  if (here && rank == 0) shared.before[warp][digit] = static_cast<uint16_t>(__popc(same));
   __syncthreads();
-  if (thread < kDigits) {  // a digit a thread; all loads come before the stores
-    uint16_t counts[kMostWarps];
+  for (int i = thread; i < kKinds * kDigits; i += blockDim.x) {
+    BlockDigits& mine = shared[i / kDigits];
+    const int digit = i % kDigits;
+    uint16_t counts[kMostWarps];  // all loads come before the stores
 #pragma unroll
-    for (int w = 0; w < kMostWarps; ++w) counts[w] = w < warps ? shared.before[w][thread] : 0;
+    for (int w = 0; w < kMostWarps; ++w) counts[w] = w < warps ? mine.before[w][digit] : 0;
     int32_t sum = 0;
 #pragma unroll
     for (int w = 0; w < kMostWarps; ++w) {
       if (w < warps) {
-        shared.before[w][thread] = static_cast<uint16_t>(sum);
+        mine.before[w][digit] = static_cast<uint16_t>(sum);
         sum += counts[w];
       }
     }
-    shared.all[thread] = sum;
+    mine.all[digit] = sum;
   }
-  return rank;
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

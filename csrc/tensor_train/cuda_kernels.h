@@ -39,7 +39,7 @@ enum class Precision : int32_t {
 struct KernelClass {
   int32_t rank = 0;    // of the kernel: 32, 64, 128 or 256
   bool exact = false;  // ranks equal to it and all q multiples of 4: no bounds to look at
-  bool fours = false;  // exact, and all q are 4
+  bool fours = false;  // exact, all q are 4 and cores are of fp32
   RowType type = RowType::kFloat32;  // of exact kernels; others look it up
 };
 

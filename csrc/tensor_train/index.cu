@@ -38,7 +38,8 @@ KernelClass class_of(const TableView& table) {
     kernel.exact = kernel.exact && aligned(pointer);
   }
   if (kernel.exact) kernel.type = table.head_type;
-  kernel.fours = kernel.exact && table.head_q == 4 && table.middle_q == 4 && table.last_q == 4;
+  kernel.fours = kernel.exact && kernel.type == RowType::kFloat32 && table.head_q == 4 &&
+                 table.middle_q == 4 && table.last_q == 4;
   return kernel;
 }
 

@@ -91,7 +91,8 @@ __device__ __forceinline__ void sort_pass(cg::grid_group& grid, Shared& shared,
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int blocks = gridDim.x;
   const uint32_t digit = item.key >> shift & (kDigits - 1);
-  const int rank = count_digits(shared.digits, digit, here);
+  int ranks[1];
+  count_digits<1>(&shared.digits, {digit}, here, ranks);
   if (thread < kDigits) {
     exchange.counts[thread * exchange.stride + blockIdx.x] = shared.digits.all[thread];
   }
@@ -119,7 +120,7 @@ __device__ __forceinline__ void sort_pass(cg::grid_group& grid, Shared& shared,
   }
   __syncthreads();
   if (here) {
-    to[shared.starts[digit] + shared.digits.before[warp][digit] + rank] =
+    to[shared.starts[digit] + shared.digits.before[warp][digit] + ranks[0]] =
         static_cast<uint64_t>(item.key) << 32 | static_cast<uint32_t>(item.position);
   }
   grid.sync();

@@ -1,6 +1,10 @@
 // The index of a small batch in one launch: a cluster of 16 blocks sorts in distributed shared
-// memory, one id a thread, least significant digits first, then numbers distinct ids and prefixes.
+// memory, one id a thread, then numbers distinct ids and prefixes. Where ids are spread evenly they
+// are put into buckets of equal ranges of keys, and a bucket is ordered by comparing its items:
+// fewer waits for the whole cluster than by digits, which otherwise sort, least significant first.
 #include <cooperative_groups.h>
+
+#include <climits>
 
 #include "common/cuda_check.h"
 #include "tensor_train/block_digits.cuh"
@@ -14,17 +18,23 @@ namespace cg = cooperative_groups;
 
 constexpr int kBlocks = 16;
 constexpr int kMostThreads = 1024;
+constexpr int kMostBucket = 128;    // items of a bucket that are ordered by comparing them
 constexpr int kMostOffsets = 4096;  // that a block keeps in shared memory
 static_assert(kBlocks * kMostThreads == kSmallBatch);
 
+enum Kind { kDigit, kBucket, kKinds };  // by which items are counted
+
 struct Shared {
   uint64_t pairs[2][kMostThreads];  // key << 32 | position, of this pass and the next
-  BlockDigits digits;
-  int32_t starts[kDigits];  // where this block's ids of a digit go
+  BlockDigits counted[kKinds];
+  int32_t starts[kDigits];  // where this block's ids of a digit go,
+  int32_t firsts[kDigits];  // the first place of the digit
+  int32_t sizes[kDigits];   // and how many places it has
   int32_t warp_sums[kDigits / 32];
   int32_t heads[3];  // distinct ids, prefixes and slots that begin in this block
   int32_t warp_heads[3][kMostWarps];
   int32_t offsets[kMostOffsets + 1];
+  uint64_t window[kMostThreads + 2 * kMostBucket];  // places of this block and those around it
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -35,44 +45,121 @@ struct Item {
   int32_t position;
 };
 
-// One pass: sorts by 8 bits of the key, stable. Item `at` of the order belongs to thread at % per
-// of block at / per; it exists where `here`.
-__device__ void sort_pass(cg::cluster_group& cluster, Shared& shared, int pass, int shift, int per,
-                          bool here, Item& item) {
+// Where the items of each digit go, once all blocks have counted. Whether some digit has more than
+// `most` items, to all threads of the cluster.
+__device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, BlockDigits& counted,
+                             int32_t most) {
   const int block = static_cast<int>(cluster.block_rank());
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const uint32_t digit = item.key >> shift & (kDigits - 1);
-  const int rank = count_digits(shared.digits, digit, here);
-  cluster.sync();
   int32_t all = 0, before = 0, sum = 0;
   if (thread < kDigits) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int32_t count = cluster.map_shared_rank(shared.digits.all, b)[thread];
+      const int32_t count = cluster.map_shared_rank(counted.all, b)[thread];
       all += count;
       if (b < block) before += count;
     }
     sum = inclusive_sum(all);
     if (lane == 31) shared.warp_sums[warp] = sum;
   }
-  __syncthreads();
+  const bool too_many = __syncthreads_or(all > most) != 0;
   if (thread < kDigits) {
-    int32_t start = sum - all + before;
-    for (int w = 0; w < warp; ++w) start += shared.warp_sums[w];
-    shared.starts[thread] = start;
+    int32_t first = sum - all;
+    for (int w = 0; w < warp; ++w) first += shared.warp_sums[w];
+    shared.firsts[thread] = first;
+    shared.sizes[thread] = all;
+    shared.starts[thread] = first + before;
   }
   __syncthreads();
+  return too_many;
+}
+
+// Moves items to the places of their digits in pairs[pass], those of a digit in their order.
+__device__ void move_items(cg::cluster_group& cluster, Shared& shared, const BlockDigits& counted,
+                           int pass, uint32_t digit, int rank, int per, bool here,
+                           const Item& item) {
   if (here) {
-    const int to = shared.starts[digit] + shared.digits.before[warp][digit] + rank;
+    const int to = shared.starts[digit] + counted.before[threadIdx.x / 32][digit] + rank;
     const int to_block = to / per;
     cluster.map_shared_rank(&shared.pairs[pass][0], to_block)[to - to_block * per] =
         static_cast<uint64_t>(item.key) << 32 | static_cast<uint32_t>(item.position);
   }
   cluster.sync();
-  if (here) {
-    const uint64_t pair = shared.pairs[pass][thread];
-    item = {static_cast<uint32_t>(pair >> 32), static_cast<int32_t>(static_cast<uint32_t>(pair))};
+}
+
+__device__ __forceinline__ Item item_of(uint64_t pair) {
+  return {static_cast<uint32_t>(pair >> 32), static_cast<int32_t>(static_cast<uint32_t>(pair))};
+}
+
+// Orders items that lie in buckets in pairs[0], each by comparing it with all of its bucket, which
+// has at most kMostBucket; into pairs[1].
+__device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int per, int n,
+                              uint32_t scale, bool here) {
+  const int block = static_cast<int>(cluster.block_rank());
+  const int thread = threadIdx.x;
+  const int first = block * per - kMostBucket;  // of the window
+  uint64_t mine = 0;
+  if (here) mine = shared.window[kMostBucket + thread] = shared.pairs[0][thread];
+  if (thread < 2 * kMostBucket) {
+    const int at = thread < kMostBucket ? thread : thread + per;
+    const int place = first + at;
+    if (place >= 0 && place < n) {
+      const int of = place / per;
+      shared.window[at] = cluster.map_shared_rank(&shared.pairs[0][0], of)[place - of * per];
+    }
   }
+  __syncthreads();
+  if (here) {
+    const uint32_t bucket = __umulhi(item_of(mine).key, scale);
+    const int start = shared.firsts[bucket], size = shared.sizes[bucket];
+    int smaller = 0;
+#pragma unroll 8
+    for (int i = 0; i < size; ++i) smaller += shared.window[start - first + i] < mine ? 1 : 0;
+    const int to = start + smaller;
+    const int to_block = to / per;
+    cluster.map_shared_rank(&shared.pairs[1][0], to_block)[to - to_block * per] = mine;
+  }
+  cluster.sync();
+}
+
+// Sorts the items of the cluster by key, equal ones by position. Item `at` of the order belongs to
+// thread at % per of block at / per; it exists where `here`. bits: that keys have. scale: 2^40 by
+// the number of keys, or 0. Returns which pairs are the order.
+//
+// Buckets are counted together with the first digit, so that one wait more is all that it takes to
+// find that ids are not spread evenly.
+__device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, int n, int bits,
+                          uint32_t scale, bool here, Item& item) {
+  static_assert(kDigit == 0 && 2 * kMostBucket <= kDigits);
+  BlockDigits& digits = shared.counted[kDigit];
+  BlockDigits& buckets = shared.counted[kBucket];
+  int ranks[kKinds];
+  if (scale != 0) {
+    const uint32_t bucket = here ? __umulhi(item.key, scale) : 0;
+    count_digits<kKinds>(shared.counted, {item.key & (kDigits - 1), bucket}, here, ranks);
+    cluster.sync();
+    if (!place_digits(cluster, shared, buckets, kMostBucket)) {
+      move_items(cluster, shared, buckets, 0, bucket, ranks[kBucket], per, here, item);
+      order_buckets(cluster, shared, per, n, scale, here);
+      if (here) item = item_of(shared.pairs[1][threadIdx.x]);
+      return 1;
+    }
+  }
+  int pass = 1;
+  for (int shift = 0; shift < bits; shift += 8) {
+    pass ^= 1;
+    const uint32_t digit = item.key >> shift & (kDigits - 1);
+    if (shift > 0 || scale == 0) {
+      int rank[1];
+      count_digits<1>(&digits, {digit}, here, rank);
+      ranks[kDigit] = rank[0];
+      cluster.sync();
+    }
+    place_digits(cluster, shared, digits, INT_MAX);
+    move_items(cluster, shared, digits, pass, digit, ranks[kDigit], per, here, item);
+    if (here) item = item_of(shared.pairs[pass][threadIdx.x]);
+  }
+  return pass;
 }
 
 // The key of a sorted place of this block, or of the last and first of its neighbours.
@@ -167,10 +254,24 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   }
 }
 
+// What is read a little later is on its way from here on.
+__device__ __forceinline__ void fetch_inputs(const IndexInput& in, int at, bool here) {
+  auto fetch = [](const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); };
+  constexpr unsigned kStep = 64;
+  if (here) fetch(in.batch.ids + at);
+  if (threadIdx.x == 0) {
+    fetch(in.batch.feature_tables);
+    fetch(in.batch.feature_columns);
+  }
+  if (kStep * threadIdx.x < sizeof(TableView)) {
+    fetch(reinterpret_cast<const char*>(in.tables) + kStep * threadIdx.x);
+  }
+}
+
 #endif
 
 __global__ void __launch_bounds__(kMostThreads)
-    index_cluster(IndexInput in, Index index, int per, int bits) {
+    index_cluster(IndexInput in, Index index, int per, int bits, uint32_t scale) {
   enter_chain();
 #if __CUDA_ARCH__ >= 900
   extern __shared__ char memory[];
@@ -182,6 +283,7 @@ __global__ void __launch_bounds__(kMostThreads)
   const bool here = thread < per && at < n;
   const int64_t num_bags = in.batch.num_bags();
   const bool keeps = num_bags <= kMostOffsets;
+  fetch_inputs(in, at, here);
   if (keeps) {
     for (int i = thread; i <= num_bags; i += blockDim.x) {
       shared.offsets[i] = static_cast<int32_t>(in.batch.offsets[i]);
@@ -192,7 +294,9 @@ __global__ void __launch_bounds__(kMostThreads)
   Item item = {0xffffffffu, at};
   if (here) {
     int64_t bag;
-    if (keeps) {
+    if (in.batch.num_features == 1) {
+      bag = 0;  // as good as any: only its table is asked for
+    } else if (keeps) {
       int32_t low = 0, high = static_cast<int32_t>(num_bags);
       while (high - low > 1) {
         const int32_t middle = (low + high) >> 1;
@@ -208,11 +312,7 @@ __global__ void __launch_bounds__(kMostThreads)
     }
     item.key = static_cast<uint32_t>(key_of(in, at, bag));
   }
-  int pass = 1;
-  for (int shift = 0; shift < bits; shift += 8) {
-    pass ^= 1;
-    sort_pass(cluster, shared, pass, shift, per, here, item);
-  }
+  const int pass = sort_items(cluster, shared, per, n, bits, scale, here, item);
   number_distinct(cluster, shared, in, index, pass, per, here, item);
   cluster.sync();  // no block leaves while others read its memory
 #endif
@@ -230,8 +330,9 @@ void index_small(const IndexInput& in, const Index& index, cudaStream_t stream) 
       cudaFuncSetAttribute(index_cluster, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   HKV_CUDA_CHECK(cudaFuncSetAttribute(index_cluster, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       static_cast<int>(sizeof(Shared))));
+  const uint64_t scale = (uint64_t{1} << 40) / (in.num_keys + 1);
   launch_chained(index_cluster, {dim3(kBlocks), threads, sizeof(Shared), kBlocks}, stream, in,
-                 index, per, bits);
+                 index, per, bits, scale <= 0xffffffffu ? static_cast<uint32_t>(scale) : 0u);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -13,6 +13,22 @@ namespace {
 // Below, a launch that finds the batch not to be dense costs more than one that does could save.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
+// Up to so many ids, tiles have prefixes of many middle slices, which they work on one after the
+// other.
+constexpr int64_t kFewIds = 1024;
+
+// Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
+// Gradients in three products gain nothing from it where prefixes fill the tiles.
+bool by_shares(const Plan& plan, const Batch& batch, Precision precision, bool backward) {
+  const KernelClass& kernel = plan.classes[0];
+  if (plan.num_classes != 1 || kernel.rank != 32 || !kernel.fours || unit_of(plan, batch) != 4 ||
+      batch.num_ids >= kMaybeDense) {
+    return false;
+  }
+  if (!backward) return true;
+  return !batch.deterministic && (precision == Precision::kTf32 || batch.num_ids <= kFewIds);
+}
+
 size_t slots_bytes(const Plan& plan, const Batch& batch) {
   constexpr size_t kAlignment = 256;  // of what follows
   const size_t bytes = static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
@@ -40,6 +56,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.precision = precision;
   run.backward = backward;
   run.few = batch.num_ids <= kSmallBatch;
+  run.shares = by_shares(plan, batch, precision, backward);
   run.deterministic = batch.deterministic;
   run.may_be_dense = batch.num_ids >= kMaybeDense;
   run.most_prefixes = most_prefixes(plan, batch);
@@ -111,7 +128,8 @@ void gradients(const Plan& plan, const Batch& batch, Precision precision, const 
   const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
   auto* slot_grads = static_cast<float*>(scratch);
   void* const partials = static_cast<char*>(scratch) + slots_bytes(plan, batch);
-  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, partials, steps, stream);
+  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, partials, steps,
+                     by_shares(plan, batch, precision, true), stream);
   TileInput in = tile_input(plan, batch, parts);
   in.grad = grad;
   in.fixed_point = {sums.grads, reinterpret_cast<unsigned long long*>(sums.sums), sums.scales};

@@ -42,13 +42,18 @@ size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) 
 template <int kWidth, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32)
     sum_runs(RepeatsInput in, const float* __restrict__ grad, float* slot_grads, Partials partials,
-             int64_t* steps) {
+             int64_t* steps, bool early) {
   constexpr int kColumns = 32 * kWidth;         // at a time
   __shared__ float sides[kWarps][2][kColumns];  // of runs that cross a chunk's ends
   __shared__ int32_t slots_before[kWarps];      // of the run that came into a chunk, or kNoSlot
   __shared__ int32_t slots_behind[kWarps];      // of the one that goes on
   __shared__ bool passes[kWarps];               // a chunk is of one run that came and goes on
-  enter_chain();
+  if (early) {  // kernels that follow read the index before they wait
+    wait_for_earlier();
+    start_next();
+  } else {
+    enter_chain();
+  }
   if (steps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *steps += 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Chunk chunk(in, (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kChunk);
@@ -195,14 +200,14 @@ size_t partial_grads_bytes(const Plan& plan, const Batch& batch) {
 }
 
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads, void* memory,
-                        int64_t* steps, cudaStream_t stream) {
+                        int64_t* steps, bool early, cudaStream_t stream) {
   Partials partials;
   carve(in.num_ids, in.widest, memory, &partials);
   const int warps = warps_of(in.num_ids);
   const auto blocks = static_cast<unsigned>(blocks_of(in.num_ids));
   auto run = [&](auto kernel) {
     launch_chained(kernel, {dim3(blocks), warps * 32}, stream, in, grad, slot_grads, partials,
-                   steps);
+                   steps, early);
   };
   if (in.unit == 4) {
     warps == 4 ? run(sum_runs<2, 4>) : run(sum_runs<2, 16>);

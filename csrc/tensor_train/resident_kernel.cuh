@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       if (thread % 32 == 0) at = atomicAdd(next, 1);
       at = __shfl_sync(kAllLanes, at, 0);
       if (at >= run) break;
-      gradient_ids(in, StagedIds{nullptr, 0, 0}, piece, slice, products + at * Config::kPrefixStep,
+      gradient_ids(in, UnstagedIds{}, piece, slice, products + at * Config::kPrefixStep,
                    prefixes[at].x, prefixes[at + 1].x, last_grad);
     }
     wait();
@@ -241,7 +241,7 @@ template <typename Resident, int kSubs, typename Tiles>
 void run_gradients(const TileRun& run, TileInput in) {
   in.leaves_dense = fits_resident<Resident, kSubs>(run.only_lasts);
   if (in.leaves_dense) launch_resident<Resident, kSubs>(run, in);
-  launch_tiles<Tiles, true>(run, in);
+  launch_tiles<Tiles, true, false>(run, in);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
       if (thread % 32 == 0) at = atomicAdd(next, 1);
       at = __shfl_sync(kAllLanes, at, 0);
       if (at >= run) break;
-      lookup_ids<Config>(in, StagedIds{nullptr, 0, 0}, piece, products + at * Config::kPrefixStep,
-                         1, prefixes[at].x, prefixes[at + 1].x, gather, last);
+      lookup_ids<Config>(in, UnstagedIds{}, piece, products + at * Config::kPrefixStep, 1,
+                         prefixes[at].x, prefixes[at + 1].x, gather, last);
     }
   }
 }
@@ -129,7 +129,7 @@ void run_lookup(const TileRun& run, TileInput in) {
         {dim3(static_cast<unsigned>(run.multiprocessors)), Resident::kThreads * kSubs, bytes},
         run.stream, in);
   }
-  launch_tiles<Tiles, false>(run, in);
+  launch_tiles<Tiles, false, false>(run, in);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

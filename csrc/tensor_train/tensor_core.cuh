@@ -110,14 +110,23 @@ __device__ __forceinline__ void add_four(float* to, float4 v) {
 #endif
 }
 
-// The blocks of the next kernel of the stream may be placed while this one runs; what the kernels
-// before wrote is seen from here on. All blocks of all kernels of a chain call it first, also those
-// with nothing to do: a kernel that ended before its predecessor would let its successor start.
-__device__ __forceinline__ void enter_chain() {
+// Kernels of a chain. From start_next on, blocks of the next kernel may be placed while this one
+// runs; after wait_for_earlier, what the kernels before wrote is seen. All blocks of all kernels of
+// a chain call both, also those with nothing to do: a kernel that ended before its predecessor
+// would let its successor start.
+__device__ __forceinline__ void start_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+__device__ __forceinline__ void enter_chain() {
+  start_next();
+  wait_for_earlier();
 }
 
 struct LaunchShape {

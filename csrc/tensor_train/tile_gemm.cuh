@@ -234,8 +234,9 @@ __device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>&
   }
 }
 
-// head_grad rows [kRows][kRank] += grads[kRows][kColumns] middle^T, of `count` prefixes.
-template <typename Config>
+// head_grad rows [kRows][kRank] += grads[kRows][kColumns] middle^T, of `count` prefixes. kChains:
+// sums that a value is made of, so that as many products need not wait for each other.
+template <typename Config, int kChains = 1>
 __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& piece,
                                               const int4* prefixes, int count, const float* middle,
                                               const float* grads) {
@@ -250,7 +251,7 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
   const int row_tile = warp % kRowTiles;
   const int first = warp / kRowTiles * kMine;
   if (row_tile * 4 >= count) return;
-  float sums[kMine][4] = {};
+  float chains[kChains][kMine][4] = {};
 #pragma unroll 1
   for (int middle_column = 0; middle_column < 4; ++middle_column) {
 #pragma unroll 4
@@ -265,9 +266,18 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
       for (int j = 0; j < kMine; ++j) {
         const float* other = middle + ((first + j) * 8 + row) * Config::kMiddleStep +
                              middle_column * Config::kSlice + k + column;
-        multiply_add(sums[j], a0, a1, a2, a3, operand<kProducts>(other[0]),
+        multiply_add(chains[k / 8 % kChains][j], a0, a1, a2, a3, operand<kProducts>(other[0]),
                      operand<kProducts>(other[4]));
       }
+    }
+  }
+  float (&sums)[kMine][4] = chains[0];
+#pragma unroll
+  for (int c = 1; c < kChains; ++c) {
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[j][i] += chains[c][j][i];
     }
   }
   const int prefix = row_tile * 4 + row / 4;

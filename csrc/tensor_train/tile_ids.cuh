@@ -15,6 +15,19 @@ struct StagedIds {
   const int2* ids;  // [count] (last, source)
   int32_t first;
   int32_t count;
+
+  __device__ __forceinline__ int2 read(const TileInput& in, int32_t distinct) const {
+    const int32_t at = distinct - first;
+    if (at < count) return ids[at];
+    return make_int2(in.lasts[distinct], static_cast<int>(in.sources[distinct]));
+  }
+};
+
+// Where nothing is staged: a tile of few ids would wait for them before anything else.
+struct UnstagedIds {
+  __device__ __forceinline__ int2 read(const TileInput& in, int32_t distinct) const {
+    return make_int2(in.lasts[distinct], static_cast<int>(in.sources[distinct]));
+  }
 };
 
 // What a warp reads of 32 distinct ids at once, an id a lane.
@@ -22,17 +35,13 @@ struct IdLane {
   int32_t last = 0;
   uint32_t source = 0;
 
-  __device__ __forceinline__ void read(const TileInput& in, const StagedIds& staged,
-                                       int32_t distinct, bool exists) {
-    const int32_t at = distinct - staged.first;
-    if (at < staged.count) {
-      const int2 id = staged.ids[exists ? at : 0];
-      last = exists ? id.x : 0;
-      source = exists ? static_cast<uint32_t>(id.y) : 0;
-    } else {
-      last = exists ? in.lasts[distinct] : 0;
-      source = exists ? in.sources[distinct] : 0;
-    }
+  template <typename Ids>
+  __device__ __forceinline__ void read(const TileInput& in, const Ids& ids, int32_t distinct,
+                                       bool exists) {
+    if (!exists) return;
+    const int2 id = ids.read(in, distinct);
+    last = id.x;
+    source = static_cast<uint32_t>(id.y);
   }
 };
 
@@ -164,8 +173,8 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
 
 // Rows of distinct ids [begin, end) of a prefix: those that occur once are added to the output,
 // others are stored by slot, or all by number where bags gather. chunks: of 32 ranks.
-template <typename Config, typename Last>
-__device__ __forceinline__ void lookup_ids(const TileInput& in, const StagedIds& staged,
+template <typename Config, typename Ids, typename Last>
+__device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
                                            const Piece<Config>& piece, const float* prefix,
                                            int chunks, int begin, int end, bool gather,
                                            const Last& last) {
@@ -187,7 +196,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const StagedIds&
     const int count = piece.last_q() - last_column;
     for (int base = begin; base < end; base += 32) {
       IdLane id;
-      id.read(in, staged, base + lane, base + lane < end);
+      id.read(in, ids, base + lane, base + lane < end);
       const int limit = min(32, end - base);
       auto read = [&](int from) {
         const int32_t slice = __shfl_sync(kAllLanes, id.last, from + row / 2);
@@ -233,17 +242,24 @@ __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t s
 }
 
 // Adds gradients of the last core in memory.
-template <typename Config>
+template <typename Config, bool kFew>
 struct LastGradInMemory {
   // Whether the next four ids are read before this adds: pays where prefixes have many.
   static constexpr bool kAhead = false;
 
-  // Whether the flag of a lane's slice has to be set. Flags of a core lie in a few sectors: writing
-  // them for each id would make all multiprocessors wait for these.
+  // Whether the flag of a lane's slice has to be set after its ids. Flags of a core lie in a few
+  // sectors: writing them for each id would make all multiprocessors wait for these. Of few ids
+  // they are set at once, as reading them first is one more wait.
   __device__ __forceinline__ bool touches(const Piece<Config>& piece, int32_t slice,
                                           bool exists) const {
-    const uint8_t* const flags = piece.table->last_touched;
-    return flags != nullptr && exists && flags[slice] == 0;
+    uint8_t* const flags = piece.table->last_touched;
+    if (flags == nullptr || !exists) return false;
+    if constexpr (kFew) {
+      flags[slice] = 1;
+      return false;
+    } else {
+      return flags[slice] == 0;
+    }
   }
 
   // Four columns from r on and four from r + 16 on, of two rows of a slice of the last core: those
@@ -344,8 +360,8 @@ struct FourLasts {
 
 // Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks: that of the prefix
 // replaces it in shared memory, those of slices of the last core go to last_grad.
-template <typename Config, typename LastGrad>
-__device__ __forceinline__ void gradient_ids(const TileInput& in, const StagedIds& staged,
+template <typename Config, typename Ids, typename LastGrad>
+__device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids,
                                              const Piece<Config>& piece, int slice, float* prefix,
                                              int begin, int end, const LastGrad& last_grad) {
   static_assert(Config::kSlice == 32);
@@ -367,7 +383,7 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const StagedId
 #pragma unroll 1
     for (int base = begin; base < end; base += 32) {
       IdLane id;
-      id.read(in, staged, base + lane, base + lane < end);
+      id.read(in, ids, base + lane, base + lane < end);
       const bool touches = last_grad.touches(piece, id.last, base + lane < end);
       const int limit = min(32, end - base);
       FourGrads<Config> grads;

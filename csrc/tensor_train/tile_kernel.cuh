@@ -2,6 +2,8 @@
 // prefix goes through memory.
 #pragma once
 
+#include <type_traits>
+
 #include "tensor_train/tile_gemm.cuh"
 #include "tensor_train/tile_ids.cuh"
 #include "tensor_train/tiles.h"
@@ -27,14 +29,15 @@ __device__ __forceinline__ int run_length(const int4* prefixes, int first, int c
 }
 
 // Block x has Config::kPrefixes prefixes, whatever their middle slices, which are worked on one
-// after the other; block y is the block of head and middle columns.
-template <typename Config, bool kBackward>
+// after the other; block y is the block of head and middle columns. kFew: a batch of few ids, most
+// of which have a prefix of their own.
+template <typename Config, bool kBackward, bool kFew>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
-  constexpr int kMostStaged = 16 * Config::kPrefixes;
+  constexpr int kMostStaged = kFew ? 1 : 16 * Config::kPrefixes;
   extern __shared__ float4 memory[];
   __shared__ int4 prefixes[Config::kPrefixes + 1];
   __shared__ int2 staged_ids[kMostStaged];
-  __shared__ StagedIds staged;
+  __shared__ std::conditional_t<kFew, UnstagedIds, StagedIds> ids;
   __shared__ TableView table;
   __shared__ int next;  // prefix of the tile that no warp has taken yet
   float* middle = reinterpret_cast<float*>(memory);
@@ -57,11 +60,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   const bool gather = in.always_gather || counts.gather != 0;
   if (thread <= count) prefixes[thread] = prefix;
   __syncthreads();
-  {
+  if constexpr (!kFew) {
     const int begin = prefixes[0].x;
-    const int ids = min(kMostStaged, prefixes[count].x - begin);
-    if (thread == 0) staged = {staged_ids, begin, ids};
-    for (int i = thread; i < ids; i += Config::kThreads) {
+    const int staged = min(kMostStaged, prefixes[count].x - begin);
+    if (thread == 0) ids = {staged_ids, begin, staged};
+    for (int i = thread; i < staged; i += Config::kThreads) {
       staged_ids[i] = make_int2(in.lasts[begin + i], static_cast<int>(in.sources[begin + i]));
     }
   }
@@ -120,9 +123,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
         const int begin = mine[at].x;
         const int end = mine[at + 1].x;
         if constexpr (kBackward) {
-          gradient_ids(in, staged, piece, slice, product, begin, end, LastGradInMemory<Config>{});
+          gradient_ids(in, ids, piece, slice, product, begin, end,
+                       LastGradInMemory<Config, kFew>{});
         } else {
-          lookup_ids<Config>(in, staged, piece, product, slices * (Config::kSlice / 32), begin, end,
+          lookup_ids<Config>(in, ids, piece, product, slices * (Config::kSlice / 32), begin, end,
                              gather, LastInMemory<Config>{});
         }
       }
@@ -135,9 +139,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   }
 }
 
-template <typename Config, bool kBackward>
+template <typename Config, bool kBackward, bool kFew>
 void launch_tiles(const TileRun& run, const TileInput& in) {
-  auto kernel = tile_kernel<Config, kBackward>;
+  auto kernel = tile_kernel<Config, kBackward, kFew>;
   constexpr size_t kBytes = Config::shared_bytes(kBackward);
   HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       static_cast<int>(kBytes)));
@@ -150,9 +154,9 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
 template <template <int> typename Config>
 void run_fixed_point(const TileRun& run, const TileInput& in) {
   if (run.precision == Precision::kTf32) {
-    launch_tiles<Config<1>, true>(run, in);
+    launch_tiles<Config<1>, true, false>(run, in);
   } else {
-    launch_tiles<Config<3>, true>(run, in);
+    launch_tiles<Config<3>, true, false>(run, in);
   }
 }
 
@@ -162,15 +166,15 @@ template <typename Shapes>
 void run_shapes(const TileRun& run, const TileInput& in) {
   if (run.backward) {
     if (run.few) {
-      launch_tiles<typename Shapes::FewBackward, true>(run, in);
+      launch_tiles<typename Shapes::FewBackward, true, true>(run, in);
     } else {
-      launch_tiles<typename Shapes::ManyBackward, true>(run, in);
+      launch_tiles<typename Shapes::ManyBackward, true, false>(run, in);
     }
   } else {
     if (run.few) {
-      launch_tiles<typename Shapes::Few, false>(run, in);
+      launch_tiles<typename Shapes::Few, false, true>(run, in);
     } else {
-      launch_tiles<typename Shapes::Many, false>(run, in);
+      launch_tiles<typename Shapes::Many, false, false>(run, in);
     }
   }
 }

@@ -11,7 +11,8 @@ struct TileRun {
   KernelClass kernel;  // exact: only where places are in units of 4
   Precision precision;
   bool backward;
-  bool few;  // prefixes: many small tiles
+  bool few;     // prefixes: many small tiles
+  bool shares;  // equal shares of the prefixes for all blocks instead of tiles
   // So many ids that kernels for many ids a prefix pay, where the device finds there to be many.
   bool may_be_dense;
   bool deterministic;  // of gradients: TileInput has sums in fixed point

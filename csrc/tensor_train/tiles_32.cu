@@ -1,6 +1,7 @@
 // Tiles of ranks up to 32.
 #include "tensor_train/resident_kernel.cuh"
 #include "tensor_train/resident_lookup.cuh"
+#include "tensor_train/share_kernel.cuh"
 #include "tensor_train/tile_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -30,9 +31,25 @@ void run_dense(const TileRun& run, const TileInput& in) {
 template <int kProducts>
 using Repeatable32 = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
+// The lookup in tf32 has registers for three blocks a multiprocessor.
+template <int kProducts>
+void run_shares(const TileRun& run, const TileInput& in) {
+  constexpr int kLookupBlocks = kProducts == 1 ? 3 : 2;
+  constexpr RowType kType = RowType::kFloat32;
+  if (run.backward) {
+    launch_shares<TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, kType, 2>, true>(run, in);
+  } else {
+    launch_shares<TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, kType, kLookupBlocks>, false>(
+        run, in);
+  }
+}
+
 }  // namespace
 
 void run_tiles_32(const TileRun& run, const TileInput& in) {
+  if (run.shares) {
+    return run.precision == Precision::kTf32 ? run_shares<1>(run, in) : run_shares<3>(run, in);
+  }
   if (run.backward && run.deterministic) return run_fixed_point<Repeatable32>(run, in);
   if (!run.may_be_dense || !run.kernel.fours) {
     run_rank<Shapes32>(run, in);

@@ -178,6 +178,22 @@ def test_large_index(shape, batch_size):
         tt.assert_near(one, other, 2e-5)
 
 
+@pytest.mark.parametrize("rank", [32, 64])
+def test_large_batch_of_bfloat16_cores(rank):
+    """As of float32 cores of the same values: both have kernels of their own for so many ids."""
+    shape = TTShape(11_000, 64, (20, 22, 25), (4, 4, 4), (rank, rank))
+    bags = draw([shape], 2**15, 8)
+    cores = [c.requires_grad_() for c in tt.random_cores(shape, "cuda", torch.bfloat16)]
+    wide = [core.detach().float().requires_grad_() for core in cores]
+    args = (bags.ids, bags.offsets, 2**15)
+    out, expected = (TTGroup([shape]).lookup(of, *args) for of in (cores, wide))
+    tt.assert_near(out, expected)
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, wide, grad)
+    for one, other in zip(torch.autograd.grad(out, cores, grad), wanted, strict=True):
+        tt.assert_near(one, other, 2**-8)
+
+
 @pytest.mark.parametrize("batch_size", [6, 6000])
 def test_ids_outside_are_zeros_without_gradient_and_counted(batch_size):
     shape = LARGER[1]
