@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ranks import free_port
-
 SCRIPT = """
 import datetime
 import sys
@@ -41,8 +39,8 @@ def test_float_ids_on_one_rank_end_both(device_type, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    command += [f"--master_port={free_port()}", str(script), device_type]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node=2", str(script), device_type]
     paths = [str(root), os.environ.get("PYTHONPATH")]
     begin = time.monotonic()
     ended = subprocess.run(

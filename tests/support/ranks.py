@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -25,13 +24,6 @@ class RankError(RuntimeError):
     """A function failed on a rank; the message is its traceback there."""
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Ranks:
     """Worker processes of one process group: gloo on the CPU, NCCL with one GPU each."""
 
@@ -43,14 +35,23 @@ class Ranks:
             host_size: ranks that TorchRec takes for one host; all when None.
         """
         context = multiprocessing.get_context("spawn")
-        self._port = free_port()
+        # The ranks meet at a store that listens from now on: a port that was free may be somebody
+        # else's by the time that a rank has imported TorchRec.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world_size, host_size or world_size, device_type, self._port, theirs),
+                args=(
+                    rank,
+                    world_size,
+                    host_size or world_size,
+                    device_type,
+                    self._store.port,
+                    theirs,
+                ),
                 daemon=True,
             )
             process.start()
@@ -78,6 +79,15 @@ class Ranks:
             RankError: the function failed on a rank.
             TimeoutError: a rank did not answer in time.
         """
+        try:
+            return self._run(function, args, timeout)
+        except BaseException:  # a test that is interrupted as well: ranks may wait for each other
+            self.end()
+            raise
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
         for connection in self._connections:
             connection.send((function, args))
         results: dict[int, Any] = {}
@@ -86,16 +96,14 @@ class Ranks:
             pending = [c for rank, c in enumerate(self._connections) if rank not in results]
             ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.end()
                 raise TimeoutError(f"{len(pending)} ranks did not answer in {timeout} s.")
             for connection in ready:
                 rank = self._connections.index(connection)
                 try:
                     is_good, result = connection.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     is_good, result = False, "the process ended"
                 if not is_good:
-                    self.end()
                     raise RankError(f"On rank {rank}: {result}")
                 results[rank] = result
         return [results[rank] for rank in range(len(self._connections))]
@@ -136,6 +144,9 @@ def _serve(
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
+        rank=rank,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=60),
         device_id=device if device_type == "cuda" else None,
     )

@@ -19,6 +19,11 @@ _REASONS = (
         ("sparse_block_bucketize_features.cu", "grid.x value 0"),
         "FBGEMM's row-wise exchange takes no batch without samples on a GPU",
     ),
+    (
+        ("batch_index_select_dim0 supports only either float or half",),
+        "TorchRec puts bags of features with batch sizes of their own together in fp32 or fp16 on "
+        "a GPU",
+    ),
 )
 
 

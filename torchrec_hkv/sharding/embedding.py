@@ -28,9 +28,10 @@ from torchrec_hkv.sharding.exchange_groups import codecs_of
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.index_dedup import deduplicate
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
+from torchrec_hkv.sharding.streams import FollowsExchange, SequenceContext
 
 
-class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
+class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbeddingCollection):
     """TorchRec's sharded collection, closing what it leaves open for kernels from outside."""
 
     tables_attribute = "embeddings"
@@ -60,6 +61,10 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
+
+    def create_context(self) -> SequenceContext:
+        """What a batch carries from its exchange to its outputs."""
+        return SequenceContext(sharding_contexts=[])
 
     def input_dist(
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor

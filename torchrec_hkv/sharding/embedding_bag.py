@@ -29,13 +29,16 @@ from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.exchange_groups import codecs_of
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
+from torchrec_hkv.sharding.streams import BagContext, FollowsExchange
 from torchrec_hkv.sharding.validation import PlannedTable
 
 # Column shards of a feature come back in the order of ranks; these put them in that of columns.
 _PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
-class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollection):
+class BackendEmbeddingBagCollection(
+    BackendCollection, FollowsExchange, ShardedEmbeddingBagCollection
+):
     """TorchRec's sharded collection, closing what it leaves open for kernels from outside."""
 
     tables_attribute = "embedding_bags"
@@ -82,6 +85,10 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
         if sharding_type in _PERMUTED:
             keywords["permute_embeddings"] = permute_embeddings
         return POOLED_SHARDINGS[sharding_type](sharding_infos, env, device, **keywords)
+
+    def create_context(self) -> BagContext:
+        """What a batch carries from its exchange to its outputs."""
+        return BagContext()
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
