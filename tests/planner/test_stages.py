@@ -16,7 +16,7 @@ from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_def
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
-from torchrec_hkv.planner.stages import STAGES, stage_times, step_parts
+from torchrec_hkv.planner.stages import BACKEND_INPUT_DIST, STAGES, stage_times, step_parts
 
 pytestmark = pytest.mark.compat
 
@@ -36,13 +36,18 @@ def test_parts_of_a_step(device_type):
 
 def _between_ranks(rank, world_size, device):
     times, exchange = stage_times(device)
-    return min(step_parts(times, 1, 8, 8).values()), exchange
+    stock, ours = (step_parts(times, 1, 8, 8, has_backends) for has_backends in (False, True))
+    assert set(times[BACKEND_INPUT_DIST]) == set(times["input_dist"])
+    return min(stock.values()), stock, ours, exchange
 
 
 def test_ranks_time_their_exchange(run_ranks):
-    for least, exchange in run_ranks(2, _between_ranks):
+    for least, stock, ours, exchange in run_ranks(2, _between_ranks):
         assert least > 0
         assert 1e3 < exchange < 1e10
+        # Backends have an exchange of their own, and all else alike.
+        assert 0 < ours["input_dist"] != stock["input_dist"]
+        assert {**ours, "input_dist": 0.0} == {**stock, "input_dist": 0.0}
 
 
 def _exchanges(device_type, measured):
@@ -122,3 +127,8 @@ def test_a_step_is_the_sum_of_its_tables_and_groups():
     assert plan.step_times(1)["backward"] == 3224.5
     assert "A step of rank 1, in ms: input_dist 0.75, forward 1.12e+03" in str(plan)
     assert "A step" not in str(ReportedModulePlan({}, reports))
+    # Over several ranks tables of backends have an exchange of their own, and bring others along.
+    stages[BACKEND_INPUT_DIST] = {"fixed": 500.0}
+    assert ReportedModulePlan({}, reports, stages).step_times(0)["input_dist"] == 500.25
+    stock = {"c": reports["c"]}
+    assert ReportedModulePlan({}, stock, stages).step_times(1)["input_dist"] < 500

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torchrec.distributed.planner.types import Perf
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 
+from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.planner.stages import StageTimes, step_parts
@@ -81,6 +82,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
             sum(report.features for report in reports),
             sum(report.bags for report in reports),
             sum(report.ids for report in reports),
+            any(report.kernel in registry.names() for report in reports),
         )
         groups: dict[str, StepTime] = {}
         for report in self.reports.values():

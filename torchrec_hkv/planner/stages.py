@@ -14,10 +14,16 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from torchrec_hkv.backends import registry
+from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
 from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
 
 #: Parts of a step of a sharded collection.
 STAGES = ("input_dist", "forward", "output_dist", "backward")
+#: The first part, over several ranks, where backends serve tables: they have an exchange of their
+#: own (:class:`torchrec_hkv.sharding.all_to_all.CountedAllToAll`).
+BACKEND_INPUT_DIST = "input_dist_of_backends"
+_BACKEND = "hkv"  # whichever: the exchange is the same
 _WARM, _STEPS = 5, 21
 _HIDING_CYCLES = 10_000_000
 _DIM, _FEATURES, _LENGTH = 128, 8, 8
@@ -29,7 +35,9 @@ _BAGS = {"cpu": 8192, "cuda": 65536}
 StageTimes = dict[str, dict[str, float]]
 
 
-def step_parts(stages: StageTimes, features: int, bags: float, ids: float) -> dict[str, float]:
+def step_parts(
+    stages: StageTimes, features: int, bags: float, ids: float, has_backends: bool = False
+) -> dict[str, float]:
     """Milliseconds that TorchRec's own code takes in the parts of a step.
 
     Args:
@@ -37,11 +45,15 @@ def step_parts(stages: StageTimes, features: int, bags: float, ids: float) -> di
         features: of the collection.
         bags: of a rank's batch, over all features.
         ids: of a rank's batch.
+        has_backends: whether backends serve tables of the collection.
     """
     counts = {"fixed": 1.0, "feature": float(features), "bag": bags, "id": ids}
+    costs = {stage: stages.get(stage, {}) for stage in STAGES}
+    if has_backends:
+        costs["input_dist"] = stages.get(BACKEND_INPUT_DIST, costs["input_dist"])
     return {
-        stage: sum(cost * counts[name] for name, cost in stages.get(stage, {}).items())
-        for stage in STAGES
+        stage: sum(cost * counts[name] for name, cost in parts.items())
+        for stage, parts in costs.items()
     }
 
 
@@ -56,9 +68,9 @@ def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
 
     Returns:
         Milliseconds of each part: once, for each feature, of the input exchange also for each bag
-        and id;
-        lookup and backward are those of next to no ids. And bytes a millisecond of exchanged rows,
-        of those that a rank looks up for all; None on one rank.
+        and id; lookup and backward are those of next to no ids. Over several ranks also those of
+        the exchange that backends have (:data:`BACKEND_INPUT_DIST`). And bytes a millisecond of
+        exchanged rows, of those that a rank looks up for all; None on one rank.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
@@ -66,28 +78,40 @@ def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         bags, ranks = _BAGS[device.type], dist.get_world_size()
-        least = _measured(device, 8, 1)
-        several = _measured(device, 8, _FEATURES)
-        many = _measured(device, bags, 1)
-        longer = _measured(device, bags // _LENGTH, 1, _LENGTH)
-        times: StageTimes = {}
-        for stage in STAGES:
-            feature = max(several[stage] - least[stage], 0.0) / (_FEATURES - 1)
-            times[stage] = {"fixed": max(least[stage] - feature, 0.0), "feature": feature}
-        # As many ids in fewer bags: the difference is that of the bags.
-        by_bags = max(many["input_dist"] - longer["input_dist"], 0.0)
-        bag = by_bags / (bags - bags // _LENGTH)
-        both = max(many["input_dist"] - least["input_dist"], 0.0) / bags
-        times["input_dist"] |= {"bag": min(bag, both), "id": max(both - bag, 0.0)}
-        took = many["output_dist"] - least["output_dist"]
+        times, took = _costs(device, bags)
+        if ranks > 1:
+            of_backends, _ = _costs(device, bags, _BACKEND)
+            times[BACKEND_INPUT_DIST] = of_backends["input_dist"]
         return times, 4.0 * ranks * bags * _DIM / took if ranks > 1 and took > 0 else None
     finally:
         if is_alone:
             dist.destroy_process_group()
 
 
+def _costs(device: torch.device, bags: int, backend: str | None = None) -> tuple[StageTimes, float]:
+    """Milliseconds of each part, and those of the outputs' exchange that are its rows'."""
+    least = _measured(device, 8, 1, backend=backend)
+    several = _measured(device, 8, _FEATURES, backend=backend)
+    many = _measured(device, bags, 1, backend=backend)
+    longer = _measured(device, bags // _LENGTH, 1, _LENGTH, backend)
+    times: StageTimes = {}
+    for stage in STAGES:
+        feature = max(several[stage] - least[stage], 0.0) / (_FEATURES - 1)
+        times[stage] = {"fixed": max(least[stage] - feature, 0.0), "feature": feature}
+    # As many ids in fewer bags: the difference is that of the bags.
+    by_bags = max(many["input_dist"] - longer["input_dist"], 0.0)
+    bag = by_bags / (bags - bags // _LENGTH)
+    both = max(many["input_dist"] - least["input_dist"], 0.0) / bags
+    times["input_dist"] |= {"bag": min(bag, both), "id": max(both - bag, 0.0)}
+    return times, many["output_dist"] - least["output_dist"]
+
+
 def _measured(
-    device: torch.device, bags: int, num_features: int, length: int = 1
+    device: torch.device,
+    bags: int,
+    num_features: int,
+    length: int = 1,
+    backend: str | None = None,
 ) -> dict[str, float]:
     names = [f"f{number}" for number in range(num_features)]
     table = EmbeddingBagConfig(name="t", feature_names=names, embedding_dim=_DIM, num_embeddings=64)
@@ -103,6 +127,10 @@ def _measured(
         world_size=ranks,
         device_type=device.type,
     )
+    if backend is not None:
+        options = registry.get(backend).options_type()
+        plan["t"] = BackendParameterSharding.wrap(plan["t"], backend, options)
+        plan["t"].compute_kernel = KERNEL
     module: Any = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -110,12 +138,11 @@ def _measured(
         plan=ShardingPlan({"": plan}),
         sharders=[sharder],
     ).module
-    features = KeyedJaggedTensor(
-        names,
-        torch.arange(bags * num_features * length, device=device) % 64,
-        lengths=torch.full((bags * num_features,), length, device=device),
-    )
-    turns = [_step(module, features, device) for _ in range(_WARM + _STEPS)][_WARM:]
+    ids = torch.arange(bags * num_features * length, device=device) % 64
+    lengths = torch.full((bags * num_features,), length, device=device)
+    # A batch of its own for each step: one that was exchanged knows its counts and offsets.
+    batches = (KeyedJaggedTensor(names, ids, lengths=lengths) for _ in range(_WARM + _STEPS))
+    turns = [_step(module, batch, device) for batch in batches][_WARM:]
     typical = statistics.median if device.type == "cuda" else min
     return {
         stage: typical(parts) for stage, parts in zip(STAGES, zip(*turns, strict=True), strict=True)
@@ -124,6 +151,8 @@ def _measured(
 
 def _step(module: Any, features: KeyedJaggedTensor, device: torch.device) -> list[float]:
     context = module.create_context()
+    if dist.get_world_size() > 1:
+        dist.barrier()  # no rank waits for another one in the exchange
     clock = _Clock(device)
     received = module.input_dist(context, features).wait().wait()
     (first,) = clock.stop()
