@@ -3,17 +3,21 @@
     python -m benchmarks.metrics --out benchmarks/results/metrics.csv
 
 A step looks up ids of several tables, goes backward and updates the rows by Adagrad. ``watch``
-reads the metrics of all tables every ``--every`` steps and hands them to a line of progress; its
-tables hold all ids. ``remember_evicted`` counts ids that come back, in full tables into which
-``--new`` of the ids of a step are new, beside equal tables that don't remember and are asked for
-the same ids.
+reads the metrics of all tables and hands them to a line of progress; its tables hold all ids. It
+reads in every step, and what that takes is spread over ``--every`` steps, since a reading in a
+hundred steps could not be told from noise. ``remember_evicted`` counts ids that come back, in full
+tables that lack ``--new`` of the ids of a step, beside equal tables that don't remember and are
+asked for the same ids. Half of what they lack is new, half has been there and has left for others.
+These tables are made anew ``--builds`` times, in turn the one and the other first, since where
+tables lie in memory makes a difference, too.
 
 A pair is a round of steps with and one without, back to back, the first of them in turn; a round
 is timed from its first step to the end of its last on the device. So what drifts slower than a
 pair is in both. ``without_ms`` and ``with_ms`` are medians over the rounds, milliseconds a step;
 ``overhead`` is the median over the pairs of what the steps with took more, as a share;
-``overhead_low`` and ``overhead_high`` bound it with a probability of 95 % by bootstrap.
-Pairs are measured for ``--seconds`` a case.
+``overhead_low`` and ``overhead_high`` bound it with a probability of 95 % by bootstrap. Of
+``watch`` these three are what they are with a reading every ``--every`` steps, and ``with_ms`` is
+with one in each. Pairs are measured for ``--seconds`` a case.
 """
 
 from __future__ import annotations
@@ -108,10 +112,10 @@ def round_ms(step: Step, steps: int, device: torch.device) -> float:
     return begin.elapsed_time(end) / steps
 
 
-def compare(
+def pairs_of(
     without: Step, with_: Step, steps: int, seconds: float, device: torch.device
-) -> dict[str, float]:
-    """Pairs of rounds, after two that do not count; at least two."""
+) -> list[tuple[float, float]]:
+    """Milliseconds a step of rounds without and with, after two that do not count; at least two."""
     for step in (without, with_) * 2:
         round_ms(step, steps, device)
     pairs: list[tuple[float, float]] = []
@@ -128,7 +132,12 @@ def compare(
                 pairs.append((first, round_ms(with_, steps, device)))
     finally:
         gc.enable()
-    overheads = [with_ms / without_ms - 1 for without_ms, with_ms in pairs]
+    return pairs
+
+
+def compared(pairs: Sequence[tuple[float, float]], spread: int = 1) -> dict[str, float]:
+    """What steps with take more than those without, spread over so many steps."""
+    overheads = [(with_ms / without_ms - 1) / spread for without_ms, with_ms in pairs]
     low, high = bootstrap_interval(overheads)
     return {
         "pairs": len(pairs),
@@ -157,7 +166,7 @@ def bootstrap_interval(
 
 
 def watch(work: Workload, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Of reading metrics every so many steps."""
+    """Of reading metrics in each step, spread over as many steps as lie between readings."""
     module, trained_by = make(work, device, int(work.rows / 0.8))
     batches = [
         [torch.randint(work.rows, (work.ids,), device=device) for _ in range(work.tables)]
@@ -167,36 +176,48 @@ def watch(work: Workload, args: argparse.Namespace, device: torch.device) -> dic
     step = step_of(work, module, trained_by, lambda: batches[next(at) % 4])
     with (
         ConsoleLine("benchmark", shown=False) as line,
-        Watch(module, args.every, [line]) as watching,
+        Watch(module, 1, [line]) as watching,
     ):
 
         def watched() -> None:
             step()
             watching.step()
 
-        return compare(step, watched, args.steps, args.seconds, device)
+        pairs = pairs_of(step, watched, args.steps, args.seconds, device)
+    return compared(pairs, args.every)
 
 
 def remember_evicted(
     work: Workload, args: argparse.Namespace, device: torch.device
 ) -> dict[str, float]:
     """Of remembering what full tables evict."""
-    new = int(args.new * work.ids)
-    steps = []
-    for entries in (None, work.rows):
-        module, trained_by = make(work, device, int(0.9 * work.rows), entries)
-        first = iter(range(work.rows, 1 << 60, max(1, new)))
-        generator = torch.Generator(device).manual_seed(0)
+    pairs: list[tuple[float, float]] = []
+    for build in range(args.builds):
+        steps = {}
+        for entries in (None, work.rows) if build % 2 == 0 else (work.rows, None):
+            steps[entries] = evicting(work, args.new, entries, device)
+        without, with_ = steps[None], steps[work.rows]
+        pairs += pairs_of(without, with_, args.steps, args.seconds / args.builds, device)
+    return compared(pairs)
 
-        def draw(
-            first: Iterator[int] = first, generator: torch.Generator = generator
-        ) -> list[Tensor]:
-            fresh = next(first) + torch.arange(new, device=device)
-            known = torch.randint(work.rows, (work.ids - new,), device=device, generator=generator)
-            return [torch.cat([known, fresh])] * work.tables
 
-        steps.append(step_of(work, module, trained_by, draw))
-    return compare(*steps, args.steps, args.seconds, device)
+def evicting(work: Workload, share: float, entries: int | None, device: torch.device) -> Step:
+    """A step of full tables that lack a share of its ids."""
+    half = max(1, int(share * work.ids / 2))
+    # Ids in use are the last ``rows`` ones. Of those before them tables keep some.
+    module, trained_by = make(work, device, int(1.25 * work.rows), entries)
+    first = iter(range(work.rows, 1 << 60, half))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw() -> list[Tensor]:
+        begin = next(first)
+        fresh = begin + torch.arange(half, device=device)
+        # Long gone: after them as many ids have come as tables have rows for twice.
+        back = (fresh - int(3.5 * work.rows)).clamp_(min=0)
+        known = torch.randint(work.rows, (work.ids - 2 * half,), device=device, generator=generator)
+        return [torch.cat([known + (begin - work.rows), back, fresh])] * work.tables
+
+    return step_of(work, module, trained_by, draw)
 
 
 CASES = {"watch": watch, "remember_evicted": remember_evicted}
@@ -223,16 +244,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1_000_000, help="distinct ids of a table")
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--ids", type=int, default=1 << 16, help="of a table in a step")
+    parser.add_argument("--ids", type=int, default=1 << 18, help="of a table in a step")
     parser.add_argument("--every", type=int, default=100, help="steps between readings")
-    parser.add_argument("--new", type=float, default=0.1, help="share of new ids, when evicting")
-    parser.add_argument("--steps", type=int, default=100, help="of a round")
+    parser.add_argument("--new", type=float, default=0.1, help="share of ids that full tables lack")
+    parser.add_argument("--steps", type=int, default=50, help="of a round")
+    parser.add_argument("--builds", type=int, default=4, help="of the tables that remember")
     parser.add_argument("--seconds", type=float, default=25, help="of a case")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    if args.steps % args.every:
-        parser.error(f"--steps is {args.steps}, but must be a multiple of --every, {args.every}")
+    if min(args.steps, args.every, args.builds) < 1:
+        parser.error(
+            f"--steps, --every and --builds are {args.steps}, {args.every} and {args.builds}, but "
+            "must be at least 1"
+        )
     report(measure(args), args.out)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import itertools
 import os
 import statistics
@@ -276,6 +277,8 @@ def main(arguments: list[str] | None = None) -> None:
                 pass
         dist.barrier()
     finally:
+        # What is in reference cycles holds process groups beyond their end here.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -6,7 +6,9 @@ Both sides run in one process on the same ids, eager through torch, FBGEMM's on 
 group finding or inserting them as ids in every step; all are there. ``ms`` are milliseconds a step
 of 20 steps back to back, ``single_ms`` those of a step that begins when the device is idle, and
 ``replayed_ms`` those of the group's step as a CUDA graph, back to back. ``ratio`` is the group's
-over FBGEMM's back to back. The group's tables are filled to a load factor of ``--load``.
+over FBGEMM's back to back. ``peak_bytes`` are bytes an id that torch is asked for in a step, at
+most, beside the output and what is there before. The group's tables are filled to a load factor of
+``--load``.
 
     python -m benchmarks.training_step --deterministic \\
         --out benchmarks/results/training_step_deterministic.csv
@@ -213,13 +215,32 @@ class Steps:
         self._grad = torch.randn(work.batch, work.tables * work.dim, device=device)
 
     def times(self, side: str, forward: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
-        """Milliseconds of a step, as columns of this side."""
+        """Milliseconds of a step and its memory, as columns of this side."""
 
         def step(at: int) -> None:
             forward(self._batches[at % 4], self._offsets).backward(self._grad)
 
         together, single = milliseconds(step, 20)
-        return {f"{side}_ms": together, f"{side}_single_ms": single}
+        return {
+            f"{side}_ms": together,
+            f"{side}_single_ms": single,
+            f"{side}_peak_bytes": self._peak_bytes(forward),
+        }
+
+    def _peak_bytes(self, forward: Callable[[Tensor, Tensor], Tensor]) -> float:
+        """Bytes an id at most that a step, which is not the first, takes beside its output."""
+
+        def requested(what: str) -> int:
+            # Not the allocator's blocks, which may be larger by up to 1 MiB each.
+            return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        out = forward(self._batches[0], self._offsets)
+        out.backward(self._grad)
+        taken = requested("peak") - before - out.nbytes
+        return taken / self._batches[0].numel()
 
     def times_of_tables(self, side: str, tables: HashTables) -> dict[str, float]:
         """The same of a group of hash tables, and as a CUDA graph."""

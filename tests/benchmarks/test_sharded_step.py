@@ -26,7 +26,12 @@ def run(ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+        },
         check=False,
     )
 
@@ -34,7 +39,7 @@ def run(ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
 def test_a_row_for_the_step_and_one_for_the_exchange(tmp_path):
     out = tmp_path / "out.csv"
     done = run(2, "--out", str(out), "--profile", str(tmp_path / "profile"))
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr
     with out.open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["what"], row["stream"]) for row in rows] == [
