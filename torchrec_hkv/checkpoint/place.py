@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from torchrec_hkv.checkpoint.exchange import exchange
 from torchrec_hkv.checkpoint.record import RECORD
 from torchrec_hkv.hash_table.manifest import sync_folder
 
@@ -41,13 +42,16 @@ class Place:
         self.saving.mkdir(parents=True)
 
     def commit(self) -> None:
-        """Puts what was saved in its place. At every moment a whole checkpoint is found."""
-        if self.path.exists():
-            shutil.rmtree(self.previous, ignore_errors=True)
-            self.path.rename(self.previous)
-        self.saving.rename(self.path)
+        """Puts what was saved in its place. At every moment a whole checkpoint is found: at the
+        path itself where the file system can exchange two folders, else by :meth:`newest`."""
+        if not (self.path.exists() and exchange(self.saving, self.path)):
+            if self.path.exists():
+                shutil.rmtree(self.previous, ignore_errors=True)
+                self.path.rename(self.previous)
+            self.saving.rename(self.path)
         sync_folder(self.path.absolute().parent)
-        shutil.rmtree(self.previous, ignore_errors=True)
+        for left in (self.previous, self.saving):
+            shutil.rmtree(left, ignore_errors=True)
 
     def newest(self) -> Path:
         """The last whole checkpoint: a save may have been killed between its two renames.
