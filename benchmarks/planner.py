@@ -133,6 +133,10 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda._sleep(HIDING_CYCLES)
+        if dist.get_world_size() > 1:
+            # All ranks begin together, on a GPU as the device sees it: else the one that is ahead
+            # would wait in the exchange.
+            dist.all_reduce(torch.ones(1, device=self._device))
         self.mark()
 
     def mark(self) -> None:
@@ -156,8 +160,6 @@ class Clock:
 def step(module: Any, features: KeyedJaggedTensor, clock: Clock) -> list[float]:
     """One step, part by part."""
     context = module.create_context()
-    if dist.get_world_size() > 1:
-        dist.barrier()  # no rank waits for another one in the first exchange
     clock.begin()
     received = module.input_dist(context, features).wait().wait()
     clock.mark()
@@ -178,7 +180,8 @@ def fill(module: Any, args: argparse.Namespace) -> None:
     own = dist.get_rank() * count + torch.arange(count, device=args.device)
     for first in range(0, args.rows, count * dist.get_world_size()):
         ids = (first + own) % args.rows
-        step(module, keyed(args, [ids] * args.tables, FILL_BAG), Clock(torch.device("cpu")))
+        pooled = module(keyed(args, [ids] * args.tables, FILL_BAG)).values()
+        pooled.backward(torch.zeros_like(pooled))
 
 
 def table_bytes(module: Any, kernel: str) -> int:
