@@ -63,7 +63,24 @@ class RowUpdater {
 
   // grad: the row's gradient, [dim].
   void update(const TableView& table, int64_t slot, const float* grad) {
-    if (plain_ && table.rows.type == RowType::kFloat32 && update_plain(table, slot, grad)) return;
+    update(table, &slot, 1, grad, [](int64_t) {});
+  }
+
+  // Several rows of one gradient. before(i) is called before the i-th row's update.
+  template <typename Before>
+  void update(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
+              const Before& before) {
+    if (plain_ && table.rows.type == RowType::kFloat32 &&
+        update_plain(table, slots, n, grad, before)) {
+      return;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      before(i);
+      update_any(table, slots[i], grad);
+    }
+  }
+
+  void update_any(const TableView& table, int64_t slot, const float* grad) {
     const int32_t dim = table.dim();
     const RowType type = table.rows.type;
     char* const stored = table.row(slot);
@@ -92,39 +109,47 @@ class RowUpdater {
 
   // Where gradient_of changes nothing, the optimizers that are used most. Returns whether this is
   // one.
-  bool update_plain(const TableView& table, int64_t slot, const float* grad) {
+  template <typename Before>
+  bool update_plain(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
+                    const Before& before) {
     switch (config_.kind) {
       case Optimizer::kSgd:
-        return plain<Optimizer::kSgd>(table, slot, grad);
+        return plain<Optimizer::kSgd>(table, slots, n, grad, before);
       case Optimizer::kAdagrad:
-        return plain<Optimizer::kAdagrad>(table, slot, grad);
+        return plain<Optimizer::kAdagrad>(table, slots, n, grad, before);
       case Optimizer::kRowWiseAdagrad:
-        return plain<Optimizer::kRowWiseAdagrad>(table, slot, grad);
+        return plain<Optimizer::kRowWiseAdagrad>(table, slots, n, grad, before);
       case Optimizer::kAdam:
-        return plain<Optimizer::kAdam>(table, slot, grad);
+        return plain<Optimizer::kAdam>(table, slots, n, grad, before);
       default:
         return false;
     }
   }
 
-  template <Optimizer kKind>
-  bool plain(const TableView& table, int64_t slot, const float* __restrict__ grad) {
+  template <Optimizer kKind, typename Before>
+  bool plain(const TableView& table, const int64_t* slots, int64_t n,
+             const float* __restrict__ grad, const Before& before) {
     const int32_t dim = table.dim();
-    float* const __restrict__ row = reinterpret_cast<float*>(table.row(slot));
-    float* const __restrict__ state = table.state(slot);
-    float* const second_state = state + dim;
     const OptimizerConfig config = config_;
-    RowTerms terms = first_terms(table, dim, state);
-    if constexpr (kKind == Optimizer::kRowWiseAdagrad) {
-      state[0] = adapt_row(config, sum_of_squares(grad, dim), dim, state[0], &terms);
-    }
-    for (int32_t c = 0; c < dim; ++c) {
-      float first = 0.0f, second = 0.0f;
-      if constexpr (column_states(kKind) >= 1) first = state[c];
-      if constexpr (column_states(kKind) >= 2) second = second_state[c];
-      row[c] = move_column<kKind>(config, terms, row[c], grad[c], first, second);
-      if constexpr (column_states(kKind) >= 1) state[c] = first;
-      if constexpr (column_states(kKind) >= 2) second_state[c] = second;
+    float squares = 0.0f;
+    if constexpr (kKind == Optimizer::kRowWiseAdagrad) squares = sum_of_squares(grad, dim);
+    for (int64_t i = 0; i < n; ++i) {
+      before(i);
+      float* const __restrict__ row = reinterpret_cast<float*>(table.row(slots[i]));
+      float* const __restrict__ state = table.state(slots[i]);
+      float* const second_state = state + dim;
+      RowTerms terms = first_terms(table, dim, state);
+      if constexpr (kKind == Optimizer::kRowWiseAdagrad) {
+        state[0] = adapt_row(config, squares, dim, state[0], &terms);
+      }
+      for (int32_t c = 0; c < dim; ++c) {
+        float first = 0.0f, second = 0.0f;
+        if constexpr (column_states(kKind) >= 1) first = state[c];
+        if constexpr (column_states(kKind) >= 2) second = second_state[c];
+        row[c] = move_column<kKind>(config, terms, row[c], grad[c], first, second);
+        if constexpr (column_states(kKind) >= 1) state[c] = first;
+        if constexpr (column_states(kKind) >= 2) second_state[c] = second;
+      }
     }
     return true;
   }

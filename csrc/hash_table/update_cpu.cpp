@@ -1,6 +1,7 @@
-// The backward on the CPU: positions are grouped by slot, each group is summed and applied by one
-// thread. Sums run in the order of the batch, so the result does not depend on the number of
-// threads.
+// The backward on the CPU. Positions are grouped by slot. Gradients of a row that stands at several
+// positions are summed in the order of the batch, by one thread, so the result does not depend on
+// the number of threads. Rows that stand at one position are updated in the order of the batch,
+// where those of a bag share its gradient.
 #include <algorithm>
 #include <vector>
 
@@ -33,20 +34,18 @@ class Division {
 // Where an occurrence's gradient is, and what multiplies it.
 class Gradients {
  public:
-  Gradients(const TableView* tables, const Batch& batch, Pooling pooling, Output<const char> grad)
-      : tables_(tables), batch_(batch), pooling_(pooling), grad_(grad), divide_(batch.batch_size) {}
+  Gradients(const Batch& batch, Pooling pooling, Output<const char> grad)
+      : batch_(batch), pooling_(pooling), grad_(grad), divide_(batch.batch_size) {}
 
-  const TableView& table(const Occurrence& it) const {
-    return tables_[batch_.feature_tables[feature(it)]];
+  const char* from(const Occurrence& it) const { return from(feature(it), it.bag); }
+  const char* from(int32_t feature, int64_t bag) const {
+    return grad_.at(batch_.output_of(feature, bag - batch_.first_bag(feature), grad_.stride));
   }
-  const char* from(const Occurrence& it) const {
-    const int32_t its = feature(it);
-    return grad_.at(batch_.output_of(its, it.bag - batch_.first_bag(its), grad_.stride));
-  }
-  float scale(const Occurrence& it) const {
-    const float weight = pooling_.weights ? pooling_.weights[it.position] : 1.0f;
+  float scale(const Occurrence& it) const { return scale(it.position, it.bag); }
+  float scale(int64_t position, int64_t bag) const {
+    const float weight = pooling_.weights ? pooling_.weights[position] : 1.0f;
     if (!pooling_.mean) return weight;
-    return weight * (1.0f / (batch_.offsets[it.bag + 1] - batch_.offsets[it.bag]));
+    return weight * (1.0f / (batch_.offsets[bag + 1] - batch_.offsets[bag]));
   }
 
  private:
@@ -55,24 +54,11 @@ class Gradients {
                                     : static_cast<int32_t>(divide_(it.bag));
   }
 
-  const TableView* tables_;
   const Batch& batch_;
   Pooling pooling_;
   Output<const char> grad_;
   Division divide_;  // by the batch size
 };
-
-// A group's row, state and first gradient.
-template <RowType kType>
-void prefetch_group(const Gradients& gradients, const SlotGroups& groups,
-                    const SlotGroups::Group& group) {
-  const Occurrence& first = groups.occurrence(group.first);
-  const TableView& table = gradients.table(first);
-  const int64_t slot = group.slot - table.first_slot;
-  prefetch_bytes(table.row(slot), row_bytes(table));
-  prefetch_bytes(table.state(slot), table.states.width * sizeof(float));
-  prefetch_bytes(gradients.from(first), table.dim() * element_size(kType));
-}
 
 // to = by * from, or to += by * from.
 void scale_columns(const float* __restrict__ from, float by, int32_t n, float* __restrict__ to) {
@@ -98,58 +84,194 @@ void for_columns(const char* from, int32_t n, const Visit& visit) {
   }
 }
 
-// The group's gradient: added up in `sum`, or, where it is one that nothing multiplies, itself.
+// One occurrence's gradient: itself where nothing multiplies it, else in `scaled`.
 template <RowType kType>
-const float* group_gradient(const Gradients& gradients, const SlotGroups& groups,
-                            const SlotGroups::Group& group, int32_t dim, float* sum) {
-  const Occurrence& first = groups.occurrence(group.first);
-  const char* const from = gradients.from(first);
-  const float scale = gradients.scale(first);
-  uint32_t next = groups.next(group.first);
-  if (kType == RowType::kFloat32 && next == SlotGroups::kEnd && scale == 1.0f) {
-    return reinterpret_cast<const float*>(from);
-  }
+const float* scaled_gradient(const char* from, float scale, int32_t dim, float* scaled) {
+  if (kType == RowType::kFloat32 && scale == 1.0f) return reinterpret_cast<const float*>(from);
   for_columns<kType>(from, dim, [&](const float* columns, int32_t n, int32_t first_column) {
-    scale_columns(columns, scale, n, sum + first_column);
+    scale_columns(columns, scale, n, scaled + first_column);
   });
-  for (; next != SlotGroups::kEnd; next = groups.next(next)) {
-    if (const uint32_t then = groups.next(next); then != SlotGroups::kEnd) {
-      prefetch_bytes(gradients.from(groups.occurrence(then)), dim * element_size(kType));
-    }
-    const Occurrence& it = groups.occurrence(next);
-    const float by = gradients.scale(it);
-    for_columns<kType>(gradients.from(it), dim, [&](const float* columns, int32_t n, int32_t c) {
-      add_columns(columns, by, n, sum + c);
-    });
-  }
-  return sum;
+  return scaled;
 }
 
+// scale times an occurrence's gradient, put into `sum` or added to it.
 template <RowType kType>
-void update_all(const TableView* tables, const Batch& batch, const Partitions& partitions,
-                const Gradients& gradients, const OptimizerConfig& optimizer, float learning_rate,
-                int threads) {
-  int32_t widest = 0;
-  for (int32_t f = 0; f < batch.num_features; ++f) {
-    widest = std::max(widest, tables[batch.feature_tables[f]].dim());
-  }
-  parallel_for(partitions.size(), 1, threads, [&](int64_t begin, int64_t end) {
-    constexpr size_t kAhead = 4;
-    std::vector<float> sum(widest);
-    RowUpdater updater(optimizer, learning_rate, widest);
-    SlotGroups groups;
-    for (int64_t p = begin; p < end; ++p) {
-      groups.assign(partitions, p);
-      const std::vector<SlotGroups::Group>& all = groups.groups();
-      for (size_t g = 0; g < all.size(); ++g) {
-        if (g + kAhead < all.size()) prefetch_group<kType>(gradients, groups, all[g + kAhead]);
-        const TableView& table = gradients.table(groups.occurrence(all[g].first));
-        const float* const grad =
-            group_gradient<kType>(gradients, groups, all[g], table.dim(), sum.data());
-        updater.update(table, all[g].slot - table.first_slot, grad);
-      }
+void add_gradient(const char* from, float scale, int32_t dim, bool is_first, float* sum) {
+  for_columns<kType>(from, dim, [&](const float* columns, int32_t n, int32_t first_column) {
+    if (is_first) {
+      scale_columns(columns, scale, n, sum + first_column);
+    } else {
+      add_columns(columns, scale, n, sum + first_column);
     }
   });
+}
+
+// Rows that are on their way from memory, and gradients.
+constexpr int64_t kRowsAhead = 12;
+constexpr int64_t kGradientsAhead = 8;
+
+// Rows of one table that are updated one after the other.
+class RowsAhead {
+ public:
+  RowsAhead(const TableView& table, const std::vector<int64_t>& slots)
+      : table_(table), slots_(slots) {
+    for (int64_t i = 0; i < kRowsAhead; ++i) prefetch(i);
+  }
+
+  // To be called before the i-th is updated.
+  void before(int64_t i) const { prefetch(i + kRowsAhead); }
+
+ private:
+  void prefetch(int64_t i) const {
+    if (i >= static_cast<int64_t>(slots_.size())) return;
+    prefetch_bytes(table_.row(slots_[i]), row_bytes(table_));
+    prefetch_bytes(table_.state(slots_[i]), table_.states.width * sizeof(float));
+  }
+
+  const TableView& table_;
+  const std::vector<int64_t>& slots_;
+};
+
+// A batch's update.
+template <RowType kType>
+class Update {
+ public:
+  Update(const TableView* tables, const Batch& batch, const int64_t* slots,
+         const Gradients& gradients, const OptimizerConfig& optimizer, float learning_rate)
+      : tables_(tables),
+        batch_(batch),
+        slots_(slots),
+        gradients_(gradients),
+        optimizer_(optimizer),
+        learning_rate_(learning_rate),
+        alone_(batch.num_ids) {
+    for (int32_t f = 0; f < batch.num_features; ++f) {
+      widest_ = std::max(widest_, tables[batch.feature_tables[f]].dim());
+    }
+  }
+
+  // Updates the rows that stand at several positions, and marks positions whose row stands nowhere
+  // else.
+  void repeated(const Partitions& partitions, int threads) {
+    parallel_for(partitions.size(), 1, threads, [&](int64_t begin, int64_t end) {
+      SlotGroups groups;
+      std::vector<int64_t> slots;  // in the table, of rows that stand at several positions
+      std::vector<float> sums;     // of their gradients
+      RowUpdater updater(optimizer_, learning_rate_, widest_);
+      for (int64_t p = begin; p < end; ++p) {
+        const TableView& table = tables_[partitions[p].table];
+        groups.assign(partitions[p]);
+        sum(partitions[p], table, groups, slots, sums);
+        const RowsAhead rows(table, slots);
+        for (size_t i = 0; i < slots.size(); ++i) {
+          rows.before(i);
+          updater.update(table, slots[i], sums.data() + i * table.dim());
+        }
+      }
+    });
+  }
+
+  // Updates the rows of marked positions.
+  void alone(int threads) {
+    parallel_for(batch_.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
+      std::vector<int64_t> positions, slots;
+      std::vector<float> scaled(widest_);
+      RowUpdater updater(optimizer_, learning_rate_, widest_);
+      while (begin < end) {
+        const int32_t feature = batch_.feature_of_bag(begin);
+        const int64_t stop = std::min(end, batch_.first_bag(feature + 1));
+        const TableView& table = tables_[batch_.feature_tables[feature]];
+        marked(table, batch_.offsets[begin], batch_.offsets[stop], positions, slots);
+        const RowsAhead rows(table, slots);
+        int64_t bag = begin;
+        for (size_t i = 0; i < slots.size();) {
+          while (positions[i] >= batch_.offsets[bag + 1]) ++bag;
+          const float scale = gradients_.scale(positions[i], bag);
+          const int64_t same = of_one_gradient(positions, i, bag, scale);
+          const float* const grad = scaled_gradient<kType>(gradients_.from(feature, bag), scale,
+                                                           table.dim(), scaled.data());
+          updater.update(table, slots.data() + i, same, grad,
+                         [&](int64_t k) { rows.before(i + k); });
+          i += same;
+        }
+        begin = stop;
+      }
+    });
+  }
+
+ private:
+  // Adds up gradients of slots that occur several times, and marks the other positions.
+  void sum(const Partition& partition, const TableView& table, SlotGroups& groups,
+           std::vector<int64_t>& slots, std::vector<float>& sums) {
+    const int32_t dim = table.dim();
+    const int64_t n = partition.end - partition.begin;
+    slots.clear();
+    for (int64_t i = 0; i < n; ++i) {
+      const Occurrence& it = partition.begin[i];
+      SlotGroups::Group& group = groups.of(i);
+      if (group.occurrences == 1) {
+        alone_[it.position] = 1;
+        continue;
+      }
+      if (i + kGradientsAhead < n) {
+        prefetch_bytes(gradients_.from(partition.begin[i + kGradientsAhead]),
+                       dim * element_size(kType));
+      }
+      const bool is_first = group.number == SlotGroups::kNone;
+      if (is_first) {
+        group.number = static_cast<uint32_t>(slots.size());
+        slots.push_back(group.slot - table.first_slot);
+        sums.resize(std::max(sums.size(), slots.size() * dim));
+      }
+      add_gradient<kType>(gradients_.from(it), gradients_.scale(it), dim, is_first,
+                          sums.data() + static_cast<int64_t>(group.number) * dim);
+    }
+  }
+
+  // Lists the marked ones of positions [first, last) and their slots in the table.
+  void marked(const TableView& table, int64_t first, int64_t last, std::vector<int64_t>& positions,
+              std::vector<int64_t>& slots) const {
+    positions.resize(last - first + 1);
+    slots.resize(last - first + 1);
+    int64_t n = 0;  // no branch: which ones are marked can't be foreseen
+    for (int64_t at = first; at < last; ++at) {
+      positions[n] = at;
+      slots[n] = slots_[at] - table.first_slot;
+      n += alone_[at];
+    }
+    positions.resize(n);
+    slots.resize(n);
+  }
+
+  // How many positions from the i-th on are in the bag and multiply its gradient by the same.
+  int64_t of_one_gradient(const std::vector<int64_t>& positions, size_t i, int64_t bag,
+                          float scale) const {
+    const int64_t end = batch_.offsets[bag + 1];
+    size_t next = i + 1;
+    while (next < positions.size() && positions[next] < end &&
+           gradients_.scale(positions[next], bag) == scale) {
+      ++next;
+    }
+    return static_cast<int64_t>(next - i);
+  }
+
+  const TableView* tables_;
+  const Batch& batch_;
+  const int64_t* slots_;
+  const Gradients& gradients_;
+  const OptimizerConfig& optimizer_;
+  const float learning_rate_;
+  int32_t widest_ = 0;
+  std::vector<uint8_t> alone_;  // by position
+};
+
+template <RowType kType>
+void update_all(const TableView* tables, int32_t num_tables, const Batch& batch,
+                const int64_t* slots, const Gradients& gradients, const OptimizerConfig& optimizer,
+                float learning_rate, int threads) {
+  Update<kType> update(tables, batch, slots, gradients, optimizer, learning_rate);
+  update.repeated(Partitions(tables, num_tables, batch, slots, threads), threads);
+  update.alone(threads);
 }
 
 }  // namespace
@@ -158,12 +280,11 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
                  Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int threads) {
   for (int32_t t = 0; t < num_tables; ++t) ++*tables[t].optimizer_step;
-  const Partitions partitions(batch, slots, threads);
-  const Gradients gradients(tables, batch, pooling, grad);
+  const Gradients gradients(batch, pooling, grad);
   const auto update = grad.type == RowType::kFloat32   ? update_all<RowType::kFloat32>
                       : grad.type == RowType::kFloat16 ? update_all<RowType::kFloat16>
                                                        : update_all<RowType::kBFloat16>;
-  update(tables, batch, partitions, gradients, optimizer, *learning_rate, threads);
+  update(tables, num_tables, batch, slots, gradients, optimizer, *learning_rate, threads);
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

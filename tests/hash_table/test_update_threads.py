@@ -1,0 +1,103 @@
+"""On a CPU the backward adds up gradients in the order of the batch, on any number of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.batches import Bags, lookup, rows_by_id
+from torchrec_hkv.hash_table import (
+    SGD,
+    Adagrad,
+    Adam,
+    Optimizer,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+    Uniform,
+)
+
+BATCH, IDS, LENGTH = 700, 40_000, 100
+#: Two features of one table, and tables whose positions are cut in several parts or in one.
+DIMS, FEATURES = (64, 132, 3), [0, 0, 1, 2]
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def draw(seed: int) -> tuple[Bags, Tensor, Tensor]:
+    """Bags of ids of which some come often and some once, weights, and gradients of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(LENGTH, (BATCH * len(FEATURES),), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    unit = torch.rand(int(offsets[-1]), generator=generator)
+    ids = (IDS * unit**3).long()
+    columns = sum(DIMS[table] for table in FEATURES)
+    grad = torch.randn(BATCH, columns, generator=generator)
+    # A bag's ids mostly have one weight.
+    weights = torch.rand(len(ids), generator=generator).mul_(4).round_().add_(0.3)
+    return Bags(ids, offsets, BATCH), weights, grad
+
+
+def make(optimizer: Optimizer) -> TableGroup:
+    """Tables with room for all ids."""
+    specs = [TableSpec(f"t{dim}", 2 * IDS, dim, initializer=Uniform(-1, 1)) for dim in DIMS]
+    return TableGroup(specs, FEATURES, optimizer, "cpu")
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_to_the_last_bit(set_threads, threads, weighted, mean):
+    bags, weights, grad = draw(threads)
+    group = make(SGD())
+    set_threads(threads)
+    out = lookup(group, bags, weights if weighted else None, mean, learning_rate=1.0)
+    before = [rows_by_id(group, table) for table in range(len(DIMS))]
+    out.backward(grad)
+    set_threads(1)  # index_add_ then goes by the order of its index
+    lengths = bags.offsets.diff()
+    scale = weights if weighted else torch.ones(len(bags.ids))
+    if mean:
+        scale = scale * (1.0 / lengths.repeat_interleave(lengths))
+    sums = [torch.zeros(IDS, dim) for dim in DIMS]
+    first = 0
+    for feature, table in enumerate(FEATURES):
+        dim, bag = DIMS[table], feature * BATCH
+        own = slice(int(bags.offsets[bag]), int(bags.offsets[bag + BATCH]))
+        bag_of = torch.arange(BATCH).repeat_interleave(lengths[bag : bag + BATCH])
+        sums[table].index_add_(
+            0, bags.ids[own], grad[:, first : first + dim][bag_of] * scale[own, None]
+        )
+        first += dim
+    for table, summed in enumerate(sums):
+        after = rows_by_id(group, table)
+        ids = sorted(after)
+        assert len(ids) > 5000
+        expected = torch.stack([before[table][id_] for id_ in ids]) - summed[ids]
+        assert torch.equal(torch.stack([after[id_] for id_ in ids]), expected)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [RowWiseAdagrad(), Adagrad(), Adam(), Adam(clip_norm=0.5)],
+    ids=["row-wise adagrad", "adagrad", "adam", "clipped adam"],
+)
+def test_threads_change_no_bit(set_threads, optimizer):
+    def trained(threads: int) -> list[Tensor]:
+        set_threads(threads)
+        group = make(optimizer)
+        for seed in range(2):
+            bags, weights, grad = draw(seed)
+            lookup(group, bags, weights, learning_rate=0.1).backward(grad)
+        states = [group.export_table(table) for table in range(len(DIMS))]
+        return [part for state in states for part in (state.ids, state.rows, state.states)]
+
+    alone, together = trained(1), trained(4)
+    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
+    assert all(bool(part.isfinite().all()) for part in alone)
