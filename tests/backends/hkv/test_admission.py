@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 import torch
 
+from tests.support.shards import table_shard
 from torchrec_hkv import HKVOptions, backends
-from torchrec_hkv.backends import GroupLookup, OptimizerSpec, TableShard
+from torchrec_hkv.backends import GroupLookup, OptimizerSpec
 from torchrec_hkv.hash_table import MinFrequency
 
 SGD = OptimizerSpec("sgd")
@@ -16,19 +17,7 @@ SGD = OptimizerSpec("sgd")
 def make(device: str, *options: HKVOptions) -> GroupLookup:
     """A lookup of one table for each of the options; each of one feature."""
     shards = [
-        TableShard(
-            name=f"t{table}",
-            capacity=64,
-            dim=4,
-            num_embeddings=64,
-            embedding_dim=4,
-            row_offset=0,
-            column_offset=0,
-            dtype=torch.float32,
-            pooling="sum",
-            init_range=(-1.0, 1.0),
-            options=its,
-        )
+        table_shard(64, 4, its, name=f"t{table}", init_range=(-1.0, 1.0))
         for table, its in enumerate(options)
     ]
     tables = list(range(len(options)))

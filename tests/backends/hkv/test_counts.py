@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.shards import table_shard
 from torchrec_hkv import HKVOptions
-from torchrec_hkv.backends.hkv_counts import MOST_SHARDS, CountsLoad, counts_spec
-from torchrec_hkv.backends.protocol import TableShard
+from torchrec_hkv.backends.hkv.counts import MOST_SHARDS, CountsLoad, counts_spec
 from torchrec_hkv.hash_table import MinFrequency, Probability, RowWiseAdagrad, TableGroup, TableSpec
 from torchrec_hkv.hash_table.admission import admission_bytes
 from torchrec_hkv.sharding.tables import balanced_rows
@@ -17,18 +17,8 @@ SKETCHES = [MinFrequency(4, sketch_bytes=256), MinFrequency(300, sketch_bytes=25
 
 
 def make_shard(rows, capacity, offset):
-    return TableShard(
-        name="t",
-        capacity=capacity,
-        dim=4,
-        num_embeddings=rows,
-        embedding_dim=4,
-        row_offset=offset,
-        column_offset=0,
-        dtype=torch.float32,
-        pooling="sum",
-        init_range=(-1, 1),
-        options=HKVOptions(),
+    return table_shard(
+        capacity, 4, HKVOptions(), num_embeddings=rows, row_offset=offset, init_range=(-1, 1)
     )
 
 

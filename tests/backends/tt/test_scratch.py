@@ -12,7 +12,7 @@ from tests.support import tensor_train as tt
 from tests.support.models import make_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, TTOptions, backends
 from torchrec_hkv.backends import OptimizerSpec
-from torchrec_hkv.backends.tt_cost import tt_scratch
+from torchrec_hkv.backends.tt.cost import tt_scratch
 from torchrec_hkv.backends.workload import Workload
 from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.options import is_ours, shards_of

@@ -6,7 +6,7 @@ import dataclasses
 from typing import get_args
 
 from torchrec_hkv.backends.protocol import BackendOptions
-from torchrec_hkv.backends.tt_caches import CacheSize
+from torchrec_hkv.backends.tt.caches import CacheSize
 from torchrec_hkv.tensor_train import (
     Precision,
     TTDistribution,

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.support.shards import look_up, table_shard
 from torchrec_hkv import HKVOptions, backends
 from torchrec_hkv.backends import BackendOptions, OptimizerSpec, TableShard
 from torchrec_hkv.hash_table import (
@@ -21,20 +22,8 @@ ADAGRAD = OptimizerSpec("rowwise_adagrad", 1e-6)
 
 
 def shard(**changes) -> TableShard:
-    values = {
-        "name": "user",
-        "capacity": 1000,
-        "dim": 8,
-        "num_embeddings": 2000,
-        "embedding_dim": 8,
-        "row_offset": 0,
-        "column_offset": 0,
-        "dtype": torch.float32,
-        "pooling": "sum",
-        "init_range": (-0.1, 0.1),
-        "options": HKVOptions(),
-    }
-    return TableShard(**{**values, **changes})
+    values = {"name": "user", "num_embeddings": 2000, "embedding_dim": 8, "options": HKVOptions()}
+    return table_shard(**{"capacity": 1000, "dim": 8, **values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -143,24 +132,16 @@ def test_state_has_the_announced_shapes(device_type, dtype):
                 lookup.load_table("user", {k: v for k, v in state.items() if k != "weight"})
 
 
-def run(lookup, ids, learning_rate=0.5):
-    device = lookup._group.device
-    ids = torch.tensor(ids, device=device)
-    offsets = torch.arange(len(ids) + 1, device=device)
-    learning_rate = torch.tensor(learning_rate, device=device)
-    return lookup(ids, offsets, None, len(ids), learning_rate)
-
-
 def test_training_inserts_and_updates_evaluation_does_neither(device_type):
     lookup = backends.get("hkv").create_lookup(
         [shard()], [0], OptimizerSpec("sgd"), torch.device(device_type)
     )
-    out = run(lookup, [-1, 2**62])
+    out = look_up(lookup, [-1, 2**62])
     before = out.detach().clone()
     out.backward(torch.ones_like(out))
     assert lookup.counters("user")["size"] == 2
     lookup.eval()
-    again = run(lookup, [-1, 2**62, 77])
+    again = look_up(lookup, [-1, 2**62, 77])
     assert not again.requires_grad
     assert torch.equal(again[:2], before - 0.5)
     assert (again[2] != 0).all()
@@ -176,7 +157,7 @@ def test_initial_rows(device_type):
         lookup = backends.get("hkv").create_lookup(
             [shard(options=options)], [0], None, torch.device(device_type)
         )
-        out = run(lookup, list(range(500)))
+        out = look_up(lookup, list(range(500)))
         assert low <= out.min() < out.max() < high
         assert out.max() - out.min() > 0.99 * (high - low)
 
@@ -191,10 +172,10 @@ def test_an_initializer_and_a_column_offset(device_type, initializer):
     )
     ids = torch.arange(100, device=device_type)
     expected = initial_rows(ids, 8, table="user", seed=4, initializer=initializer, column_offset=3)
-    assert torch.equal(run(lookup, ids.tolist()), expected)
+    assert torch.equal(look_up(lookup, ids.tolist()), expected)
     lookup.eval()
     unseen = torch.arange(100, 200, device=device_type)
     expected = initial_rows(
         unseen, 8, table="user", seed=4, initializer=initializer, column_offset=3
     )
-    assert torch.equal(run(lookup, unseen.tolist()), expected)
+    assert torch.equal(look_up(lookup, unseen.tolist()), expected)

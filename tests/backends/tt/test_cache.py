@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
+from tests.support.shards import table_shard
 from torchrec_hkv import TTOptions, backends
-from torchrec_hkv.backends import OptimizerSpec, TableShard
+from torchrec_hkv.backends import OptimizerSpec
 
 BACKEND = backends.get("tt")
 ROWS, DIM, RATE, BAGS = 300, 8, 0.1, 7
@@ -20,11 +21,8 @@ SPECS = {
 
 
 def shard(name="page", rows=ROWS, pooling="sum", **options):
-    return TableShard(
-        name=name, capacity=rows, dim=DIM, num_embeddings=rows, embedding_dim=DIM, row_offset=0,
-        column_offset=0, dtype=torch.float32, pooling=pooling, init_range=(-1.0, 1.0),
-        options=TTOptions(**{**CACHED, **options}),
-    )  # fmt: skip
+    options = TTOptions(**{**CACHED, **options})
+    return table_shard(rows, DIM, options, name=name, pooling=pooling, init_range=(-1.0, 1.0))
 
 
 def make(device="cpu", optimizer="sgd", shards=None, features=(0,)):

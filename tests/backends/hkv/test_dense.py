@@ -7,23 +7,22 @@ import dataclasses
 import pytest
 import torch
 
+from tests.support.shards import table_shard
 from torchrec_hkv import HKVOptions, backends
-from torchrec_hkv.backends import OptimizerSpec, TableShard
+from torchrec_hkv.backends import OptimizerSpec
 from torchrec_hkv.hash_table import Uniform, initial_rows
 
 ROWS, DIM, FIRST_ROW, FIRST_COLUMN = 300, 6, 1000, 4
-SHARD = TableShard(
+SHARD = table_shard(
+    ROWS,
+    DIM,
+    HKVOptions(dense=True, seed=9),
     name="user",
-    capacity=ROWS,
-    dim=DIM,
     num_embeddings=5000,
     embedding_dim=16,
     row_offset=FIRST_ROW,
     column_offset=FIRST_COLUMN,
-    dtype=torch.float32,
-    pooling="sum",
     init_range=(-0.5, 0.5),
-    options=HKVOptions(dense=True, seed=9),
 )
 KEY = f"user/{FIRST_COLUMN}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrec_hkv.backends.tt_cost import tt_work
+from torchrec_hkv.backends.tt.cost import tt_work
 from torchrec_hkv.backends.workload import Workload
 from torchrec_hkv.tensor_train import TTShape
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.backends.hkv_counts import CountsLoad, counts_spec, export_counts
-from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer
+from torchrec_hkv.backends.hkv.counts import CountsLoad, counts_spec, export_counts
+from torchrec_hkv.backends.optimizers import hash_table_optimizer
 from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
 from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
+from tests.support.shards import table_shard
 from torchrec_hkv import TTOptions, backends
 from torchrec_hkv.backends import BackendOptions, OptimizerSpec, TableShard
 from torchrec_hkv.sharding.validation import check_sharding_type
@@ -16,20 +17,9 @@ BACKEND = backends.get("tt")
 
 
 def shard(**changes) -> TableShard:
-    values = {
-        "name": "page",
-        "capacity": 2000,
-        "dim": 16,
-        "num_embeddings": 2000,
-        "embedding_dim": 16,
-        "row_offset": 0,
-        "column_offset": 0,
-        "dtype": torch.float32,
-        "pooling": "sum",
-        "init_range": (-0.1, 0.1),
-        "options": TTOptions(ranks=6),
-    }
-    return TableShard(**{**values, **changes})
+    values = {"name": "page", "num_embeddings": 2000, "embedding_dim": 16}
+    values |= {"capacity": 2000, "dim": 16, "options": TTOptions(ranks=6)}
+    return table_shard(**{**values, **changes})
 
 
 def make(optimizer=None, device="cpu", **changes):

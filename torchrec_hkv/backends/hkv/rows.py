@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.backends.hkv_dense import DenseRows
+from torchrec_hkv.backends.hkv.dense import DenseRows
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows

@@ -5,25 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrec_hkv.backends import OptimizerSpec, TableShard, registry
+from tests.support.shards import table_shard
+from torchrec_hkv.backends import OptimizerSpec, registry
 from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.backends.workload import IdFrequencies, Workload
 
 
 def _shard(capacity, **options):
-    return TableShard(
-        name="t",
-        capacity=capacity,
-        dim=8,
-        num_embeddings=capacity,
-        embedding_dim=8,
-        row_offset=0,
-        column_offset=0,
-        dtype=torch.float32,
-        pooling="sum",
-        init_range=(-0.1, 0.1),
-        options=HKVOptions(**options),
-    )
+    return table_shard(capacity, 8, HKVOptions(**options))
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
@@ -67,19 +56,7 @@ def test_rows_that_are_fetched():
 def test_tables_that_are_timed_can_be(name, device_type):
     backend = registry.get(name)
     for case in backend.calibration_cases(device_type):
-        shard = TableShard(
-            name="t",
-            capacity=case.capacity,
-            dim=case.dim,
-            num_embeddings=case.capacity,
-            embedding_dim=case.dim,
-            row_offset=0,
-            column_offset=0,
-            dtype=torch.float32,
-            pooling="sum",
-            init_range=(-0.1, 0.1),
-            options=case.options,
-        )
+        shard = table_shard(case.capacity, case.dim, case.options)
         backend.check(shard, case.optimizer, device_type)
         storage = backend.storage(shard, case.optimizer, device_type)
         assert storage.hbm + storage.host < 16 << 30
