@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
 import torch
 
 from tests.support import tensor_train as tt
+from tests.support.gpu import NEEDS_GPU, no_waits
 from tests.tensor_train.test_lookup import LARGER
 from torchrec_hkv.hash_table import SGD, Adam
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 RATE = 0.05
 GROUPS = {"one": [LARGER[0]], "four cores": [LARGER[2]], "several": LARGER[:3]}
-
-
-@contextlib.contextmanager
-def no_waits():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Trained:

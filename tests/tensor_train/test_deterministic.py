@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
+from tests.support.gpu import NEEDS_GPU
 from tests.tensor_train.test_lookup import LARGER
 from torchrec_hkv.hash_table import SGD, Adam
 from torchrec_hkv.tensor_train import TTGroup
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 GROUPS = {"one": [LARGER[0]], "rank 64": [LARGER[3]], "several": LARGER[:3]}
 

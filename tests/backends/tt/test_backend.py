@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
+from tests.support.gpu import needs_gpu
 from tests.support.shards import table_shard
 from torchrec_hkv import TTOptions, backends
 from torchrec_hkv.backends import BackendOptions, OptimizerSpec, TableShard
@@ -119,8 +120,7 @@ def test_precision():
         BACKEND.check(wide, None, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("other", ["tf32", "fp32"])
 def test_tables_together_take_the_higher_precision(other):
     shards = [

@@ -9,6 +9,7 @@ import torch
 from torchrec import EmbeddingBagConfig
 
 from tests.support import tensor_train as tt
+from tests.support.gpu import needs_gpu
 from tests.support.models import make_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, TTOptions, backends
 from torchrec_hkv.backends import OptimizerSpec
@@ -109,8 +110,7 @@ def test_a_run_on_a_cpu():
     assert _peak(step) - out == pytest.approx(planned, rel=0.2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("n", [16_000, 400_000])
 @pytest.mark.parametrize("replicated", [False, True])
 def test_a_run_on_a_gpu(n, replicated):
