@@ -1,50 +1,11 @@
-"""state_dict, torch.save, deepcopy, and moving between devices."""
-
-import copy
-import io
+"""``state_dict`` of modules and optimizers: what it keeps, and what is refused."""
 
 import pytest
 import torch
 
-from tests.support.embeddings import make_embedding, make_tables
+from tests.support.embeddings import make_embedding
+from tests.support.saved_embeddings import IDS, MAKERS, lookup, rows, through_file, train
 from torchrec_hkv import HKVAdamOptimizer, HKVOptimizer, HKVSparseAdam
-
-IDS = [-(2**63), -1, 0, 1, 2, 3, 2**63 - 1]
-
-
-def train(modules, optimizer, seeds):
-    """Steps that all see the same ids and gradients."""
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.tensor(IDS)[torch.randint(len(IDS), (5,), generator=generator)]
-        grads = torch.randn(5, 4, generator=generator)
-        for module in modules:
-            rows = lookup(module, ids.to(module.device))
-            (rows * grads.to(module.device)).sum().backward()
-        optimizer.step()
-
-
-def lookup(module, ids):
-    return module([ids, ids + 1])[1] if hasattr(module, "num_tables") else module(ids)
-
-
-def rows(module):
-    with torch.no_grad():
-        return lookup(module, torch.tensor(IDS, device=module.device)).cpu()
-
-
-def through_file(content, **kwargs):
-    file = io.BytesIO()
-    torch.save(content, file)
-    file.seek(0)
-    return torch.load(file, **kwargs)
-
-
-MAKERS = {
-    "one table": make_embedding,
-    "two tables": lambda **changes: make_tables(2, **changes),
-    "lfu": lambda **changes: make_embedding(eviction="lfu", **changes),
-}
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -119,79 +80,6 @@ def test_a_state_of_another_optimizer_is_refused(device_type):
         second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match="has betas=None"):
         second.load_state_dict(HKVOptimizer(make_embedding(device=device_type)).state_dict())
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
-def test_copies_are_equal_and_apart(make, how, device_type):
-    module = torch.nn.Sequential(make(device=device_type))
-    optimizer = HKVAdamOptimizer(module[0], lr=0.1)
-    train([module[0]], optimizer, range(3))
-    if how == "deepcopy":
-        copied = copy.deepcopy(module)[0]
-    else:
-        copied = through_file(module, weights_only=False)[0]
-    trained = rows(module[0])
-    assert torch.equal(rows(copied), trained)
-    train([copied], HKVOptimizer(copied, lr=0.1), range(3, 5))
-    assert not torch.equal(rows(copied), trained)
-    assert torch.equal(rows(module[0]), trained)
-    train([module[0]], optimizer, range(3, 4))
-
-
-def test_a_copy_keeps_mode_and_freezing(device_type):
-    module = make_embedding(device=device_type, padding_idx=3).eval().requires_grad_(False)
-    copied = copy.deepcopy(module)
-    assert (copied.training, copied.anchor.requires_grad, copied.padding_idx) == (False, False, 3)
-
-
-def test_a_copied_anchor_stands_for_the_copy(device_type):
-    module = make_embedding(device=device_type)
-    copied = copy.deepcopy(module)
-    optimizer = HKVOptimizer(copied, lr=0.5)
-    before = rows(copied)
-    lookup(copied, torch.tensor(IDS, device=device_type)).sum().backward()
-    copied.anchor.grad.mul_(2)
-    optimizer.step()
-    torch.testing.assert_close(rows(copied), before - 1)
-
-
-def test_optimizers_are_not_copied(device_type):
-    optimizer = HKVOptimizer(make_embedding(device=device_type))
-    with pytest.raises(TypeError, match="make one over the copied embedding"):
-        copy.deepcopy(optimizer)
-
-
-@pytest.mark.gpu
-def test_a_module_moves_to_a_gpu_and_back():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    module = torch.nn.Sequential(make_embedding())
-    optimizer = HKVAdamOptimizer(module[0], lr=0.1)
-    train([module[0]], optimizer, range(3))
-    twin = copy.deepcopy(module)
-    expected = rows(twin[0])
-    module.to("cuda")
-    assert module[0].device.type == "cuda"
-    assert torch.equal(rows(module[0]), expected)
-    train([module[0]], optimizer, range(3, 5))
-    module.cpu()
-    assert module[0].device.type == "cpu"
-    train([module[0]], optimizer, range(5, 7))
-
-
-@pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
-def test_other_dtypes_are_refused(change, device_type):
-    module = torch.nn.Sequential(make_embedding(device=device_type))
-    with pytest.raises(TypeError, match="has rows of float32"):
-        getattr(module, change)()
-
-
-def test_shared_memory_and_meta_are_refused():
-    with pytest.raises(ValueError, match="can't be on device"):
-        make_embedding().share_memory()
-    with pytest.raises(ValueError, match="can't be on device meta"):
-        make_embedding().to("meta")
 
 
 def broken(change):
