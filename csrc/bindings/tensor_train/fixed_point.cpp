@@ -1,4 +1,4 @@
-#include "bindings/tensor_train_fixed_point.h"
+#include "bindings/tensor_train/fixed_point.h"
 
 #ifdef TORCHREC_HKV_CUDA
 

@@ -1,4 +1,4 @@
-// The ops of tensor_train_ops.cpp for tables on a GPU. The index of a batch is what index_batch of
+// The ops of ops.cpp for tables on a GPU. The index of a batch is what index_batch of
 // tensor_train/cuda_kernels.h fills: it depends on weights, mean and pooled.
 #ifdef TORCHREC_HKV_CUDA
 
@@ -9,9 +9,9 @@
 
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
-#include "bindings/tensor_train_batch.h"
-#include "bindings/tensor_train_fixed_point.h"
-#include "bindings/tensor_train_plan.h"
+#include "bindings/tensor_train/batch.h"
+#include "bindings/tensor_train/fixed_point.h"
+#include "bindings/tensor_train/plan.h"
 
 namespace torchrec_hkv::bindings {
 namespace {

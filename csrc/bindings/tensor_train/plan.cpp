@@ -1,4 +1,4 @@
-#include "bindings/tensor_train_plan.h"
+#include "bindings/tensor_train/plan.h"
 
 #ifdef TORCHREC_HKV_CUDA
 
@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "bindings/capture.h"
-#include "bindings/tensor_train_group.h"
+#include "bindings/tensor_train/group.h"
 #include "common/hashing.h"
 
 namespace torchrec_hkv::bindings {

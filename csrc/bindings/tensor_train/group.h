@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/tensor_train_plan.h"
+#include "bindings/tensor_train/plan.h"
 #include "common/optimizers.h"
 #include "tensor_train/tables_cpu.h"
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings/tensor_train_group.h"
+#include "bindings/tensor_train/group.h"
 #include "tensor_train/tables_cpu.h"
 
 namespace torchrec_hkv::bindings {

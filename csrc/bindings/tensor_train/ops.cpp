@@ -1,15 +1,15 @@
 // Dispatcher ops of Tensor-Train tables. Fakes are in torchrec_hkv/tensor_train/ops.py, the
-// autograd formulas in tensor_train_autograd.cpp.
+// autograd formulas in autograd.cpp.
 //
 // The index that tt_sort makes is opaque, and of the device's own: on a CPU the positions in sorted
-// order, which weights, mean and pooled do not change. tensor_train_cuda_ops.cpp has the GPU's.
+// order, which weights, mean and pooled do not change. cuda_ops.cpp has the GPU's.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "bindings/checks.h"
-#include "bindings/tensor_train_batch.h"
+#include "bindings/tensor_train/batch.h"
 #include "common/hashing.h"
 #include "tensor_train/kernels_cpu.h"
 #include "tensor_train/tile_cpu.h"

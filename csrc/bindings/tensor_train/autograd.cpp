@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "bindings/tensor_train_group.h"
+#include "bindings/tensor_train/group.h"
 
 namespace torchrec_hkv::bindings {
 namespace {

@@ -1,4 +1,4 @@
-#include "bindings/tensor_train_group.h"
+#include "bindings/tensor_train/group.h"
 
 #include <torch/extension.h>
 
@@ -6,7 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "bindings/tensor_train_module.h"
+#include "bindings/tensor_train/module.h"
 
 #ifdef TORCHREC_HKV_CUDA
 #include <c10/cuda/CUDAFunctions.h>

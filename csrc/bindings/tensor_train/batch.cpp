@@ -1,4 +1,4 @@
-#include "bindings/tensor_train_batch.h"
+#include "bindings/tensor_train/batch.h"
 
 #include "bindings/checks.h"
 #include "tensor_train/kernels_cpu.h"

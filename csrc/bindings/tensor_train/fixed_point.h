@@ -10,7 +10,7 @@
 
 #include <optional>
 
-#include "bindings/tensor_train_group.h"
+#include "bindings/tensor_train/group.h"
 #include "tensor_train/cuda_kernels.h"
 
 namespace torchrec_hkv::bindings {
