@@ -16,12 +16,7 @@ def options_of(shard: TableShard) -> HKVOptions:
     Raises:
         ValueError: they are those of another backend.
     """
-    if not isinstance(shard.options, HKVOptions):
-        raise ValueError(
-            f"table '{shard.name}': options of type {type(shard.options).__name__} were given to "
-            "backend 'hkv', which takes HKVOptions."
-        )
-    return shard.options
+    return shard.options_as(HKVOptions, "hkv")
 
 
 def initializer_of(shard: TableShard) -> Initializer:

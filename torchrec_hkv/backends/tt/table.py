@@ -23,12 +23,7 @@ def options_of(shard: TableShard) -> TTOptions:
     Raises:
         ValueError: they are those of another backend.
     """
-    if not isinstance(shard.options, TTOptions):
-        raise ValueError(
-            f"table '{shard.name}': options of type {type(shard.options).__name__} were given to "
-            "backend 'tt', which takes TTOptions."
-        )
-    return shard.options
+    return shard.options_as(TTOptions, "tt")
 
 
 def shape_of(shard: TableShard) -> TTShape:
