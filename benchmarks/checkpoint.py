@@ -38,6 +38,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from benchmarks.disk import Rates, drop_from_cache, sequential_rates
 from benchmarks.environment import report
+from benchmarks.ranks import device_of_rank, joined_ranks
 from torchrec_hkv import (
     EmbeddingShardingPlanner,
     HKVOptions,
@@ -294,20 +295,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    if torch.device(args.device).type == "cuda":
-        torch.cuda.set_device(torch.device(args.device).index or 0)
-    dist.init_process_group(
-        "nccl" if torch.device(args.device).type == "cuda" else "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-    )
     # The disk is that of the folder of temporary files: TMPDIR says which.
-    try:
-        with tempfile.TemporaryDirectory(prefix="torchrec_hkv_") as folder:
-            report(measure(args, Path(folder)), args.out)
-    finally:
-        dist.destroy_process_group()
+    with (
+        joined_ranks(device_of_rank(args.device)),
+        tempfile.TemporaryDirectory(prefix="torchrec_hkv_") as folder,
+    ):
+        report(measure(args, Path(folder)), args.out)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import gc
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -39,8 +36,8 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from benchmarks.environment import report
 from benchmarks.ids import power_law
+from benchmarks.ranks import device_of_rank, joined_ranks, report_once
 from torchrec_hkv import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -257,29 +254,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write kernels' times here")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = kind == "cuda"
+    args.device = device_of_rank(args.device)
+    on_gpu = args.device.type == "cuda"
     args.rows = args.rows or (1_000_000 if on_gpu else 20_000)
     args.batch = args.batch or (8192 if on_gpu else 256)
-    args.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if on_gpu else None)
-    if on_gpu:
-        torch.cuda.set_device(args.device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=2), **alone
-    )
-    try:
-        rows = measure(args)
-        if dist.get_rank() == 0:
-            report(rows, args.out)
-        else:
-            for _ in rows:
-                pass
-        dist.barrier()
-    finally:
-        # What is in reference cycles holds process groups beyond their end here.
-        gc.collect()
-        dist.destroy_process_group()
+    with joined_ranks(args.device, minutes=2):
+        report_once(measure(args), args.out)
 
 
 if __name__ == "__main__":

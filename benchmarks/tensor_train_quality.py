@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.environment import CsvFile
 from benchmarks.quality_data import Ratings, bootstrap, read_ratings
 from benchmarks.quality_model import Choice, Variant, bytes_of, train
 from benchmarks.quality_plot import plot
+from benchmarks.ranks import joined_ranks
 
 VARIANTS = (
     Variant("plain"),
@@ -117,16 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     log = read_ratings(args.data, args.limit)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
-    try:
-        with CsvFile(args.out) as file:
-            for variant, ratio in _points(args):
-                rows.append(measured(log, variant, ratio, args))
-                print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-                file.write(rows[-1])
-    finally:
-        dist.destroy_process_group()
+    with joined_ranks(torch.device("cpu")), CsvFile(args.out) as file:
+        for variant, ratio in _points(args):
+            rows.append(measured(log, variant, ratio, args))
+            print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+            file.write(rows[-1])
     if args.plot is not None:
         plot(rows, args.plot)
 

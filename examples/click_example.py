@@ -45,14 +45,9 @@ def main(description: str, architecture: str) -> None:
     log = load(arguments, TRAIN_SHARE)
     split = int(len(log) * TRAIN_SHARE)
     with processes(arguments.device) as device:
-        settings = Settings(
-            epochs=arguments.epochs,
-            batch_size=arguments.batch_size,
-            seed=arguments.seed,
-            device=device,
-            tensorboard=arguments.tensorboard,
-            architecture=architecture,
-            evaluate_every=arguments.evaluate_every,
+        evaluate_every = arguments.evaluate_every
+        settings = Settings.of(
+            arguments, device, architecture=architecture, evaluate_every=evaluate_every
         )
         speaks = dist.get_rank() == 0
         if speaks:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,18 @@ class Settings:
     architecture: str = "dlrm"
     #: Steps between evaluations on the test; None: one at the end, without TorchRec's metrics.
     evaluate_every: int | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, device: torch.device, **more: Any) -> Settings:
+        """Those of arguments that all examples of click models have, and more."""
+        return cls(
+            epochs=arguments.epochs,
+            batch_size=arguments.batch_size,
+            seed=arguments.seed,
+            device=device,
+            tensorboard=arguments.tensorboard,
+            **more,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,13 +142,7 @@ def main() -> None:
     log = load(arguments, TRAIN_SHARE)
     split = int(len(log) * TRAIN_SHARE)
     with processes(arguments.device) as device:
-        settings = Settings(
-            epochs=arguments.epochs,
-            batch_size=arguments.batch_size,
-            seed=arguments.seed,
-            device=device,
-            tensorboard=arguments.tensorboard,
-        )
+        settings = Settings.of(arguments, device)
         stages = work(log, split, arguments, settings)
         if dist.get_rank() == 0:
             for line in [COLUMNS, *(stage.cells() for stage in stages)]:

@@ -41,13 +41,7 @@ def main() -> None:
     log = load(arguments, TRAIN_SHARE)
     split = int(len(log) * TRAIN_SHARE)
     with processes(arguments.device) as device:
-        settings = Settings(
-            epochs=arguments.epochs,
-            batch_size=arguments.batch_size,
-            seed=arguments.seed,
-            device=device,
-            tensorboard=arguments.tensorboard,
-        )
+        settings = Settings.of(arguments, device)
         speaks = dist.get_rank() == 0
         if speaks:
             print(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.gpu import needs_gpu
 from torchrec_hkv import (
     HashTable,
     HierarchicalHashEmbedding,
@@ -34,7 +35,6 @@ def test_devices_that_are_there():
     assert known_device(torch.device("meta")).type == "meta"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_a_gpu_gets_its_index():
     assert known_device("cuda") == torch.device("cuda", torch.cuda.current_device())

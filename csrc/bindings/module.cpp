@@ -1,10 +1,11 @@
 // The extension module torchrec_hkv._C: table objects. Importing it registers the ops too.
+#include "bindings/tensor_train/module.h"
+
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/extension.h>
 
 #include "bindings/optimizer_config.h"
 #include "bindings/table_group.h"
-#include "bindings/tensor_train_module.h"
 
 namespace py = pybind11;
 

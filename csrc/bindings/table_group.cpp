@@ -5,12 +5,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 #include <unordered_map>
 #include <utility>
 
-#include "bindings/on_device.h"
-#include "hash_table/frames_kernels.h"
-#include "hash_table/grow.h"
+#include "hash_table/expiry.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::bindings {
@@ -35,56 +34,6 @@ at::Tensor to_device_int32(const std::vector<int64_t>& values, at::Device device
   return at::tensor(values, at::kLong).to(at::kInt).to(device);
 }
 
-void check_config(const TableConfig& config, bool cuda) {
-  const auto& name = config.name;
-  TORCH_CHECK_VALUE(config.capacity >= 1, "table '", name, "': capacity is ", config.capacity,
-                    ", but must be at least 1.");
-  TORCH_CHECK_VALUE(config.capacity <= (int64_t{1} << 37), "table '", name, "': capacity is ",
-                    config.capacity, ", but must be at most 2^37.");
-  TORCH_CHECK_VALUE(config.dim >= 1 && config.dim <= 2048, "table '", name, "': dim is ",
-                    config.dim, ", but must be from 1 to 2048.");
-  make_initial_rows(config.initial, config.seed, "table '" + name + "': ");
-  TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
-                    config.column_offset, ", but must not be negative.");
-  TORCH_CHECK_VALUE(config.initial_capacity >= 1 && config.initial_capacity <= config.capacity,
-                    "table '", name, "': initial_capacity is ", config.initial_capacity,
-                    ", but must be from 1 to the capacity, ", config.capacity, ".");
-  const int64_t slots =
-      hash_table::geometry_of(config.capacity, config.initial_capacity).num_slots();
-  TORCH_CHECK_VALUE(config.hbm_slots >= 0 && config.hbm_slots <= slots, "table '", name,
-                    "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
-  TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
-                    "': on a CPU hbm_slots must be all ", slots, " slots.");
-  TORCH_CHECK_VALUE(
-      config.hbm_slots == slots || config.hbm_slots == 0 ||
-          (config.hbm_slots % hash_table::kFramesOfSet == 0 &&
-           config.hbm_slots / hash_table::kFramesOfSet >= 2 &&
-           config.hbm_slots / hash_table::kFramesOfSet * hash_table::kMostSlotsOfSet >= slots),
-      "table '", name, "': hbm_slots is ", config.hbm_slots, ", but of ", slots,
-      " slots must be all, none, or a multiple of ", hash_table::kFramesOfSet, " that is at least ",
-      2 * hash_table::kFramesOfSet, " and a ",
-      hash_table::kMostSlotsOfSet / hash_table::kFramesOfSet, "th of them.");
-  TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
-                    name, "': expire_after is ", config.expire_after,
-                    ", but must be from 1 to 2^32 - 1, or 0 for never.");
-  TORCH_CHECK_VALUE(config.remember_evicted >= 0 && config.remember_evicted <= int64_t{1} << 32,
-                    "table '", name, "': remember_evicted is ", config.remember_evicted,
-                    ", but must be from 1 to 2^32, or 0 for none.");
-}
-
-int64_t evicted_bytes(const TableConfig& config) {
-  return config.remember_evicted * static_cast<int64_t>(sizeof(uint16_t));
-}
-
-void check_tensor(const at::Tensor& tensor, const char* what, const std::string& table,
-                  at::ScalarType dtype, at::IntArrayRef shape) {
-  TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype, "table '", table,
-                    "': ", what, " must be of dtype ", dtype, ", but is of ",
-                    tensor.defined() ? toString(tensor.scalar_type()) : "none", ".");
-  TORCH_CHECK_VALUE(tensor.sizes() == shape, "table '", table, "': ", what, " must have shape ",
-                    shape, ", but has ", tensor.sizes(), ".");
-}
-
 hash_table::Frames make_frames(const TableMemory& memory) {
   hash_table::Frames frames{};
   frames.tags = reinterpret_cast<unsigned long long*>(memory.tags.data());
@@ -94,17 +43,6 @@ hash_table::Frames make_frames(const TableMemory& memory) {
   frames.reciprocal = static_cast<uint64_t>((static_cast<unsigned __int128>(1) << 64) /
                                             static_cast<uint64_t>(frames.num_sets));
   return frames;
-}
-
-at::ScalarType scalar_type(RowType type) {
-  switch (type) {
-    case RowType::kFloat16:
-      return at::kHalf;
-    case RowType::kBFloat16:
-      return at::kBFloat16;
-    default:
-      return at::kFloat;
-  }
 }
 
 }  // namespace
@@ -360,153 +298,10 @@ void TableGroup::check_index(int64_t table) const {
                     num_tables(), ".");
 }
 
-at::Tensor TableGroup::occupied(int64_t table) const {
-  check_index(table);
-  const TableMemory& memory = memory_[table];
-  const at::Tensor usable = memory.digests.tensor.slice(1, 0, memory.geometry().bucket_slots);
-  return usable.ne(static_cast<int16_t>(kEmptyDigest)).reshape({-1});
-}
-
-at::Tensor TableGroup::last_steps(int64_t table) const {
-  check_index(table);
-  return memory_[table].last_steps.tensor.to(at::kLong).bitwise_and(0xFFFFFFFFll);
-}
-
-at::Tensor TableGroup::scores(int64_t table) const {
-  check_index(table);
-  return keeps_scores(configs_[table].eviction) ? memory_[table].scores.tensor : last_steps(table);
-}
-
 std::shared_ptr<Pin> TableGroup::pin() const {
   std::shared_ptr<Pin> pin = clock_->pin();
   pin->set_growths(growths_);
   return pin;
-}
-
-at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
-  const TableMemory& memory = memory_[table];
-#ifdef TORCHREC_HKV_CUDA
-  if (memory.rows_on_host()) {
-    const TableView& view = host_views_[table];
-    const hash_table::RowStore& store = states ? view.states : view.rows;
-    const auto options = at::dtype(states ? at::kFloat : row_dtype(table)).device(device_);
-    const at::Tensor slots = at::arange(memory.num_slots(), options.dtype(at::kLong));
-    at::Tensor out = at::empty({memory.num_slots(), store.width}, options);
-    HKV_ON_DEVICE(
-        device_, ,
-        hash_table::cuda::gather(view, store, slots.const_data_ptr<int64_t>(), slots.numel(),
-                                 static_cast<char*>(out.data_ptr()), stream));
-    return out;
-  }
-#endif
-  return states ? memory.states.tensor : memory.rows.tensor;
-}
-
-void TableGroup::fill_frames(int64_t table) {
-  check_index(table);
-#ifdef TORCHREC_HKV_CUDA
-  if (!device_.is_cuda()) return;
-  HKV_ON_DEVICE(device_, , hash_table::cuda::fill_frames(host_views_[table], stream));
-#endif
-}
-
-TableState TableGroup::export_table(int64_t table) const {
-  check_index(table);
-  c10::OptionalDeviceGuard guard(device_);
-  const TableMemory& memory = memory_[table];
-  const at::Tensor there = occupied(table);
-  const at::Tensor free = there.logical_not();
-  // Free slots hold whatever was there: zeros instead. Those that the table has yet to get, too.
-  const auto whole = [&](const at::Tensor& of_present) {
-    std::vector<int64_t> shape = of_present.sizes().vec();
-    shape[0] = memory.full_slots();
-    at::Tensor out = memory.grows() ? at::zeros(shape, of_present.options())
-                                    : at::empty(shape, of_present.options());
-    at::Tensor present = out.slice(0, 0, memory.num_slots());
-    present.copy_(of_present);
-    present.masked_fill_(present.dim() > 1 ? free.unsqueeze(1) : free, 0);
-    return out;
-  };
-  TableState state;
-  state.occupied = whole(there);
-  state.ids = whole(memory.ids.tensor);
-  state.rows = whole(present_vectors(table, /*states=*/false));
-  state.states = whole(present_vectors(table, /*states=*/true));
-  state.last_steps = whole(memory.last_steps.tensor);
-  state.scores = memory.scores.most() ? whole(memory.scores.tensor)
-                                      : at::empty({0}, at::dtype(at::kLong).device(device_));
-  state.optimizer_step = optimizer_steps_.slice(0, table, table + 1).clone();
-  return state;
-}
-
-void TableGroup::load_table(int64_t table, const TableState& state) {
-  check_index(table);
-  c10::OptionalDeviceGuard guard(device_);
-  const TableConfig& config = configs_[table];
-  TableMemory& memory = memory_[table];
-  const int64_t slots = memory.full_slots();
-  check_tensor(state.occupied, "occupied", config.name, at::kBool, {slots});
-  check_tensor(state.ids, "ids", config.name, at::kLong, {slots});
-  check_tensor(state.rows, "rows", config.name, row_dtype(table), {slots, config.dim});
-  check_tensor(state.states, "states", config.name, at::kFloat, {slots, state_width_of(config)});
-  check_tensor(state.last_steps, "last_steps", config.name, at::kInt, {slots});
-  check_tensor(state.scores, "scores", config.name, at::kLong, {memory.scores.most()});
-  check_tensor(state.optimizer_step, "optimizer_step", config.name, at::kLong, {1});
-  const at::Tensor ids = state.ids.cpu().contiguous();
-  const at::Tensor occupied = state.occupied.cpu().contiguous();
-  const int64_t buckets = loaded_buckets(table, ids, occupied);
-  at::Tensor digests = at::empty({buckets, kBucketDigests}, at::kShort);
-  const int64_t lost = hash_table::cpu::rebuild_digests(
-      ids.const_data_ptr<int64_t>(),
-      reinterpret_cast<const uint8_t*>(occupied.const_data_ptr<bool>()),
-      static_cast<uint32_t>(buckets), memory.geometry().bucket_slots,
-      reinterpret_cast<uint16_t*>(digests.data_ptr<int16_t>()));
-  TORCH_CHECK_VALUE(lost == 0, "table '", config.name, "': ", lost,
-                    " of the ids to load stand where they can't be found; the state is of another "
-                    "table or damaged.");
-  const int64_t before = memory.num_buckets();
-  begin_load(table, buckets);
-  memory.empty_frames(clock_->now());
-  const auto present = [&](const at::Tensor& all) { return all.slice(0, 0, memory.num_slots()); };
-  memory.digests.tensor.copy_(digests);
-  memory.ids.tensor.copy_(present(state.ids));
-  memory.last_steps.tensor.copy_(present(state.last_steps));
-  memory.last_steps.tensor.masked_fill_(present(state.occupied).to(device_).logical_not(),
-                                        static_cast<int32_t>(hash_table::kFreeStep));
-  if (memory.scores.most()) memory.scores.tensor.copy_(present(state.scores));
-  memory.row_homes().tensor.copy_(present(state.rows));
-  memory.state_homes().tensor.copy_(present(state.states));
-  optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
-  admission_->clear(table);
-  evicted_[table].zero_();
-  growth_[table].most_entries += occupied.sum().item<int64_t>();
-  grow(table, before);  // what was reserved stays so
-  fill_frames(table);
-  // Steps go on from the loaded ones, so that what is loaded does not look newer than what comes.
-  const int64_t newest =
-      slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
-  clock_->set_at_least(newest);
-}
-
-void TableGroup::clear_table(int64_t table) {
-  check_index(table);
-  c10::OptionalDeviceGuard guard(device_);
-  memory_[table].clear();
-  optimizer_steps_.slice(0, table, table + 1).zero_();
-  admission_->clear(table);
-  evicted_[table].zero_();
-  growth_[table] = Growth{};
-}
-
-at::Tensor TableGroup::sizes() const {
-  at::Tensor sizes = at::zeros({num_tables()}, at::dtype(at::kLong).device(device_));
-  int64_t* out = sizes.data_ptr<int64_t>();
-  for (const TableView& view : host_views_) {
-    HKV_ON_DEVICE(device_, *out = hash_table::cpu::count_entries(view, threads),
-                  hash_table::cuda::count_entries(view, out, stream));
-    ++out;
-  }
-  return sizes;
 }
 
 int64_t TableGroup::hbm_bytes(int64_t table) const {

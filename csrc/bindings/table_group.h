@@ -14,29 +14,13 @@
 #include "bindings/host_words.h"
 #include "bindings/initial_rows.h"
 #include "bindings/stream_order.h"
+#include "bindings/table_config.h"
 #include "bindings/table_memory.h"
 #include "common/optimizers.h"
 #include "hash_table/aging.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::bindings {
-
-struct TableConfig {
-  std::string name;
-  int64_t capacity;
-  int64_t initial_capacity;  // the table grows from this to the capacity
-  int64_t dim;
-  int64_t column_offset;
-  Eviction eviction;
-  RowType row_type;
-  uint64_t seed;  // already mixed with the table's name
-  InitialConfig initial;
-  int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
-  AdmissionConfig admission;
-  int64_t expire_after;      // calls; 0: entries don't expire
-  int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
-  bool deterministic;        // results follow from the calls alone, on a GPU too
-};
 
 // What tables may take, in bytes, and what there is at all.
 struct AvailableMemory {

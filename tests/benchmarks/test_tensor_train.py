@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks import tensor_train
+from tests.support.gpu import needs_gpu
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_a_row_for_each_workload_and_precision(tmp_path):
     out = tmp_path / "out.csv"
     tensor_train.main(["--divisor", "20", "--steps", "2", "--out", str(out)])

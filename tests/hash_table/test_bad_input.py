@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rate
+from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
 
 
@@ -166,8 +167,7 @@ def test_a_device_that_is_not_there():
         TableGroup([TableSpec("t", 10, 4)], [0], device="cuda:0")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_ids_on_another_device():
     group = TableGroup([TableSpec("t", 10, 4)], [0], device="cuda")
     with pytest.raises(ValueError, match=r"ids must be on cuda:0, but is on cpu"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids, rate, rows_by_id
+from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import SGD, Adam, TableGroup, TableSpec, Uniform
 
 BAGS, FEATURES = 50, 3
@@ -72,8 +73,7 @@ def test_on_a_cpu_at_once(case):
     assert group.sizes() == [0, 0]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize(("dims", "features"), GROUPS, ids=str)
 @pytest.mark.parametrize("distinct", [False, True])
@@ -141,8 +141,7 @@ def test_ids_without_a_bag(device_type, bags):
     assert group.find(ids[:0], offsets, 0, bags).numel() == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_counters_say_it():
     group = make((8, 64), [0, 1, 0], "cuda")
     offsets, match = CASES["decreasing"]
@@ -156,8 +155,7 @@ def test_counters_say_it():
     assert len(group.counters()) == 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_graph_says_it_when_it_is_replayed(case):
     group = make((8, 64), [0, 1, 0], "cuda")

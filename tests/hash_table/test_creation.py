@@ -2,9 +2,9 @@
 
 import time
 
-import pytest
 import torch
 
+from tests.support.gpu import needs_gpu
 from tests.support.tables import distinct_ids, expected_initial_rows
 from torchrec_hkv.hash_table import HashTable, Uniform
 
@@ -42,15 +42,13 @@ def test_10_to_the_8_slots_that_grow():
     assert table.contains(ids).all()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_10_to_the_9_slots_on_a_gpu():
     HashTable(1, 1000, device="cuda")  # the first table starts CUDA
     make_and_use("cuda", 10**9, 2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_10_to_the_9_slots_that_grow():
     table = HashTable(1, 10**9, device="cuda", initial_capacity=10**6)
     ids = distinct_ids(100_000, "cuda")

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids, rate, rows_by_id
+from tests.support.gpu import NEEDS_GPU
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform, initial_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 DIM = 8
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import HashTable, TableGroup, TableSpec, available_memory, table_memory
 
 
@@ -40,8 +41,7 @@ def test_tables_of_a_group_are_added_up():
     assert figures(str(error.value))[0] == 4 * table_memory(capacity, 256, 0, "lru").bytes
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("initial", [None, 1 << 10])
 def test_more_gpu_memory_than_there_is(initial):
     free, total = available_memory.gpu_memory(torch.device("cuda", 0))
@@ -56,8 +56,7 @@ def test_more_gpu_memory_than_there_is(initial):
     assert torch.cuda.mem_get_info()[0] == before
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_rows_beyond_hbm_bytes_count_as_host_memory():
     _, total = available_memory.host_memory()
     capacity = total // (4 * 256) + 10_000_000
@@ -66,8 +65,7 @@ def test_rows_beyond_hbm_bytes_count_as_host_memory():
         HashTable(256, capacity, device="cuda", hbm_bytes=memory.least_hbm_bytes)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_what_pytorch_holds_without_use_counts_as_free():
     device = torch.device("cuda", 0)
     torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import random_ids
+from tests.support.gpu import needs_gpu
 from tests.support.initial_value import initial_value
 from torchrec_hkv.hash_table import Constant, Normal, TruncatedNormal, Uniform, initial_rows
 
@@ -53,8 +54,7 @@ def test_normal_follows_the_documented_formula(device_type, initializer):
     assert ulps(rows.cpu(), torch.tensor(expected)).max() <= 1
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("initializer", EXACT + NORMALS, ids=str)
 def test_cpu_and_gpu_agree(initializer):
     ids = random_ids(100_000)
@@ -66,8 +66,7 @@ def test_cpu_and_gpu_agree(initializer):
         assert ulps(gpu, cpu).max() <= 4
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("initializer", [Normal(1, 0.5), Normal(-3, 2)], ids=str)
 def test_cpu_and_gpu_agree_where_mean_and_draw_cancel(initializer):
     ids = torch.arange(5_000_000)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
+from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import (
     SGD,
     RowWiseAdagrad,
@@ -63,8 +64,7 @@ def test_too_few_frames_are_none():
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("optimizer", [SGD(), RowWiseAdagrad()])
 def test_training_over_two_memories(share, optimizer):
@@ -98,8 +98,7 @@ def test_training_over_two_memories(share, optimizer):
     assert all(torch.equal(again[id_], row) for id_, row in rows[0].items())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_more_than_2_to_the_31_elements():
     """Slots, elements and bytes past 2^31: every id past the boundary reads its own row."""
     dim, capacity = 1024, 2_200_000  # 2.25e9 elements, 9 GB

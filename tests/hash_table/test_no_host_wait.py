@@ -1,20 +1,17 @@
 """Warm calls on a GPU do not wait for the device."""
 
-import contextlib
 import types
 
 import pytest
 import torch
 
 from tests.support.batches import Bags, find, lookup, random_ids, rate
+from tests.support.gpu import NEEDS_GPU, no_waits
 from tests.support.table_model import POLICIES
 from tests.support.tables import constant_scores, distinct_ids, make, random_rows
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 # `c` holds ids, rows, belief and, under "customized", scores.
 OPERATIONS = {
@@ -32,15 +29,6 @@ OPERATIONS = {
     "erase": lambda t, c: t.erase(c.ids),
     "next epoch": lambda t, c: setattr(t, "epoch", t.epoch + 1),
 }
-
-
-@contextlib.contextmanager
-def no_waits():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_wait_would_be_seen():

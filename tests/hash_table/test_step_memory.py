@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.support.batches import rate
+from tests.support.gpu import NEEDS_GPU
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    *NEEDS_GPU,
     pytest.mark.skipif(
         bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")),
         reason="torch counts nothing without its allocator",

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, random_ids, rate
+from tests.support.gpu import NEEDS_GPU
 from tests.support.tables import distinct_ids, make, random_rows
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform, initial_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 INITIALIZER = Uniform(-1, 1)
 

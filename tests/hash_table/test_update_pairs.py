@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, lookup
+from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform, initial_rows
 
 DIM = 4
@@ -61,8 +62,7 @@ def test_bags_of_more_than_16_bits(device_type, kind, before, weighted):
     check(torch.device(device_type), 2_000_000, 150_000, weighted, kind, before)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("before", ["alone", "repeated"])
 @pytest.mark.parametrize("kind", ["few repeated", "repeated"])
 def test_slots_and_positions_of_more_than_48_bits(kind, before):

@@ -6,24 +6,13 @@ import pytest
 import torch
 
 from tests.support.embeddings import make_embedding, make_tables
+from tests.support.gpu import NEEDS_GPU, no_waits
 from torchrec_hkv import HKVAdagrad, HKVAdamOptimizer, HKVOptimizer, HKVSparseAdam
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 OPTIMIZERS = [HKVOptimizer, HKVAdamOptimizer, HKVAdagrad, HKVSparseAdam]
 WHOLE = 4096
-
-
-@contextlib.contextmanager
-def no_waits():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def batches():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.types import ShardedTensorMetadata, ShardMetadata
 
-from tests.backends.test_hkv_dense import SHARD
+from tests.support.shards import table_shard
+from torchrec_hkv import HKVOptions
 from torchrec_hkv.sharding.dense_optimizer import sharded_state
 
 # Two rows on one rank and one on the other, for each of two column shards.
@@ -26,7 +25,7 @@ def _states(rank, world_size, device, shape):
     )
     held = [(offsets, sizes) for offsets, sizes, holder in GRID if holder == rank]
     shards = [
-        dataclasses.replace(SHARD, row_offset=row, column_offset=column, capacity=rows, dim=columns)
+        table_shard(rows, columns, HKVOptions(dense=True), row_offset=row, column_offset=column)
         for (row, column), (rows, columns) in held
     ]
     if shape == "count":

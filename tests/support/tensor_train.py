@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from torchrec_hkv.tensor_train import TTShape, factor_dim, factor_rows, max_ranks
+from torchrec_hkv.tensor_train import TTGroup, TTShape, factor_dim, factor_rows, max_ranks
+
+#: Shapes that the kernels for larger tables take.
+LARGER = [
+    TTShape(3500, 64, (14, 25, 10), (4, 4, 4), (32, 32)),
+    TTShape(700, 32, (28, 25), (8, 4), (16,)),
+    TTShape(2000, 48, (7, 6, 7, 7), (2, 3, 4, 2), (9, 20, 11)),
+    TTShape(3000, 64, (20, 9, 17), (4, 4, 4), (64, 64)),
+    TTShape(500, 96, (8, 8, 8), (4, 4, 6), (24, 17)),
+]
 
 
 def dense_table(shape: TTShape, cores: Sequence[Tensor]) -> Tensor:
@@ -185,3 +195,31 @@ def shapes(draw, dim: int | None = None) -> TTShape:
     q = draw(st.permutations(factor_dim(dim, cores)))
     ranks = [draw(st.integers(1, min(most, 11))) for most in max_ranks(p, q)]
     return TTShape(rows, dim, tuple(p), tuple(q), tuple(ranks))
+
+
+def even_bags(shapes: Sequence[TTShape], batch_size: int = 40, length: int = 5) -> Bags:
+    """Bags of one length on a GPU, a feature a table."""
+    ids = [torch.randint(0, s.num_embeddings, (batch_size * length,)) for s in shapes]
+    offsets = torch.arange(0, len(shapes) * batch_size * length + 1, length)
+    all_ids = torch.cat(ids)
+    return Bags(all_ids, offsets, torch.randn(all_ids.numel()), batch_size).to("cuda")
+
+
+class Trained:
+    """Cores of a group on a GPU, with what trains them."""
+
+    def __init__(self, group: TTGroup, cores: list[torch.Tensor]) -> None:
+        self.group, self.cores = group, cores
+        self.states = group.make_states("cuda")
+        self.counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.rate = torch.tensor(0.05, device="cuda")
+        self.anchor = torch.zeros(0, device="cuda", requires_grad=True)
+
+    def step(self, bags: Bags, grad: torch.Tensor, **pooling: Any) -> torch.Tensor:
+        """The output, trained by a gradient of it."""
+        out = self.group.lookup_fused(
+            self.anchor, self.cores, self.states, self.counter,
+            bags.ids, bags.offsets, bags.batch_size, self.rate, **pooling,
+        )  # fmt: skip
+        out.backward(grad)
+        return out.detach()

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
 from torchrec_hkv.hash_table import SGD, Optimizer, TableGroup, TableSpec, Uniform, table_memory
-
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 
 
 def hbm_bytes_for(

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
+from tests.support.gpu import NEEDS_GPU
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 SHAPE = TTShape(209_990, 64, (60, 70, 50), (4, 4, 4), (32, 32))
 OTHER = TTShape(5_000, 64, (20, 10, 25), (4, 4, 4), (32, 32))

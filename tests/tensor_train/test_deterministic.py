@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
-from tests.tensor_train.test_lookup import LARGER
+from tests.support.gpu import NEEDS_GPU
 from torchrec_hkv.hash_table import SGD, Adam
 from torchrec_hkv.tensor_train import TTGroup
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
-GROUPS = {"one": [LARGER[0]], "rank 64": [LARGER[3]], "several": LARGER[:3]}
+GROUPS = {"one": [tt.LARGER[0]], "rank 64": [tt.LARGER[3]], "several": tt.LARGER[:3]}
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +87,7 @@ def test_training(name):
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 def test_gradients_of_any_size(scale):
-    shape = LARGER[0]
+    shape = tt.LARGER[0]
     group, cores = TTGroup([shape], optimizer=SGD()), tt.random_cores(shape, "cuda")
     bags = draw([shape], 300)
     grad = torch.randn(300, 64, device="cuda") * scale
@@ -101,7 +98,7 @@ def test_gradients_of_any_size(scale):
 
 
 def test_cores_may_be_parameters():
-    shape = LARGER[2]
+    shape = tt.LARGER[2]
     cores = [torch.nn.Parameter(core) for core in tt.random_cores(shape, "cuda")]
     group, bags = TTGroup([shape]), draw([shape], 300)
     grad = torch.randn(300, shape.embedding_dim, device="cuda")
@@ -111,7 +108,7 @@ def test_cores_may_be_parameters():
 
 
 def test_a_gradient_that_is_not_finite_is_not_hidden():
-    shape = LARGER[0]
+    shape = tt.LARGER[0]
     group, cores = TTGroup([shape]), tt.random_cores(shape, "cuda")
     bags = draw([shape], 30)
     for bad in (float("nan"), float("inf")):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
-from tests.tensor_train.test_lookup import LARGER
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, RowWiseAdagrad
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
@@ -55,7 +54,9 @@ CASES = {
 @tt.on_devices
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    "shapes", [[SMALL], [LARGER[0]], [LARGER[1], SMALL, LARGER[2]]], ids=["small", "one", "three"]
+    "shapes",
+    [[SMALL], [tt.LARGER[0]], [tt.LARGER[1], SMALL, tt.LARGER[2]]],
+    ids=["small", "one", "three"],
 )
 def test_equal_to_the_formula(device_type, precision, name, shapes):
     optimizer, formula = CASES[name]
@@ -104,7 +105,7 @@ def test_equal_to_the_formula(device_type, precision, name, shapes):
 
 
 def test_slices_that_do_not_occur_stay(device_type):
-    shape = LARGER[0]
+    shape = tt.LARGER[0]
     group = TTGroup([shape], optimizer=Adam(weight_decay=0.1))
     cores = tt.random_cores(shape, device_type)
     before = [core.clone() for core in cores]
@@ -124,7 +125,7 @@ def test_slices_that_do_not_occur_stay(device_type):
 
 
 def test_gradient_of_weights_is_of_the_cores_before_the_update(device_type):
-    shape = LARGER[1]
+    shape = tt.LARGER[1]
     group = TTGroup([shape], optimizer=SGD())
     cores = tt.random_cores(shape, device_type)
     bags = tt.random_bags([shape], [0], 20).to(device_type)
@@ -145,7 +146,7 @@ def test_gradient_of_weights_is_of_the_cores_before_the_update(device_type):
 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_bfloat16_cores(device_type, stochastic):
-    shape = LARGER[1]
+    shape = tt.LARGER[1]
     group = TTGroup([shape], optimizer=SGD(stochastic_rounding=stochastic))
     cores = tt.random_cores(shape, device_type, torch.bfloat16)
     before = [core.double().requires_grad_() for core in cores]

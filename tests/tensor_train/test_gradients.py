@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tensor_train as tt
-from tests.tensor_train.test_lookup import LARGER
 from torchrec_hkv.tensor_train import TTGroup
 
 NAMES = [HealthCheck.function_scoped_fixture]  # of a device and a precision
@@ -58,7 +57,7 @@ def test_unpooled(device_type, data, seed):
 
 
 @tt.on_devices
-@pytest.mark.parametrize("shape", LARGER, ids=str)
+@pytest.mark.parametrize("shape", tt.LARGER, ids=str)
 @pytest.mark.parametrize("distinct", [None, 20])
 def test_larger_tables(device_type, precision, shape, distinct):
     bags = tt.random_bags([shape], [0], 150, 20, distinct=distinct)
@@ -68,7 +67,7 @@ def test_larger_tables(device_type, precision, shape, distinct):
 @tt.on_devices
 def test_many_ids(device_type, precision):
     # Enough work for sums in several parts, and for several ids a prefix.
-    shape = LARGER[0]
+    shape = tt.LARGER[0]
     bags = tt.random_bags([shape], [0], 500, 40)
     check([shape], [0], bags, device_type, precision)
 
@@ -76,7 +75,7 @@ def test_many_ids(device_type, precision):
 def test_an_id_in_every_bag(device_type):
     # Equal values round alike: in single precision, one after the other, the sum would be off by
     # far more than the tolerance.
-    shape = LARGER[0]
+    shape = tt.LARGER[0]
     ids = torch.cat([torch.full((300_000,), 17), torch.randint(0, 3500, (20_000,))])
     ids = ids[torch.randperm(320_000)]
     offsets = torch.arange(0, 320_001, 20)
@@ -90,7 +89,7 @@ def test_an_id_in_every_bag(device_type):
         tt.assert_near(one, other)
 
 
-@pytest.mark.parametrize("shape", LARGER[:3], ids=str)
+@pytest.mark.parametrize("shape", tt.LARGER[:3], ids=str)
 def test_bfloat16_cores(device_type, shape):
     cores = [c.requires_grad_() for c in tt.random_cores(shape, device_type, torch.bfloat16)]
     bags = tt.random_bags([shape], [0], 40).to(device_type)
@@ -105,7 +104,7 @@ def test_bfloat16_cores(device_type, shape):
 
 
 def test_only_weights_need_a_gradient(device_type):
-    shape = LARGER[1]
+    shape = tt.LARGER[1]
     cores = tt.random_cores(shape, device_type)
     bags = tt.random_bags([shape], [0], 20).to(device_type)
     weights = bags.weights.requires_grad_()
@@ -120,7 +119,7 @@ def test_only_weights_need_a_gradient(device_type):
 
 
 def test_results_do_not_depend_on_threads():
-    shape = LARGER[0]
+    shape = tt.LARGER[0]
     cores = [c.requires_grad_() for c in tt.random_cores(shape)]
     bags = tt.random_bags([shape], [0], 300, 40)
     results = []

@@ -8,20 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tensor_train as tt
-from torchrec_hkv.tensor_train import TTGroup, TTShape, make_shape
+from torchrec_hkv.tensor_train import TTGroup, make_shape
 
 SETTINGS = settings(
     max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a name
 )
-LARGER = [
-    TTShape(3500, 64, (14, 25, 10), (4, 4, 4), (32, 32)),
-    TTShape(700, 32, (28, 25), (8, 4), (16,)),
-    TTShape(2000, 48, (7, 6, 7, 7), (2, 3, 4, 2), (9, 20, 11)),
-    TTShape(3000, 64, (20, 9, 17), (4, 4, 4), (64, 64)),
-    TTShape(500, 96, (8, 8, 8), (4, 4, 6), (24, 17)),
-]
 
 
 def check(group, tables_cores, bags, **arguments):
@@ -68,7 +61,7 @@ def test_unpooled(device_type, data, seed):
 
 
 @tt.on_devices
-@pytest.mark.parametrize("shape", LARGER, ids=str)
+@pytest.mark.parametrize("shape", tt.LARGER, ids=str)
 @pytest.mark.parametrize("distinct", [None, 20])
 def test_larger_tables(device_type, precision, shape, distinct):
     cores = [tt.random_cores(shape, device_type)]
@@ -80,7 +73,7 @@ def test_larger_tables(device_type, precision, shape, distinct):
 
 @tt.on_devices
 def test_all_ids_of_a_group(device_type, precision):
-    shapes = LARGER[:3]
+    shapes = tt.LARGER[:3]
     cores = [tt.random_cores(shape, device_type) for shape in shapes]
     ids = torch.cat([torch.randperm(s.num_embeddings) for s in shapes]).to(device_type)
     sizes = torch.tensor([0] + [s.num_embeddings for s in shapes], device=device_type)
@@ -89,7 +82,7 @@ def test_all_ids_of_a_group(device_type, precision):
 
 
 def test_index_is_made_once(device_type):
-    shape = LARGER[0]
+    shape = tt.LARGER[0]
     bags = tt.random_bags([shape], [0], 30).to(device_type)
     group, cores = TTGroup([shape]), tt.random_cores(shape, device_type)
     args = (bags.ids, bags.offsets, bags.batch_size)
@@ -115,7 +108,7 @@ def test_no_ids(device_type):
 
 
 @tt.on_devices
-@pytest.mark.parametrize("shape", LARGER[:3], ids=str)
+@pytest.mark.parametrize("shape", tt.LARGER[:3], ids=str)
 def test_bfloat16_cores(device_type, precision, shape):
     cores = [tt.random_cores(shape, device_type, torch.bfloat16)]
     bags = tt.random_bags([shape], [0], 40).to(device_type)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
-from tests.tensor_train.test_lookup import LARGER
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
 #: Beside the ends of 32, 128 and 512 neighbours, and through several of these.
@@ -36,7 +35,7 @@ def check(shapes, ids, offsets, batch_size, device, weighted):
         tt.assert_near(one, other, magnitude=size)
 
 
-@pytest.mark.parametrize("shape", [LARGER[0], LARGER[1], LARGER[2], ODD, WIDE], ids=str)
+@pytest.mark.parametrize("shape", [tt.LARGER[0], tt.LARGER[1], tt.LARGER[2], ODD, WIDE], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("times", [1, 4])
 def test_runs_of_many_lengths(device_type, shape, weighted, times):
@@ -52,7 +51,7 @@ def test_runs_of_many_lengths(device_type, shape, weighted, times):
 
 @pytest.mark.parametrize("length", [200, 9000])
 def test_tables_of_different_dims(device_type, length):
-    shapes = [LARGER[1], WIDE, ODD]
+    shapes = [tt.LARGER[1], WIDE, ODD]
     parts = [torch.randint(0, 5, (length,)).square() for _ in shapes]
     offsets = torch.arange(0, 3 * length + 1, 2)
     check(shapes, torch.cat(parts), offsets, length // 2, device_type, True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support import tensor_train as tt
+from tests.support.gpu import needs_gpu
 from torchrec_hkv import TTEmbeddingBag, TTOptions
 from torchrec_hkv.hash_table import SGD
 from torchrec_hkv.tensor_train import TTGroup, TTShape
@@ -72,8 +73,7 @@ def test_modules_and_options(device_type):
         TTOptions(strict=1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_capture_is_refused():
     group = TTGroup(SHAPES[:1], strict=True)
     cores = tt.random_cores(SHAPES[0], "cuda")

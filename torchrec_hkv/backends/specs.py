@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -15,6 +15,9 @@ class BackendOptions:
     Subclasses are frozen dataclasses of hashable fields (TorchRec hashes them to group tables) that
     refuse impossible values in ``__post_init__`` with a ``ValueError`` of one sentence.
     """
+
+
+OptionsT = TypeVar("OptionsT", bound=BackendOptions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +114,23 @@ class TableShard:
         """What tells the shards on one rank apart: the table's name, and behind it ``/`` and the
         first column where that is not 0, as a rank may hold several columns' shards of a table."""
         return f"{self.name}/{self.column_offset}" if self.column_offset else self.name
+
+    def options_as(self, kind: type[OptionsT], backend: str) -> OptionsT:
+        """The options, which must be those of a backend.
+
+        Args:
+            kind: the backend's options.
+            backend: its name.
+
+        Raises:
+            ValueError: they are another's.
+        """
+        if not isinstance(self.options, kind):
+            raise ValueError(
+                f"table '{self.name}': options of type {type(self.options).__name__} were given to "
+                f"backend '{backend}', which takes {kind.__name__}."
+            )
+        return self.options
 
 
 @dataclasses.dataclass(frozen=True)

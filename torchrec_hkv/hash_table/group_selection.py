@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -54,29 +55,35 @@ def chosen_by(where: Callable[..., Tensor], entries: Entries) -> Tensor:
     return chosen
 
 
+class Conditions(TypedDict, total=False):
+    """What entries must meet, all that is given of it: keyword arguments, None by default.
+
+    Attributes:
+        score_below: unsigned score less than this.
+        score_at_least: unsigned score not less than this.
+        older_than: last touched more than this many calls ago.
+    """
+
+    score_below: int | None
+    score_at_least: int | None
+    older_than: int | None
+
+
 class GroupSelection(GroupCalls):
     """Entries of a group by score, age and a predicate. Part of ``TableGroup``.
 
-    Conditions are as in ``HashTable.erase_if``; all that are given must be met. One launch looks
-    through all tables that are meant: those of ``tables``, ascending indices, or all.
+    One launch looks through all tables that are meant: those of ``tables``, ascending indices, or
+    all.
     """
 
     _group: _C.TableGroup
 
-    def select_slots(
-        self,
-        table: int,
-        score_below: int | None = None,
-        score_at_least: int | None = None,
-        older_than: int | None = None,
-    ) -> Tensor:
+    def select_slots(self, table: int, **conditions: Unpack[Conditions]) -> Tensor:
         """Slots of the entries of a table that meet every given condition (waits for the device).
 
         Args:
             table: index of the table.
-            score_below: unsigned score less than this.
-            score_at_least: unsigned score not less than this.
-            older_than: last touched more than this many steps before the last one.
+            conditions: see there.
 
         Returns:
             int64, ascending, counted from the table's first slot.
@@ -84,18 +91,14 @@ class GroupSelection(GroupCalls):
         Raises:
             ValueError: a bound is no unsigned 64-bit number, or an age is negative.
         """
-        return self._select_in([table], score_below, score_at_least, older_than)
+        return self._select_in([table], **conditions)
 
     def select(
-        self,
-        tables: Sequence[int] | None = None,
-        score_below: int | None = None,
-        score_at_least: int | None = None,
-        older_than: int | None = None,
+        self, tables: Sequence[int] | None = None, **conditions: Unpack[Conditions]
     ) -> Tensor:
         """The same of several tables, or all: ascending slots, numbered through the tables."""
         indices = list(range(len(self.tables)) if tables is None else tables)
-        slots = self._select_in(indices, score_below, score_at_least, older_than)
+        slots = self._select_in(indices, **conditions)
         # From numbers through what these tables have at present to numbers through the group.
         present = [self._group.present_slots(table) for table in indices]
         ends = list(itertools.accumulate(present))
@@ -112,25 +115,21 @@ class GroupSelection(GroupCalls):
         self,
         *,
         tables: Sequence[int] | None = None,
-        score_below: int | None = None,
-        score_at_least: int | None = None,
-        older_than: int | None = None,
         where: Callable[[GroupEntries], Tensor] | None = None,
+        **conditions: Unpack[Conditions],
     ) -> int:
         """Forgets all entries that meet every given condition; returns how many.
 
         Args:
             tables: see the class.
-            score_below: unsigned score less than this.
-            score_at_least: unsigned score not less than this.
-            older_than: last touched more than this many calls ago.
             where: is given entries, and says which are meant: bool ``[n]``.
+            conditions: see there.
 
         Raises:
             TypeError: ``where`` gives something else.
             ValueError: so, or a condition is impossible.
         """
-        chosen = self.select(tables, score_below, score_at_least, older_than)
+        chosen = self.select(tables, **conditions)
         if where is not None:
             chosen = self._filter(chosen, where, self.entries_at)
         self._erase_slots(chosen)
@@ -146,15 +145,13 @@ class GroupSelection(GroupCalls):
         self,
         *,
         tables: Sequence[int] | None = None,
-        score_below: int | None = None,
-        score_at_least: int | None = None,
-        older_than: int | None = None,
         where: Callable[[GroupEntries], Tensor] | None = None,
         batch_size: int = 1 << 20,
+        **conditions: Unpack[Conditions],
     ) -> Iterator[GroupEntries]:
         """Entries that meet every given condition; see :meth:`erase_if` and :meth:`export`."""
         check_batch_size(batch_size)
-        slots = self.select(tables, score_below, score_at_least, older_than)
+        slots = self.select(tables, **conditions)
         if where is not None:
             slots = self._filter(slots, where, self.entries_at, batch_size)
         for part in slots.split(batch_size) if slots.numel() else ():
@@ -179,9 +176,10 @@ class GroupSelection(GroupCalls):
     def _select_in(
         self,
         tables: list[int],
-        score_below: int | None,
-        score_at_least: int | None,
-        older_than: int | None,
+        *,
+        score_below: int | None = None,
+        score_at_least: int | None = None,
+        older_than: int | None = None,
     ) -> Tensor:
         """Numbered through the slots that these tables have at present."""
         _check_bound("score_below", score_below)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.tensor_train import (
+    Pooling,
     Precision,
     TTDistribution,
     TTGroup,
@@ -139,16 +141,12 @@ class TTTables(nn.Module):
         ids: Tensor,
         offsets: Tensor,
         batch_size: int,
-        *,
-        weights: Tensor | None = None,
-        mean: bool = False,
-        pooled: bool = True,
+        **pooling: Unpack[Pooling],
     ) -> Tensor:
         """As :meth:`torchrec_hkv.tensor_train.TTGroup.lookup`, trained as the module says."""
         cores = list(self.tt_cores)
-        kind = {"weights": weights, "mean": mean, "pooled": pooled}
         if not (self.is_fused and self.training):
-            return self.group.lookup(cores, ids, offsets, batch_size, **kind)
+            return self.group.lookup(cores, ids, offsets, batch_size, **pooling)
         if torch.is_grad_enabled():
             refuse_replicas(
                 "Cores that a fused optimizer trains", "make the module with sparse=False"
@@ -163,7 +161,7 @@ class TTTables(nn.Module):
             offsets,
             batch_size,
             self.learning_rate,
-            **kind,
+            **pooling,
         )
 
     def gradient_norms(

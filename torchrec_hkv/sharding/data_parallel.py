@@ -38,7 +38,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.sharding.kernel import BackendKernel
-from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.lookups import MakesLookup, PooledLookup, SequenceLookup
 from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 
@@ -94,20 +94,16 @@ class ReplicatedSequenceLookup(_ReplicatedLookup, SequenceLookup):
         return self._replicate(super()._create_embedding_kernel(config, pg, *args), pg)
 
 
-class _Pooled:
+class _Pooled(MakesLookup):
     """A mixin before TorchRec's base class."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    def make_lookup(
+        self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
     ) -> BaseEmbeddingLookup:
-        """The lookup of all tables."""
         lookup = ReplicatedPooledLookup(
             grouped_configs=self._grouped_embedding_configs,
             pg=self._env.process_group,
-            device=device if device is not None else self._device,
+            device=device,
             feature_processor=feature_processor,
             # As TorchRec: gradients of weights are scaled where tables lie on other ranks.
             scale_weight_gradients=False,
@@ -118,20 +114,16 @@ class _Pooled:
         return lookup
 
 
-class _Sequence:
+class _Sequence(MakesLookup):
     """A mixin before TorchRec's base class."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    def make_lookup(
+        self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
     ) -> BaseEmbeddingLookup:
-        """The lookup of all tables."""
         lookup = ReplicatedSequenceLookup(
             grouped_configs=self._grouped_embedding_configs,
             pg=self._env.process_group,
-            device=device if device is not None else self._device,
+            device=device,
             env=self._env,
             output_dtype=output_dtype_of_ranks([self._grouped_embedding_configs]),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingSharding
@@ -32,28 +32,24 @@ from torchrec_hkv.sharding.input_dist import (
     TableRowWiseFeaturesDist,
     TableWiseFeaturesDist,
 )
-from torchrec_hkv.sharding.lookups import PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.lookups import MakesLookup, PooledLookup, SequenceLookup
 from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
 
-class _Pooled:
+class _Pooled(MakesLookup):
     """Shardings of pooled tables; a mixin before TorchRec's."""
 
     #: Given to the lookup where a mean arrives as a sum that TorchRec divides later.
     summed_as: ClassVar[ShardingType | None] = None
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    def make_lookup(
+        self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
     ) -> BaseEmbeddingLookup:
-        """The lookup of this rank's tables."""
         return PooledLookup(
             grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
             pg=self._pg,
-            device=device if device is not None else self._device,
+            device=device,
             feature_processor=feature_processor,
             sharding_type=self.summed_as,
             env=self._env,
@@ -61,20 +57,16 @@ class _Pooled:
         )
 
 
-class _Sequence:
+class _Sequence(MakesLookup):
     """Shardings of tables of sequences; a mixin before TorchRec's."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    def make_lookup(
+        self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
     ) -> BaseEmbeddingLookup:
-        """The lookup of this rank's tables."""
         return SequenceLookup(
             grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
             pg=self._pg,
-            device=device if device is not None else self._device,
+            device=device,
             env=self._env,
             output_dtype=output_dtype_of_ranks(self._grouped_embedding_configs_per_rank),
         )

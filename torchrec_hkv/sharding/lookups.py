@@ -15,7 +15,12 @@ from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    BaseGroupedFeatureProcessor,
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+)
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -80,3 +85,22 @@ class SequenceLookup(_AnyDtype, GroupedEmbeddingsLookup):
         if config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
             return BackendEmbedding(config, pg, device)
         return super()._create_embedding_kernel(config, pg, device, env)
+
+
+class MakesLookup:
+    """How TorchRec asks a sharding for its lookup; a mixin before TorchRec's shardings."""
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup:
+        """The lookup of this rank's tables."""
+        return self.make_lookup(device if device is not None else self._device, feature_processor)
+
+    def make_lookup(
+        self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
+    ) -> BaseEmbeddingLookup:
+        """The same, on a device that is known."""
+        raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from torchrec_hkv.tensor_train.decomposition import Decomposition, tt_svd
 from torchrec_hkv.tensor_train.dense import dense_blocks, rows_of, to_dense
-from torchrec_hkv.tensor_train.group import Precision, TTGroup, check_precision
+from torchrec_hkv.tensor_train.group import Pooling, Precision, TTGroup, check_precision
 from torchrec_hkv.tensor_train.id_order import IdOrder, smoothed_means
 from torchrec_hkv.tensor_train.initialization import TTDistribution, initial_cores
 from torchrec_hkv.tensor_train.monitoring import (
@@ -24,6 +24,7 @@ __all__ = [
     "Decomposition",
     "IdOrder",
     "NormHistogram",
+    "Pooling",
     "Precision",
     "TTDistribution",
     "TTGroup",

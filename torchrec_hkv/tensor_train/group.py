@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,30 @@ def check_precision(precision: object) -> None:
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}, but must be 'fp32' or 'tf32'.")
+
+
+class Pooling(TypedDict, total=False):
+    """How the rows of a batch are pooled: keyword arguments of a lookup.
+
+    Attributes:
+        weights: float32 ``[n]``, of pooled rows; by default None.
+        mean: divides a pooled sum by the number of ids of its bag; by default False.
+        pooled: False: a row an id, where all tables have the same dim; by default True.
+    """
+
+    weights: Tensor | None
+    mean: bool
+    pooled: bool
+
+
+class SortedPooling(Pooling, total=False):
+    """The same, of a batch that may have been sorted ahead.
+
+    Attributes:
+        index: what :meth:`TTGroup.sort` gave for this batch; by default None: it is made then.
+    """
+
+    index: Tensor | None
 
 
 class TTGroup:
@@ -169,7 +193,7 @@ class TTGroup:
             ids: int64 ``[n]``, feature-major; of a table, 0 to ``num_embeddings - 1``.
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``.
             batch_size: bags a feature.
-            weights: as :meth:`lookup` takes them.
+            weights: as :class:`Pooling` says.
             mean: likewise.
             pooled: likewise.
 
@@ -193,11 +217,7 @@ class TTGroup:
         ids: Tensor,
         offsets: Tensor,
         batch_size: int,
-        *,
-        weights: Tensor | None = None,
-        mean: bool = False,
-        pooled: bool = True,
-        index: Tensor | None = None,
+        **pooling: Unpack[SortedPooling],
     ) -> Tensor:
         """Rows of ids, pooled by bag; differentiable in the cores and in the weights.
 
@@ -206,10 +226,7 @@ class TTGroup:
             ids: as :meth:`sort` takes them.
             offsets: likewise.
             batch_size: likewise.
-            weights: float32 ``[n]``, of pooled rows.
-            mean: divides a pooled sum by the number of ids of its bag.
-            pooled: False: a row an id, where all tables have the same dim.
-            index: what :meth:`sort` gave for this batch; None: it is made here.
+            pooling: see there.
 
         Returns:
             float32 ``[batch_size, total_dim]``, zeros for empty bags; unpooled ``[n, dim]``.
@@ -218,11 +235,8 @@ class TTGroup:
             TypeError: a dtype is not as above.
             ValueError: as :meth:`sort`, and a core, weights or index of another size.
         """
-        if index is None:
-            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
-        return _ops.tt_lookup(
-            list(cores), self.handle, ids, offsets, weights, index, batch_size, mean, pooled
-        )
+        batch = self._sorted(ids, offsets, batch_size, **pooling)
+        return _ops.tt_lookup(list(cores), self.handle, *batch)
 
     def lookup_fused(
         self,
@@ -234,11 +248,7 @@ class TTGroup:
         offsets: Tensor,
         batch_size: int,
         learning_rate: Tensor,
-        *,
-        weights: Tensor | None = None,
-        mean: bool = False,
-        pooled: bool = True,
-        index: Tensor | None = None,
+        **pooling: Unpack[SortedPooling],
     ) -> Tensor:
         """As :meth:`lookup`; the backward applies the optimizer and returns no core gradients.
 
@@ -254,28 +264,11 @@ class TTGroup:
             offsets: likewise.
             batch_size: likewise.
             learning_rate: float32 ``[]``.
-            weights: as in :meth:`lookup`; may require grad.
-            mean: likewise.
-            pooled: likewise.
-            index: likewise.
+            pooling: likewise; weights may require grad.
         """
-        if index is None:
-            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
-        return _ops.tt_lookup_fused(
-            anchor,
-            list(cores),
-            list(states),
-            step,
-            self.handle,
-            ids,
-            offsets,
-            weights,
-            index,
-            batch_size,
-            mean,
-            pooled,
-            learning_rate,
-        )
+        batch = self._sorted(ids, offsets, batch_size, **pooling)
+        tables = (list(cores), list(states), step, self.handle)
+        return _ops.tt_lookup_fused(anchor, *tables, *batch, learning_rate)
 
     def gradients(
         self,
@@ -284,18 +277,11 @@ class TTGroup:
         ids: Tensor,
         offsets: Tensor,
         batch_size: int,
-        *,
-        weights: Tensor | None = None,
-        mean: bool = False,
-        pooled: bool = True,
-        index: Tensor | None = None,
+        **pooling: Unpack[SortedPooling],
     ) -> list[Tensor]:
         """Gradients of the cores from that of a lookup's output, of the cores' dtype and shape."""
-        if index is None:
-            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
-        return _ops.tt_gradients(
-            list(cores), self.handle, grad, ids, offsets, weights, index, batch_size, mean, pooled
-        )
+        batch = self._sorted(ids, offsets, batch_size, **pooling)
+        return _ops.tt_gradients(list(cores), self.handle, grad, *batch)
 
     def flat_gradients(
         self,
@@ -304,11 +290,7 @@ class TTGroup:
         ids: Tensor,
         offsets: Tensor,
         batch_size: int,
-        *,
-        weights: Tensor | None = None,
-        mean: bool = False,
-        pooled: bool = True,
-        index: Tensor | None = None,
+        **pooling: Unpack[SortedPooling],
     ) -> Tensor:
         """Gradients of the cores in one tensor that ranks can sum, for :meth:`apply_gradients`.
 
@@ -316,11 +298,8 @@ class TTGroup:
             float32 ``[elements + slices]``: the gradients of all cores, one after the other, and
             then for each slice of each core 1 where it took part in the batch, else 0.
         """
-        if index is None:
-            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
-        return _ops.tt_flat_gradients(
-            list(cores), self.handle, grad, ids, offsets, weights, index, batch_size, mean, pooled
-        )
+        batch = self._sorted(ids, offsets, batch_size, **pooling)
+        return _ops.tt_flat_gradients(list(cores), self.handle, grad, *batch)
 
     def apply_gradients(
         self,
@@ -348,3 +327,19 @@ class TTGroup:
         _ops.tt_apply_gradients(
             list(cores), list(states), step, self.handle, gradients, learning_rate
         )
+
+    def _sorted(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+        index: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int, bool, bool]:
+        """What ops are told of a batch, in their order."""
+        if index is None:
+            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
+        return ids, offsets, weights, index, batch_size, mean, pooled

@@ -26,7 +26,7 @@ def _(
 ) -> Tensor:
     if ids.device.type == "cpu":
         return torch.empty_like(ids)
-    # As index_words in csrc/bindings/tensor_train_cuda_ops.cpp.
+    # As index_words in csrc/bindings/tensor_train/cuda_ops.cpp.
     n, prefixes = ids.shape[0], _C.tensor_train_dims(group)[2]
     scaled = weights is not None or (mean and pooled)
     return ids.new_empty(2 * torch.sym_min(n, prefixes) + (4 if scaled else 3) * n + 400)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.support.batches import insert
+from tests.support.gpu import NEEDS_GPU
 from tests.support.power_law_bags import power_law_bags
 from tests.support.table_states import assert_same_states
-from tests.support.tiers import needs_gpu
 from torchrec_hkv.hash_table import (
     MinFrequency,
     Probability,
@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table import (
     Uniform,
 )
 
-pytestmark = needs_gpu
+pytestmark = NEEDS_GPU
 # Of each table; the last two have buckets of fewer than 64 slots, and few of them.
 CAPACITIES, DIMS = (640, 64, 1000, 130, 5), (8, 4, 12, 3, 1)
 OPTIONS = {

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from tests.support.gpu import NEEDS_GPU
 from tests.support.table_states import assert_same_states
 from tests.support.tables import distinct_ids
-from tests.support.tiers import needs_gpu
 from torchrec_hkv.hash_table import HashTable, Uniform
 
-pytestmark = needs_gpu
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("capacity", [64, 700, 1000, 5000])

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from tests.hash_table.test_no_host_wait import OPERATIONS, no_waits
+from tests.hash_table.test_no_host_wait import OPERATIONS
 from tests.support.batches import Bags, lookup
+from tests.support.gpu import NEEDS_GPU, no_waits
 from tests.support.power_law_bags import power_law_bags
 from tests.support.table_model import POLICIES
 from tests.support.table_states import assert_same_states
 from tests.support.tables import constant_scores, distinct_ids, make, random_rows
-from tests.support.tiers import needs_gpu
 from torchrec_hkv.hash_table import MinFrequency, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
-pytestmark = needs_gpu
+pytestmark = NEEDS_GPU
 
 
 class Case:

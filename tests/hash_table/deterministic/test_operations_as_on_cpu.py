@@ -6,11 +6,11 @@ Ids repeat within calls, with other rows and scores.
 import pytest
 import torch
 
+from tests.support.gpu import NEEDS_GPU
 from tests.support.table_states import assert_same_states
-from tests.support.tiers import needs_gpu
 from torchrec_hkv.hash_table import HashTable, MinFrequency, Uniform
 
-pytestmark = needs_gpu
+pytestmark = NEEDS_GPU
 POLICIES = ["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
 
 

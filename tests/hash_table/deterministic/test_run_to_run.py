@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.support.batches import lookup
+from tests.support.gpu import needs_gpu
 from tests.support.power_law_bags import power_law_bags
 from tests.support.table_states import assert_same_states
-from tests.support.tiers import hbm_bytes_for, needs_gpu
+from tests.support.tiers import hbm_bytes_for
 from torchrec_hkv.hash_table import (
     Adam,
     MinFrequency,
@@ -117,8 +118,7 @@ def test_equal_bits(device_type, options, optimizer, ahead):
     compare(*runs)
 
 
-@needs_gpu[0]
-@needs_gpu[1]
+@needs_gpu
 @pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("options", ["lru", "lfu"])
 def test_rows_in_host_memory(options, share):
@@ -130,8 +130,7 @@ def test_rows_in_host_memory(options, share):
     compare(*runs)
 
 
-@needs_gpu[0]
-@needs_gpu[1]
+@needs_gpu
 def test_the_same_with_torch_s_switch():
     torch.use_deterministic_algorithms(True)
     try:

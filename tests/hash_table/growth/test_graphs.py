@@ -3,13 +3,11 @@
 import pytest
 import torch
 
+from tests.support.gpu import NEEDS_GPU
 from tests.support.saved_tables import entries
 from tests.support.tables import distinct_ids, make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 
 def test_an_insertion_into_a_table_that_may_grow_is_not_captured():

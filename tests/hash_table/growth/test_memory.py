@@ -10,6 +10,7 @@ import torch
 
 from tests.support.batches import Bags, insert, random_ids
 from tests.support.geometry import geometry
+from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import (
     SGD,
     Adam,
@@ -102,8 +103,7 @@ def test_what_a_table_takes(device_type, share, optimizer):
         assert (group.host_bytes(0) > 0) == (share < 1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 def test_gpu_memory():
     """What the device has less of is what the table takes; it comes back with the table."""
     torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.gpu import needs_gpu
 from tests.support.table_model import POLICIES, TAKES_SCORES
 from tests.support.tables import contents, make, random_rows
 from torchrec_hkv.hash_table import HashTable
@@ -77,8 +78,7 @@ def test_ids(table, operation):
     refuses(table, operation, ValueError, "ids must", **{**one, "ids": ids[0]})
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ids_on_another_device(operation, device):

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, random_ids, rate, rows_by_id
+from tests.support.gpu import needs_gpu
 from tests.support.optimizer_cases import OPTIMIZERS
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@needs_gpu
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_replays_are_as_updates(optimizer):
     specs = [TableSpec(f"t{dim}", 200, dim, initializer=Uniform(-1, 1)) for dim in (8, 260)]

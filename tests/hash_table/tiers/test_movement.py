@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, insert, lookup, random_ids
+from tests.support.gpu import NEEDS_GPU
 from tests.support.tables import distinct_ids
-from tests.support.tiers import hbm_bytes_for, needs_gpu, tiered_group
+from tests.support.tiers import hbm_bytes_for, tiered_group
 from torchrec_hkv.hash_table import HashTable
 
-pytestmark = needs_gpu
+pytestmark = NEEDS_GPU
 
 CAPACITY = 64_000
 

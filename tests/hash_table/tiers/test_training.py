@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
-from tests.support.tiers import needs_gpu, tiered_group
+from tests.support.gpu import NEEDS_GPU
+from tests.support.tiers import tiered_group
 from torchrec_hkv.hash_table import SGD, Adam, RowWiseAdagrad, Uniform, initial_rows
 
-pytestmark = needs_gpu
+pytestmark = NEEDS_GPU
 
 
 def skewed(n: int, pool: torch.Tensor) -> torch.Tensor:

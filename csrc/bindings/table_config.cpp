@@ -1,0 +1,62 @@
+#include "bindings/table_config.h"
+
+#include <c10/util/Exception.h>
+
+#include "hash_table/frames.h"
+#include "hash_table/geometry.h"
+
+namespace torchrec_hkv::bindings {
+
+void check_config(const TableConfig& config, bool cuda) {
+  const auto& name = config.name;
+  TORCH_CHECK_VALUE(config.capacity >= 1, "table '", name, "': capacity is ", config.capacity,
+                    ", but must be at least 1.");
+  TORCH_CHECK_VALUE(config.capacity <= (int64_t{1} << 37), "table '", name, "': capacity is ",
+                    config.capacity, ", but must be at most 2^37.");
+  TORCH_CHECK_VALUE(config.dim >= 1 && config.dim <= 2048, "table '", name, "': dim is ",
+                    config.dim, ", but must be from 1 to 2048.");
+  make_initial_rows(config.initial, config.seed, "table '" + name + "': ");
+  TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
+                    config.column_offset, ", but must not be negative.");
+  TORCH_CHECK_VALUE(config.initial_capacity >= 1 && config.initial_capacity <= config.capacity,
+                    "table '", name, "': initial_capacity is ", config.initial_capacity,
+                    ", but must be from 1 to the capacity, ", config.capacity, ".");
+  const int64_t slots =
+      hash_table::geometry_of(config.capacity, config.initial_capacity).num_slots();
+  TORCH_CHECK_VALUE(config.hbm_slots >= 0 && config.hbm_slots <= slots, "table '", name,
+                    "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
+  TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
+                    "': on a CPU hbm_slots must be all ", slots, " slots.");
+  TORCH_CHECK_VALUE(
+      config.hbm_slots == slots || config.hbm_slots == 0 ||
+          (config.hbm_slots % hash_table::kFramesOfSet == 0 &&
+           config.hbm_slots / hash_table::kFramesOfSet >= 2 &&
+           config.hbm_slots / hash_table::kFramesOfSet * hash_table::kMostSlotsOfSet >= slots),
+      "table '", name, "': hbm_slots is ", config.hbm_slots, ", but of ", slots,
+      " slots must be all, none, or a multiple of ", hash_table::kFramesOfSet, " that is at least ",
+      2 * hash_table::kFramesOfSet, " and a ",
+      hash_table::kMostSlotsOfSet / hash_table::kFramesOfSet, "th of them.");
+  TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
+                    name, "': expire_after is ", config.expire_after,
+                    ", but must be from 1 to 2^32 - 1, or 0 for never.");
+  TORCH_CHECK_VALUE(config.remember_evicted >= 0 && config.remember_evicted <= int64_t{1} << 32,
+                    "table '", name, "': remember_evicted is ", config.remember_evicted,
+                    ", but must be from 1 to 2^32, or 0 for none.");
+}
+
+int64_t evicted_bytes(const TableConfig& config) {
+  return config.remember_evicted * static_cast<int64_t>(sizeof(uint16_t));
+}
+
+at::ScalarType scalar_type(RowType type) {
+  switch (type) {
+    case RowType::kFloat16:
+      return at::kHalf;
+    case RowType::kBFloat16:
+      return at::kBFloat16;
+    default:
+      return at::kFloat;
+  }
+}
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,41 @@
+// What Python says of a table.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "bindings/group_admission.h"
+#include "bindings/initial_rows.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::bindings {
+
+struct TableConfig {
+  std::string name;
+  int64_t capacity;
+  int64_t initial_capacity;  // the table grows from this to the capacity
+  int64_t dim;
+  int64_t column_offset;
+  Eviction eviction;
+  RowType row_type;
+  uint64_t seed;  // already mixed with the table's name
+  InitialConfig initial;
+  int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
+  AdmissionConfig admission;
+  int64_t expire_after;      // calls; 0: entries don't expire
+  int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
+  bool deterministic;        // results follow from the calls alone, on a GPU too
+};
+
+// Throws ValueError, naming the table, for a config that makes no sense. cuda: whether it is on a
+// GPU.
+void check_config(const TableConfig& config, bool cuda);
+
+// Of the marks that remember what the table evicted.
+int64_t evicted_bytes(const TableConfig& config);
+
+at::ScalarType scalar_type(RowType type);
+
+}  // namespace torchrec_hkv::bindings

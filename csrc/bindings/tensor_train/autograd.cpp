@@ -1,0 +1,182 @@
+// Autograd formulas of the Tensor-Train lookups. tt_lookup returns gradients of its cores;
+// tt_lookup_fused updates them in its backward.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "bindings/tensor_train/group.h"
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<at::Tensor>;
+
+template <typename Signature>
+auto op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+at::Tensor weights_gradient(const variable_list& cores, int64_t group, const at::Tensor& grad,
+                            const variable_list& saved, int64_t batch_size, bool mean) {
+  static const auto call =
+      op<at::Tensor(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&,
+                    const at::Tensor&, const at::Tensor&, int64_t, bool)>(
+          "torchrec_hkv::tt_weights_gradient");
+  return call.call(cores, group, grad, saved[0], saved[1], saved[2], batch_size, mean);
+}
+
+// Keeps the group alive until the backward, or until the graph is dropped.
+struct GroupHold : torch::CustomClassHolder {
+  explicit GroupHold(int64_t handle) : group(TensorTrainGroup::from_handle(handle)) {}
+  const std::shared_ptr<TensorTrainGroup> group;
+};
+
+// What both lookups keep for their backward, besides the cores.
+struct BatchArguments {
+  int64_t group;
+  int64_t batch_size;
+  bool mean;
+  bool pooled;
+  bool weights_grad;
+
+  void save(AutogradContext* ctx) const {
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["hold"] = at::IValue::make_capsule(c10::make_intrusive<GroupHold>(group));
+    ctx->saved_data["batch_size"] = batch_size;
+    ctx->saved_data["mean"] = mean;
+    ctx->saved_data["pooled"] = pooled;
+    ctx->saved_data["weights_grad"] = weights_grad;
+  }
+  static BatchArguments load(AutogradContext* ctx) {
+    return {ctx->saved_data["group"].toInt(), ctx->saved_data["batch_size"].toInt(),
+            ctx->saved_data["mean"].toBool(), ctx->saved_data["pooled"].toBool(),
+            ctx->saved_data["weights_grad"].toBool()};
+  }
+};
+
+OptionalTensor defined_or_none(const Variable& tensor) {
+  if (!tensor.defined()) return std::nullopt;
+  return tensor.detach();
+}
+
+struct Lookup : torch::autograd::Function<Lookup> {
+  static Variable forward(AutogradContext* ctx, at::TensorList cores, const OptionalTensor& weights,
+                          int64_t group, const Variable& ids, const Variable& offsets,
+                          const Variable& index, int64_t batch_size, bool mean, bool pooled) {
+    static const auto call =
+        op<at::Tensor(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&,
+                      const OptionalTensor&, const at::Tensor&, int64_t, bool, bool)>(
+            "torchrec_hkv::tt_lookup");
+    variable_list saved{ids, offsets, index, weights.value_or(Variable())};
+    saved.insert(saved.end(), cores.begin(), cores.end());
+    ctx->save_for_backward(std::move(saved));
+    BatchArguments{group, batch_size, mean, pooled, weights && weights->requires_grad()}.save(ctx);
+    ctx->saved_data["cores_grad"] = std::any_of(
+        cores.begin(), cores.end(), [](const at::Tensor& core) { return core.requires_grad(); });
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return call.call(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto call =
+        op<std::vector<at::Tensor>(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&,
+                                   const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                                   int64_t, bool, bool)>("torchrec_hkv::tt_gradients");
+    const variable_list saved = ctx->get_saved_variables();
+    variable_list cores(saved.begin() + 4, saved.end());
+    for (Variable& core : cores) core = core.detach();
+    const BatchArguments of = BatchArguments::load(ctx);
+    const at::Tensor grad = grads[0].detach().contiguous();
+    variable_list out(cores.size());
+    if (ctx->saved_data["cores_grad"].toBool()) {
+      out = call.call(cores, of.group, grad, saved[0], saved[1], defined_or_none(saved[3]),
+                      saved[2], of.batch_size, of.mean, of.pooled);
+    }
+    out.push_back(of.weights_grad
+                      ? weights_gradient(cores, of.group, grad, saved, of.batch_size, of.mean)
+                      : Variable());
+    for (int i = 0; i < 7; ++i) out.emplace_back();
+    return out;
+  }
+};
+
+struct FusedLookup : torch::autograd::Function<FusedLookup> {
+  // `anchor` requires grad, so that the op is recorded although the cores do not. They, their
+  // states, the step and the learning rate are not among the saved variables: they may change until
+  // the backward, which takes what they are then.
+  static Variable forward(AutogradContext* ctx, const Variable& anchor,
+                          const OptionalTensor& weights, const std::vector<at::Tensor>& cores,
+                          const std::vector<at::Tensor>& states, const at::IValue& step,
+                          int64_t group, const Variable& ids, const Variable& offsets,
+                          const Variable& index, int64_t batch_size, bool mean, bool pooled,
+                          const at::IValue& learning_rate) {
+    static const auto call =
+        op<at::Tensor(const at::Tensor&, at::TensorList, at::TensorList, const at::Tensor&, int64_t,
+                      const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                      const at::Tensor&, int64_t, bool, bool, const at::Tensor&)>(
+            "torchrec_hkv::tt_lookup_fused");
+    ctx->save_for_backward({ids, offsets, index, weights.value_or(Variable())});
+    BatchArguments{group, batch_size, mean, pooled, weights && weights->requires_grad()}.save(ctx);
+    ctx->saved_data["cores"] = cores;
+    ctx->saved_data["states"] = states;
+    ctx->saved_data["step"] = step;
+    ctx->saved_data["learning_rate"] = learning_rate;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return call.call(anchor, cores, states, step.toTensor(), group, ids, offsets, weights, index,
+                     batch_size, mean, pooled, learning_rate.toTensor());
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto call =
+        op<void(at::TensorList, at::TensorList, at::Tensor, int64_t, const at::Tensor&,
+                const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                int64_t, bool, bool, const at::Tensor&)>("torchrec_hkv::tt_update");
+    const variable_list saved = ctx->get_saved_variables();
+    const BatchArguments of = BatchArguments::load(ctx);
+    const variable_list cores = ctx->saved_data["cores"].toTensorVector();
+    at::Tensor grad = grads[0].detach().contiguous();
+    const float bound = TensorTrainGroup::from_handle(of.group)->optimizer().clip_output;
+    if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
+    variable_list out(13);
+    // Reads the cores: before they change.
+    if (of.weights_grad) {
+      out[1] = weights_gradient(cores, of.group, grad, saved, of.batch_size, of.mean);
+    }
+    call.call(cores, ctx->saved_data["states"].toTensorVector(), ctx->saved_data["step"].toTensor(),
+              of.group, grad, saved[0], saved[1], defined_or_none(saved[3]), saved[2],
+              of.batch_size, of.mean, of.pooled, ctx->saved_data["learning_rate"].toTensor());
+    return out;
+  }
+};
+
+at::Tensor lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
+                  const at::Tensor& offsets, const OptionalTensor& weights, const at::Tensor& index,
+                  int64_t batch_size, bool mean, bool pooled) {
+  return Lookup::apply(cores, weights, group, ids, offsets, index, batch_size, mean, pooled);
+}
+
+at::Tensor lookup_fused(const at::Tensor& anchor, at::TensorList cores, at::TensorList states,
+                        const at::Tensor& step, int64_t group, const at::Tensor& ids,
+                        const at::Tensor& offsets, const OptionalTensor& weights,
+                        const at::Tensor& index, int64_t batch_size, bool mean, bool pooled,
+                        const at::Tensor& learning_rate) {
+  std::vector<at::Tensor> detached;
+  for (const at::Tensor& core : cores) detached.push_back(core.detach());
+  return FusedLookup::apply(anchor, weights, detached, states.vec(), at::IValue(step.detach()),
+                            group, ids, offsets, index, batch_size, mean, pooled,
+                            at::IValue(learning_rate.detach()));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torchrec_hkv, Autograd, m) {
+  m.impl("tt_lookup", &lookup);
+  m.impl("tt_lookup_fused", &lookup_fused);
+}
+
+}  // namespace torchrec_hkv::bindings

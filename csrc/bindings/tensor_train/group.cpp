@@ -1,0 +1,172 @@
+#include "bindings/tensor_train/group.h"
+
+#include <torch/extension.h>
+
+#include <limits>
+#include <mutex>
+#include <unordered_map>
+
+#include "bindings/tensor_train/module.h"
+
+#ifdef TORCHREC_HKV_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#endif
+
+namespace py = pybind11;
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  int64_t next = 1;
+  std::unordered_map<int64_t, std::weak_ptr<TensorTrainGroup>> groups;
+};
+
+Registry& registry() {
+  static auto* const all = new Registry;  // never destroyed: groups may outlive static objects
+  return *all;
+}
+
+tensor_train::TableCpu table_of(const TensorTrainShape& shape) {
+  const size_t cores = shape.p.size();
+  TORCH_CHECK_VALUE(cores >= 2 && cores <= tensor_train::kMaxCores && shape.q.size() == cores &&
+                        shape.ranks.size() == cores - 1,
+                    "table '", shape.name, "' has ", cores, " row factors, ", shape.q.size(),
+                    " column factors and ", shape.ranks.size(),
+                    " ranks, but must have 2 to 4 of the first, as many of the second and one "
+                    "fewer of the third.");
+  tensor_train::TableCpu table{};
+  table.rows = shape.rows;
+  table.cores = static_cast<int32_t>(cores);
+  table.r[0] = table.r[cores] = 1;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  for (size_t k = 0; k < cores; ++k) {
+    const int64_t before = k == 0 ? 1 : shape.ranks[k - 1];
+    const int64_t after = k + 1 == cores ? 1 : shape.ranks[k];
+    TORCH_CHECK_VALUE(before <= 1 << 14 && after <= 1 << 14 && shape.q[k] <= 1 << 14 &&
+                          before * shape.q[k] * after <= kMost / 4,
+                      "table '", shape.name, "' has a core of slices of ", before, " x ",
+                      shape.q[k], " x ", after,
+                      " elements, but factors and ranks must be at most 16384 and a slice must "
+                      "have fewer than 2^29 elements.");
+    table.p[k] = shape.p[k];
+    table.q[k] = static_cast<int32_t>(shape.q[k]);
+    table.r[k] = static_cast<int32_t>(before);
+  }
+  return table;
+}
+
+}  // namespace
+
+std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrainShape> shapes,
+                                                         std::vector<int64_t> feature_tables,
+                                                         const OptimizerConfig& optimizer,
+                                                         bool tf32) {
+  TORCH_CHECK_VALUE(!shapes.empty(), "a group must have at least one table.");
+  TORCH_CHECK_VALUE(!feature_tables.empty(), "a group must have at least one feature.");
+  TORCH_CHECK_VALUE(optimizer.kind != Optimizer::kLamb,
+                    "Tensor-Train tables are not trained by LAMB: take another optimizer.");
+  std::shared_ptr<TensorTrainGroup> group(new TensorTrainGroup);
+  group->optimizer_ = optimizer;
+  group->tf32_ = tf32;
+  for (const TensorTrainShape& shape : shapes) {
+    group->tables_.push_back(table_of(shape));
+    group->names_.push_back(shape.name);
+    group->num_cores_ += group->tables_.back().cores;
+    for (int32_t k = 0; k < group->tables_.back().cores; ++k) {
+      group->num_elements_ += group->tables_.back().p[k] * group->tables_.back().slice(k);
+      group->num_slices_ += group->tables_.back().p[k];
+    }
+    group->num_prefixes_ += group->tables_.back().heads() * group->tables_.back().middles();
+  }
+  group->common_dim_ = group->tables_[0].dim();
+  for (const tensor_train::TableCpu& table : group->tables_) {
+    if (table.dim() != group->common_dim_) group->common_dim_ = -1;
+  }
+  for (const int64_t table : feature_tables) {
+    TORCH_CHECK_VALUE(table >= 0 && table < group->num_tables(), "a feature has table ", table,
+                      ", but must have one of 0 to ", group->num_tables() - 1, ".");
+    group->feature_tables_.push_back(static_cast<int32_t>(table));
+    group->total_dim_ += group->tables_[table].dim();
+  }
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  group->handle_ = all.next++;
+  all.groups[group->handle_] = group;
+  return group;
+}
+
+int64_t TensorTrainGroup::outside([[maybe_unused]] c10::Device device) {
+#ifdef TORCHREC_HKV_CUDA
+  if (device.is_cuda()) {
+    // As ids say it, which always have an index.
+    const c10::DeviceIndex index =
+        device.has_index() ? device.index() : c10::cuda::current_device();
+    return plans_.outside({c10::kCUDA, index}).item<int64_t>();
+  }
+#endif
+  return 0;
+}
+
+TensorTrainGroup::~TensorTrainGroup() {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.groups.erase(handle_);
+}
+
+std::shared_ptr<TensorTrainGroup> TensorTrainGroup::from_handle(int64_t handle) {
+  std::shared_ptr<TensorTrainGroup> group;
+  {
+    Registry& all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.groups.find(handle);
+    if (found != all.groups.end()) group = found->second.lock();
+  }
+  TORCH_CHECK_VALUE(group != nullptr, "no group of Tensor-Train tables has the handle ", handle,
+                    "; it may have been deleted.");
+  return group;
+}
+
+void define_tensor_train(py::module_& m) {
+  py::class_<TensorTrainGroup, std::shared_ptr<TensorTrainGroup>>(m, "TensorTrainGroup")
+      .def(py::init([](const std::vector<std::string>& names, const std::vector<int64_t>& rows,
+                       const std::vector<std::vector<int64_t>>& p,
+                       const std::vector<std::vector<int64_t>>& q,
+                       const std::vector<std::vector<int64_t>>& ranks,
+                       std::vector<int64_t> feature_tables, const OptimizerConfig& optimizer,
+                       bool tf32) {
+             std::vector<TensorTrainShape> shapes;
+             for (size_t t = 0; t < names.size(); ++t) {
+               shapes.push_back({names.at(t), rows.at(t), p.at(t), q.at(t), ranks.at(t)});
+             }
+             return TensorTrainGroup::make(std::move(shapes), std::move(feature_tables), optimizer,
+                                           tf32);
+           }),
+           py::kw_only(), py::arg("names"), py::arg("rows"), py::arg("p"), py::arg("q"),
+           py::arg("ranks"), py::arg("feature_tables"), py::arg("optimizer"), py::arg("tf32"))
+      .def(
+          "outside",
+          [](TensorTrainGroup& group, const at::Device& device) { return group.outside(device); },
+          py::arg("device"))
+      .def_property_readonly("handle", &TensorTrainGroup::handle)
+      .def_property_readonly("total_dim", &TensorTrainGroup::total_dim)
+      .def_property_readonly("common_dim", &TensorTrainGroup::common_dim);
+  m.def(
+      "tensor_train_dims",
+      [](int64_t handle) {
+        const auto group = TensorTrainGroup::from_handle(handle);
+        return std::make_tuple(group->total_dim(), group->common_dim(), group->num_prefixes());
+      },
+      py::arg("handle"),
+      "Columns of the pooled output, and of the unpooled one or -1, and prefixes of all tables.");
+  m.def(
+      "tensor_train_flat_size",
+      [](int64_t handle) {
+        const auto group = TensorTrainGroup::from_handle(handle);
+        return std::make_tuple(group->num_elements(), group->num_slices());
+      },
+      py::arg("handle"), "Elements and slices of all cores of all tables.");
+}
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,106 @@
+"""Batches of many ids, and of large keys, go other ways on a GPU, to the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import tensor_train as tt
+from tests.support.gpu import NEEDS_GPU
+from torchrec_hkv.hash_table import SGD
+from torchrec_hkv.tensor_train import TTGroup, TTShape
+
+pytestmark = NEEDS_GPU
+
+
+def rows_by_slices(shape, cores, ids):
+    """float64 rows of ids, slice by slice: also of tables that are too large to be made dense."""
+    digits = []
+    for p in reversed(shape.p):
+        digits.append(ids % p)
+        ids = ids // p
+    slices = [
+        core.double().reshape(shape.core_shape(k))[digit]
+        for k, (core, digit) in enumerate(zip(cores, reversed(digits), strict=True))
+    ]
+    rows = slices[0][:, 0]
+    for middle in slices[1:-1]:
+        rows = torch.einsum("nur,nrvs->nuvs", rows, middle).flatten(1, 2)
+    last = slices[-1].reshape(rows.shape[0], shape.q[-1], -1)
+    return torch.einsum("nur,nvr->nuv", rows, last).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch_size"),
+    [
+        (tt.LARGER[0], 5000),  # more ids than one cluster sorts
+        (tt.LARGER[2], 13_000),  # nearly as many as there are threads on the largest devices
+        (tt.LARGER[0], 20_000),  # more than that
+        (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 50),  # keys past 32 bits
+        (TTShape(8 * 10**9, 8, (2000, 2000, 2000), (2, 2, 2), (3, 3)), 5000),
+    ],
+    ids=["ids", "threads", "many", "keys", "both"],
+)
+def test_large_index(shape, batch_size):
+    cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
+    bags = tt.even_bags([shape], batch_size, 8)
+    bags.ids[: batch_size // 2] = bags.ids[0]  # one that repeats
+    out = TTGroup([shape]).lookup(
+        cores, bags.ids, bags.offsets, batch_size, weights=bags.weights, mean=True
+    )
+    rows = rows_by_slices(shape, cores, bags.ids) * bags.weights.double()[:, None]
+    expected = rows.reshape(batch_size, 8, -1).mean(dim=1)
+    tt.assert_near(out, expected)
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, cores, grad.double())
+    for one, other in zip(torch.autograd.grad(out, cores, grad), wanted, strict=True):
+        tt.assert_near(one, other, 2e-5)
+
+
+@pytest.mark.parametrize("rank", [32, 64])
+def test_large_batch_of_bfloat16_cores(rank):
+    """As of float32 cores of the same values: both have kernels of their own for so many ids."""
+    shape = TTShape(11_000, 64, (20, 22, 25), (4, 4, 4), (rank, rank))
+    bags = tt.even_bags([shape], 2**15, 8)
+    cores = [c.requires_grad_() for c in tt.random_cores(shape, "cuda", torch.bfloat16)]
+    wide = [core.detach().float().requires_grad_() for core in cores]
+    args = (bags.ids, bags.offsets, 2**15)
+    out, expected = (TTGroup([shape]).lookup(of, *args) for of in (cores, wide))
+    tt.assert_near(out, expected)
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, wide, grad)
+    for one, other in zip(torch.autograd.grad(out, cores, grad), wanted, strict=True):
+        tt.assert_near(one, other, 2**-8)
+
+
+@pytest.mark.parametrize("shape", [tt.LARGER[0], tt.LARGER[3]], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_many_ids_a_prefix(shape, precision, weighted):
+    """So many that the last core, and its gradient, are kept by each block."""
+    batch_size = 20_000
+    bags = tt.even_bags([shape], batch_size, 14)
+    bags.ids[:1000] = bags.ids[0]
+    weights = bags.weights if weighted else None
+    group = TTGroup([shape], optimizer=SGD(), precision=precision)
+    cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
+    rows = tt.dense_table(shape, cores)[bags.ids]
+    if weighted:
+        rows = rows * bags.weights.double()[:, None]
+    expected = rows.reshape(batch_size, 14, -1).sum(dim=1)
+    args = (bags.ids, bags.offsets, batch_size)
+    out = group.lookup(cores, *args, weights=weights)
+    tt.assert_within(out, expected, precision)
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, cores, grad.double())
+    sizes = tt.magnitudes([shape], [0], bags, [cores], grad, weights=weights)[1:4]
+    gradients = torch.autograd.grad(out, cores, grad)
+    for one, other, size in zip(gradients, wanted, sizes, strict=True):
+        tt.assert_within(one, other, precision, size)
+    # Flags of slices: of some that no id has.
+    some = bags.ids % shape.p[-1] != 3
+    alone = torch.where(some, bags.ids, bags.ids + 1) % shape.num_embeddings
+    flat = group.flat_gradients([c.detach() for c in cores], grad, alone, *args[1:])
+    flags = torch.zeros(shape.p[-1], device="cuda")
+    flags[alone % shape.p[-1]] = 1
+    assert torch.equal(flat[-shape.p[-1] :], flags)

@@ -1,0 +1,176 @@
+"""Hash tables, as sharding, planner and checkpoint know them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torchrec.distributed.types import ShardingType
+
+from torchrec_hkv.backends.calibration import CalibrationCase
+from torchrec_hkv.backends.hkv.cost import hkv_cases, hkv_work
+from torchrec_hkv.backends.hkv.files import saved_files, verify_file
+from torchrec_hkv.backends.hkv.lookup import HKVLookup
+from torchrec_hkv.backends.hkv.options import HKVOptions
+from torchrec_hkv.backends.hkv.table import (
+    hbm_bytes_of,
+    initializer_of,
+    memory_of,
+    options_of,
+    state_of,
+)
+from torchrec_hkv.backends.optimizers import hash_table_optimizer, state_width
+from torchrec_hkv.backends.protocol import (
+    Backend,
+    BackendOptions,
+    OptimizerSpec,
+    StorageBytes,
+    TableShard,
+    TensorSpec,
+)
+from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.workload import Work, Workload
+from torchrec_hkv.hash_table import gpu_table_bytes
+
+#: Of rows, and of outputs.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class HKVBackend(Backend):
+    """Hash tables as a backend."""
+
+    name: ClassVar[str] = "hkv"
+    options_type: ClassVar[type[BackendOptions]] = HKVOptions
+    sharding_types: ClassVar[tuple[str, ...]] = (
+        ShardingType.ROW_WISE.value,
+        ShardingType.TABLE_WISE.value,
+        ShardingType.COLUMN_WISE.value,
+        ShardingType.TABLE_ROW_WISE.value,
+        ShardingType.TABLE_COLUMN_WISE.value,
+        ShardingType.GRID_SHARD.value,
+    )
+    routing: ClassVar[Literal["hashed", "block"]] = "hashed"
+    output_dtypes: ClassVar[tuple[torch.dtype, ...]] = _DTYPES
+
+    def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
+        options = options_of(shard)
+        if shard.capacity < 1 and not options.dense:
+            raise ValueError(
+                f"table '{shard.name}': num_embeddings is {shard.num_embeddings}, but must be at "
+                "least 1; it is the capacity of the hash table in rows."
+            )
+        if not 1 <= shard.dim <= 2048:
+            raise ValueError(
+                f"table '{shard.name}': embedding_dim is {shard.dim}, but backend 'hkv' takes 1 to "
+                "2048."
+            )
+        if shard.dtype not in _DTYPES:
+            raise ValueError(
+                f"table '{shard.name}': data type is {shard.dtype}, but backend 'hkv' takes "
+                f"{', '.join(map(str, _DTYPES))}."
+            )
+        try:
+            hash_table_optimizer(optimizer)
+        except ValueError as error:
+            raise ValueError(f"table '{shard.name}': {error}") from None
+        least = memory_of(shard, optimizer).least_hbm_bytes
+        hbm_bytes = hbm_bytes_of(shard, optimizer)
+        if hbm_bytes is not None and hbm_bytes < least:
+            raise ValueError(
+                f"table '{shard.name}': hbm_bytes is {hbm_bytes}, but {shard.capacity} "
+                f"rows on a rank need at least {least}: their index, and one bucket with its rows."
+            )
+        initializer_of(shard)
+
+    def routes_by_hash(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def on_host(self, options: BackendOptions) -> BackendOptions:
+        return dataclasses.replace(options, hbm_bytes="index")
+
+    def is_dense(self, options: BackendOptions) -> bool:
+        return isinstance(options, HKVOptions) and options.dense
+
+    def identity(self, shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Any]:
+        options = options_of(shard)
+        return {
+            **super().identity(shard, optimizer),
+            "eviction": options.eviction,
+            "seed": options.seed,
+        }
+
+    def exchanges(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def state_geometry(self, shard: TableShard, optimizer: OptimizerSpec | None) -> tuple[int, ...]:
+        memory = memory_of(shard, optimizer)
+        return (memory.num_slots, memory.bucket_slots, memory.initial_slots)
+
+    def saves_files(self, options: BackendOptions) -> bool:
+        return not self.is_dense(options)
+
+    def saved_files(self, folder: Path) -> list[str]:
+        return saved_files(folder)
+
+    def verify_file(self, folder: Path, file: str, options: FileOptions) -> None:
+        verify_file(folder, file, options)
+
+    def storage(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
+    ) -> StorageBytes:
+        table = self._table_storage(shard, optimizer, device_type)
+        if not options_of(shard).dense:
+            return table
+        # Rows and states once more, in the order of row numbers.
+        width = shard.dtype.itemsize * shard.dim + 4 * state_width(optimizer, shard.dim)
+        shown = shard.capacity * width
+        if device_type != "cuda":
+            return StorageBytes(hbm=0, host=table.host + shown)
+        return StorageBytes(hbm=table.hbm + shown, host=table.host)
+
+    def _table_storage(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
+    ) -> StorageBytes:
+        memory = memory_of(shard, optimizer)
+        if device_type != "cuda":
+            return StorageBytes(hbm=0, host=memory.bytes)
+        hbm, host = gpu_table_bytes(memory, hbm_bytes_of(shard, optimizer))
+        return StorageBytes(hbm=hbm, host=host)
+
+    def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
+        # A lookup reads an id's line of digests and its id besides the row: about half as much
+        # again for the rows of 256 to 512 bytes that are usual.
+        return (hbm_bw if device_type == "cuda" else host_bw) / 1.5
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        memory = memory_of(shard, optimizer)
+        hbm_bytes = hbm_bytes_of(shard, optimizer)
+        return hkv_work(memory, shard.dim, load, hbm_bytes, device_type)
+
+    def calibration_cases(self, device_type: str) -> list[CalibrationCase]:
+        return hkv_cases(HKVOptions, device_type)
+
+    def state_spec(
+        self, shard: TableShard, optimizer: OptimizerSpec | None
+    ) -> dict[str, TensorSpec]:
+        return state_of(shard, optimizer)
+
+    def create_lookup(
+        self,
+        shards: Sequence[TableShard],
+        feature_tables: Sequence[int],
+        optimizer: OptimizerSpec | None,
+        device: torch.device,
+    ) -> HKVLookup:
+        for shard in shards:
+            self.check(shard, optimizer, device.type)
+        return HKVLookup(shards, feature_tables, optimizer, device)

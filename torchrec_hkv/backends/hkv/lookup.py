@@ -1,0 +1,188 @@
+"""The lookup of hash tables: a group of them on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.backends.hkv.dense import DenseRows
+from torchrec_hkv.backends.hkv.files import HashTablesLoad, save_table
+from torchrec_hkv.backends.hkv.rows import RowsById
+from torchrec_hkv.backends.hkv.state import HEAD, StateLoad, export_state
+from torchrec_hkv.backends.hkv.table import initializer_of, options_of, state_of, table_spec
+from torchrec_hkv.backends.optimizers import hash_table_optimizer
+from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec, StorageBytes, TableShard
+from torchrec_hkv.backends.saved import FileOptions, SavedShard
+from torchrec_hkv.hash_table import TableGroup
+from torchrec_hkv.hash_table.digest import table_digest
+from torchrec_hkv.hash_table.manifest import OWNERS
+
+
+class HKVLookup(RowsById, GroupLookup):
+    """A group of hash tables on one rank."""
+
+    def __init__(
+        self,
+        shards: Sequence[TableShard],
+        feature_tables: Sequence[int],
+        optimizer: OptimizerSpec | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._shards = {shard.key: shard for shard in shards}
+        self._index = {shard.key: i for i, shard in enumerate(shards)}
+        self._feature_tables = tuple(feature_tables)
+        self._mean = shards[0].pooling == "mean"
+        self._output_dtype = torch.float32
+        self._group = TableGroup(
+            [table_spec(shard, optimizer) for shard in shards],
+            feature_tables,
+            optimizer=hash_table_optimizer(optimizer),
+            device=device,
+        )
+        self._dense = {
+            shard.key: self._dense_rows(index, shard, feature_tables)
+            for index, shard in enumerate(shards)
+            if options_of(shard).dense
+        }
+        # What makes autograd record the lookup; no parameter, since nothing ever changes it.
+        self._anchor = torch.empty(0, device=self._group.device, requires_grad=True)
+        self._no_anchor = torch.empty(0, device=self._group.device)
+
+    def _dense_rows(
+        self, index: int, shard: TableShard, feature_tables: Sequence[int]
+    ) -> DenseRows:
+        return DenseRows(
+            self._group,
+            index,
+            list(feature_tables).index(index),
+            rows=shard.capacity,
+            first_row=shard.row_offset,
+            column_offset=shard.column_offset,
+            name=shard.name,
+            seed=options_of(shard).seed,
+            initializer=initializer_of(shard),
+            num_features=len(feature_tables),
+        )
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_size: int,
+        learning_rate: Tensor,
+    ) -> Tensor:
+        return self._look_up(ids, offsets, weights, batch_size, None, learning_rate)
+
+    def forward_ragged(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        bags: Sequence[int],
+        dims: Sequence[int],
+        learning_rate: Tensor,
+    ) -> Tensor:
+        return self._look_up(ids, offsets, weights, 0, bags, learning_rate)
+
+    def _look_up(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_size: int,
+        bags: Sequence[int] | None,
+        learning_rate: Tensor,
+    ) -> Tensor:
+        group = self._group
+        for rows in self._dense.values():
+            rows.flush()
+        if self.training:
+            pin = group.pin()
+            slots = group.find_or_insert(ids, offsets, batch_size, pin, bags)
+            anchor = self._anchor
+        else:
+            pin = None
+            slots = group.find(ids, offsets, batch_size, bags)
+            anchor = self._no_anchor
+        where = (ids, offsets, weights, slots, batch_size, self._mean, pin)
+        return group.pooled_lookup(anchor, *where, learning_rate, bags, self._output_dtype)
+
+    def set_output_dtype(self, dtype: torch.dtype) -> None:
+        self._output_dtype = dtype
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self._group.accumulate()
+
+    def dense_states(self, key: str) -> dict[str, Tensor]:
+        return self._dense[key].read(states=True)
+
+    def export_table(self, key: str) -> dict[str, Tensor]:
+        if key in self._dense:
+            return self._dense[key].read(states=False)
+        spec = state_of(self._shards[key], self._optimizer)
+        return export_state(self._group, self._index[key], self._shards[key], spec)
+
+    def load_table(self, key: str, state: Mapping[str, Tensor]) -> None:
+        if key in self._dense:
+            self._dense[key].read(states=False)["weight"].copy_(state["weight"])
+            return
+        spec = state_of(self._shards[key], self._optimizer)
+        missing = sorted({HEAD, *spec} - set(state))
+        if missing:
+            raise ValueError(
+                f"table '{self._shards[key].name}': the state to load lacks {', '.join(missing)}."
+            )
+        load = self.open_entries(key, (0, OWNERS))
+        load.check(state[HEAD])
+        load.load_same(state[HEAD], state)
+
+    def open_entries(self, key: str, owners: tuple[int, int]) -> StateLoad:
+        return StateLoad(self._group, self._index[key], self._shards[key], owners)
+
+    def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
+        save_table(self._group, self._index[key], folder, options)
+
+    def digest(self, key: str) -> tuple[int, int]:
+        return table_digest(self._group, self._index[key])
+
+    def open_files(
+        self,
+        saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
+        options: FileOptions,
+    ) -> HashTablesLoad:
+        features = list(self._feature_tables)
+        indexed = {
+            self._index[key]: (features.index(self._index[key]), shards, owners)
+            for key, (shards, owners) in saved.items()
+        }
+        return HashTablesLoad(self._group, indexed, options)
+
+    def counters(self, key: str) -> dict[str, int]:
+        """As :meth:`torchrec_hkv.hash_table.TableGroup.counters` says."""
+        return self._group.counters()[self._index[key]]
+
+    def reserve(self, key: str, rows: int) -> None:
+        """Grows a table now, so that this rank takes ``rows`` rows in all without growing.
+
+        Raises:
+            ValueError: ``rows`` is negative, or more than the capacity on this rank.
+        """
+        self._group.reserve(self._index[key], rows)
+
+    def device_counters(self) -> tuple[Sequence[str], Tensor]:
+        return list(self._index), self._group.device_counters()
+
+    def capacity(self, key: str) -> int:
+        return self._group.full_slots(self._index[key])
+
+    def memory(self, key: str) -> StorageBytes:
+        """Bytes the table takes on this rank."""
+        index = self._index[key]
+        return StorageBytes(self._group.hbm_bytes(index), self._group.host_bytes(index))

@@ -1,0 +1,139 @@
+"""Rows of hash tables by id: given out, and taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.backends.hkv.dense import DenseRows
+from torchrec_hkv.backends.protocol import TableShard
+from torchrec_hkv.backends.row_numbers import put_row_numbers
+from torchrec_hkv.hash_table import TableGroup, initial_rows
+from torchrec_hkv.hash_table.file_tables import Target
+from torchrec_hkv.hash_table.manifest import OWNERS
+from torchrec_hkv.hash_table.ops import owner_rank
+
+_ops = torch.ops.torchrec_hkv
+
+
+def table_ids(group: TableGroup, table: int, batch: int) -> Iterator[Tensor]:
+    """The ids of a table."""
+    slots = group.select_slots(table)
+    for part in slots.split(batch) if slots.numel() else ():
+        yield _ops.read_slots(group.handle, table, part)[0].cpu()
+
+
+def _find(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
+    """Slots counted from the table's first, -1 where an id is not there."""
+    offsets = torch.zeros(group.num_features + 1, dtype=torch.int64, device=group.device)
+    offsets[feature + 1 :] = ids.numel()
+    slots = group.find(ids, offsets, 1)
+    first = sum(group.full_slots(t) for t in range(table))
+    return torch.where(slots >= 0, slots - first, slots)
+
+
+def rows_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
+    """Rows of ids, the initial one where an id is not there."""
+    spec, on_device = group.tables[table], ids.to(group.device)
+    slots = _find(group, table, feature, on_device)
+    rows = initial_rows(
+        on_device,
+        spec.dim,
+        table=spec.name,
+        seed=spec.seed,
+        initializer=spec.initializer,
+        column_offset=spec.column_offset,
+    )
+    there = (slots >= 0).nonzero().flatten()
+    rows[there] = _ops.read_slots(group.handle, table, slots[there])[1].float()
+    return rows.cpu()
+
+
+def put_rows(
+    group: TableGroup,
+    table: int,
+    feature: int,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    owners: tuple[int, int],
+) -> int:
+    """Sets rows of ids; ids that are new count as looked up once, in the last step."""
+    spec = group.tables[table]
+    *_, width, scored, _, _ = _C.table_layout(group.handle, table)
+    target = Target(group, table, 1 << 20)
+    lost = 0
+    for given, rows in batches:
+        owner = owner_rank(given, OWNERS)
+        mine = ((owner >= owners[0]) & (owner < owners[1])).nonzero().flatten()
+        ids, where = given[mine].unique(return_inverse=True)
+        if ids.numel() == 0:
+            continue
+        # Of several rows of an id, the last.
+        last = torch.zeros_like(ids).scatter_reduce_(
+            0, where, torch.arange(len(where)), "amax", include_self=False
+        )
+        columns = slice(spec.column_offset, spec.column_offset + spec.dim)
+        own_rows = rows[mine][last][:, columns].to(spec.dtype).contiguous()
+        slots = _find(group, table, feature, ids.to(group.device)).cpu()
+        there, new = (slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten()
+        kept = _ops.read_slots(group.handle, table, slots[there].to(group.device))
+        _ops.overwrite_slots(
+            group.counter_tensor,
+            group.handle,
+            table,
+            slots[there].to(group.device),
+            kept[0],
+            own_rows[there].to(group.device),
+            kept[2],
+            kept[3],
+            torch.zeros_like(kept[4]),
+        )
+        batch = {
+            "ids": ids[new],
+            "rows": own_rows[new],
+            "last_steps": torch.full((len(new),), group.clock, dtype=torch.int32),
+            "states": torch.zeros(len(new), width),
+        }
+        if scored:
+            batch["scores"] = torch.ones(len(new), dtype=torch.int64)
+        group.reserve(table, min(group.sizes()[table] + len(new), target.capacity))
+        lost += target.restore(batch, exact=False)
+    group.fill_frames(table)
+    return lost
+
+
+class RowsById:
+    """What a group of hash tables gives and takes by id; a part of its lookup."""
+
+    _group: TableGroup
+    _shards: dict[str, TableShard]
+    _index: dict[str, int]
+    _dense: dict[str, DenseRows]
+    _feature_tables: tuple[int, ...]
+
+    def ids(self, key: str, batch: int) -> Iterator[Tensor]:
+        if key in self._dense:
+            shard = self._shards[key]
+            rows = torch.arange(shard.row_offset, shard.row_offset + shard.capacity)
+            return iter(rows.split(batch))
+        return table_ids(self._group, self._index[key], batch)
+
+    def rows_of(self, key: str, ids: Tensor) -> Tensor:
+        if key in self._dense:
+            weight = self._dense[key].read(states=False)["weight"]
+            return weight[(ids - self._shards[key].row_offset).to(weight.device)].cpu()
+        feature = self._feature_tables.index(self._index[key])
+        return rows_of(self._group, self._index[key], feature, ids)
+
+    def put_rows(
+        self, key: str, batches: Iterable[tuple[Tensor, Tensor]], owners: tuple[int, int]
+    ) -> int:
+        shard = self._shards[key]
+        if key in self._dense:
+            weight = self._dense[key].read(states=False)["weight"]
+            put_row_numbers(weight, batches, shard.row_offset, shard.column_offset)
+            return 0
+        feature = self._feature_tables.index(self._index[key])
+        return put_rows(self._group, self._index[key], feature, batches, owners)

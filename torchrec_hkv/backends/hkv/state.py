@@ -1,0 +1,223 @@
+"""What a ``state_dict`` holds of a hash table: tensors that have the same sizes over any ranks.
+
+A shard's tensors have a place for every slot, and some more: places of all shards add up to a
+number that follows from ``num_embeddings`` alone. So ``torch.distributed.checkpoint`` loads them at
+any number of ranks; a rank then has places whose ids belong to others
+(``sharding/state_exchange.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.backends.hkv.counts import CountsLoad, counts_spec, export_counts
+from torchrec_hkv.backends.optimizers import hash_table_optimizer
+from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
+from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.hash_table import TableGroup, TableState
+from torchrec_hkv.hash_table.admission import Admission
+from torchrec_hkv.hash_table.file_tables import Target
+from torchrec_hkv.hash_table.manifest import OWNERS
+from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.hash_table.state_columns import StateColumns
+
+_FORMAT = 1
+#: What is said of the whole table: format, layout of states, updates and clock.
+HEAD = "table_state"
+_ROW_STATES = "optimizer_row_states"
+# More places than rows: what a capacity is rounded up by, for shards of any size on any ranks.
+_MORE_PLACES = 4096
+
+
+def _state_name(k: int) -> str:
+    return f"optimizer_states_{k}"
+
+
+def state_columns(optimizer: OptimizerSpec | None) -> tuple[StateColumns, int]:
+    """What the states of a row are, and the number of that."""
+    made = hash_table_optimizer(optimizer)
+    layout = 0 if made is None else made.config().layout
+    return StateColumns.of_layout(layout), layout
+
+
+def _places(shard: TableShard) -> int:
+    rows = shard.num_embeddings
+    total = rows + rows // 32 + _MORE_PLACES
+
+    def at(row: int) -> int:
+        return row * total // rows
+
+    return at(shard.row_offset + shard.capacity) - at(shard.row_offset)
+
+
+def state_spec(
+    shard: TableShard,
+    optimizer: OptimizerSpec | None,
+    slots: int,
+    keeps_scores: bool,
+    admission: Admission | None,
+) -> dict[str, TensorSpec]:
+    """The tensors of a shard. Those of whole entries are with the shards of the first column, and
+    what is said of the table with the first of them.
+
+    Raises:
+        ValueError: the table is spread over so many ranks that places don't suffice.
+    """
+    places = _places(shard)
+    if places < slots:
+        raise ValueError(
+            f"table '{shard.name}': a shard has {slots} slots, but {places} places in a state_dict;"
+            " spread its rows over fewer ranks."
+        )
+    spec = {"weight": TensorSpec((places, shard.dim), shard.dtype)}
+    states, _ = state_columns(optimizer)
+    for k in range(states.of_columns):
+        spec[_state_name(k)] = TensorSpec((places, shard.dim), torch.float32)
+    if states.of_rows:
+        spec[_ROW_STATES] = TensorSpec((places, states.of_rows), torch.float32)
+    if shard.column_offset == 0:
+        spec["ids"] = TensorSpec((places,), torch.int64)
+        spec["occupied"] = TensorSpec((places,), torch.bool)
+        spec["last_steps"] = TensorSpec((places,), torch.int32)
+        if keeps_scores:
+            spec["scores"] = TensorSpec((places,), torch.int64)
+        spec |= counts_spec(shard, admission)
+        if shard.row_offset == 0:
+            spec[HEAD] = TensorSpec((4,), torch.int64)
+    return spec
+
+
+def export_state(
+    group: TableGroup, table: int, shard: TableShard, spec: Mapping[str, TensorSpec]
+) -> dict[str, Tensor]:
+    """A copy of a table, as :func:`state_spec` says."""
+    state = group.export_table(table)
+    states = StateColumns.of_layout(group.state_layout)
+    parts = {
+        "weight": state.rows,
+        "ids": state.ids,
+        "occupied": state.occupied,
+        "last_steps": state.last_steps,
+        "scores": state.scores,
+        _ROW_STATES: state.states[:, states.of_columns * shard.dim :][:, : states.of_rows],
+    }
+    for k in range(states.of_columns):
+        parts[_state_name(k)] = state.states[:, k * shard.dim : (k + 1) * shard.dim]
+    exported = {}
+    for name, wanted in spec.items():
+        if name == HEAD:
+            step = int(state.optimizer_step)
+            exported[name] = torch.tensor([_FORMAT, group.state_layout, step, group.clock])
+            continue
+        if name.startswith(COUNTS):
+            exported[name] = export_counts(group, table, wanted)
+            continue
+        part = parts[name]
+        exported[name] = torch.zeros(wanted.shape, dtype=wanted.dtype, device=part.device)
+        exported[name][: part.shape[0]] = part
+    return exported
+
+
+class StateLoad(EntriesLoad):
+    """Fills a table from such tensors.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        shard: that it is.
+        owners: first owner bucket of the ids that the table is asked for, and the one past the
+            last.
+    """
+
+    def __init__(
+        self, group: TableGroup, table: int, shard: TableShard, owners: tuple[int, int]
+    ) -> None:
+        self._group, self._table, self._shard, self._owners = group, table, shard, owners
+        self._states = StateColumns.of_layout(group.state_layout)
+        *_, self._width, self._scored, _, _ = _C.table_layout(group.handle, table)
+        self._given = self._lost = 0
+        self._counts = CountsLoad(group, table, owners)
+
+    def check(self, table_state: Tensor) -> None:
+        _, layout, *_ = table_state.tolist()
+        if layout != self._group.state_layout:
+            raise ValueError(
+                f"table '{self._shard.name}': the state to load has optimizer states of layout "
+                f"{layout}, but those of {self._group.optimizer} have layout "
+                f"{self._group.state_layout}: load it with the optimizer it was trained with."
+            )
+
+    def load_same(self, table_state: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        slots = self._group.full_slots(self._table)
+        cut = {name: tensor[:slots] for name, tensor in tensors.items()}
+        step = table_state[2:3].clone()
+        state = TableState(
+            occupied=cut["occupied"].contiguous(),
+            ids=cut["ids"].contiguous(),
+            rows=cut["weight"].contiguous(),
+            states=self._joined(cut, slots),
+            last_steps=cut["last_steps"].contiguous(),
+            scores=cut["scores"].contiguous() if self._scored else torch.empty(0).long(),
+            optimizer_step=step,
+        )
+        self._group.load_table(self._table, state)
+        self._group.set_clock(max(self._group.clock, int(table_state[3])))
+        if self._counts.name in tensors:
+            self._counts.load_same(tensors[self._counts.name])
+
+    def begin(self, table_state: Tensor) -> None:
+        self._group.clear_table(self._table)
+        self._group.set_clock(max(self._group.clock, int(table_state[3])))
+        self._step = int(table_state[2])
+        # Whoever loads has no more than this to give.
+        self._target = Target(self._group, self._table, 1 << 20)
+
+    def put(self, entries: Mapping[str, Tensor]) -> None:
+        owner = owner_rank(entries["ids"], OWNERS)
+        mine = ((owner >= self._owners[0]) & (owner < self._owners[1])).nonzero().flatten()
+        if mine.numel() == 0:
+            return
+        cut = {name: tensor[mine] for name, tensor in entries.items()}
+        n = mine.numel()
+        batch = {
+            "ids": cut["ids"],
+            "rows": cut["weight"].contiguous(),
+            "last_steps": cut["last_steps"],
+            "states": self._joined(cut, n),
+        }
+        if self._scored:
+            batch["scores"] = cut["scores"]
+        self._given += n
+        self._group.reserve(self._table, min(self._given, self._target.capacity))
+        self._lost += self._target.restore(batch, exact=False)
+
+    def put_counts(self, name: str, first: int, part: Tensor) -> None:
+        if name == self._counts.name:
+            self._counts.put(first, part)
+
+    def finish(self) -> None:
+        if self._lost:
+            self._group.clear_table(self._table)
+            raise ValueError(
+                f"table '{self._shard.name}': {self._lost} entries of the state to load found no "
+                "place: give it a larger num_embeddings, or use torchrec_hkv.checkpoint.load with "
+                "allow_loss=True."
+            )
+        self._group.optimizer_steps[self._table] = self._step
+        self._group.fill_frames(self._table)
+        self._counts.finish()
+
+    def _joined(self, tensors: Mapping[str, Tensor], n: int) -> Tensor:
+        dim = self._shard.dim
+        device = tensors["weight"].device
+        states = torch.zeros(n, self._width, device=device)
+        for k in range(self._states.of_columns):
+            states[:, k * dim : (k + 1) * dim] = tensors[_state_name(k)]
+        if self._states.of_rows:
+            at = self._states.of_columns * dim
+            states[:, at : at + self._states.of_rows] = tensors[_ROW_STATES]
+        return states

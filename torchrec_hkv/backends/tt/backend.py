@@ -1,0 +1,152 @@
+"""Tensor-Train tables, as sharding, planner and checkpoint know them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torchrec.distributed.types import ShardingType
+
+from torchrec_hkv.backends.calibration import CalibrationCase
+from torchrec_hkv.backends.protocol import (
+    Backend,
+    BackendOptions,
+    OptimizerSpec,
+    StorageBytes,
+    TableShard,
+    TensorSpec,
+)
+from torchrec_hkv.backends.tt.cost import tt_cases, tt_scratch, tt_work
+from torchrec_hkv.backends.tt.lookup import TTLookup
+from torchrec_hkv.backends.tt.options import TTOptions
+from torchrec_hkv.backends.tt.table import head_bytes, optimizer_of, options_of, shape_of, state_of
+from torchrec_hkv.backends.workload import Work, Workload
+from torchrec_hkv.tensor_train import TTGroup
+from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MOST_RANK_ON_CUDA = 256
+
+
+class TTBackend(Backend):
+    """Tensor-Train tables as a backend."""
+
+    name: ClassVar[str] = "tt"
+    options_type: ClassVar[type[BackendOptions]] = TTOptions
+    sharding_types: ClassVar[tuple[str, ...]] = (
+        ShardingType.TABLE_WISE.value,
+        ShardingType.DATA_PARALLEL.value,
+    )
+    routing: ClassVar[Literal["hashed", "block"]] = "block"
+
+    def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
+        shape = shape_of(shard)
+        if shard.capacity != shard.num_embeddings or shard.dim != shard.embedding_dim:
+            raise ValueError(
+                f"table '{shard.name}': a shard has {shard.capacity} of {shard.num_embeddings} "
+                f"rows and {shard.dim} of {shard.embedding_dim} columns, but backend 'tt' takes "
+                "whole tables."
+            )
+        if shard.dtype not in _DTYPES:
+            raise ValueError(
+                f"table '{shard.name}': data type is {shard.dtype}, but backend 'tt' takes "
+                "torch.float32 and torch.bfloat16."
+            )
+        low, high = shard.init_range
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ValueError(
+                f"table '{shard.name}': weight_init_min is {low} and weight_init_max is {high}, "
+                "but both must be finite and the first must not be larger."
+            )
+        if low + high != 0 and min(shape.ranks) < 2:
+            raise ValueError(
+                f"table '{shard.name}': weight_init_min is {low} and weight_init_max is {high}, "
+                f"whose mean is not 0, but ranks are {list(shape.ranks)}: a mean takes ranks of at "
+                "least 2."
+            )
+        if options_of(shard).precision != "fp32" and device_type != "cuda":
+            raise ValueError(
+                f"table '{shard.name}': precision is {options_of(shard).precision!r}, but on "
+                f"{device_type!r} it must be 'fp32'."
+            )
+        if device_type == "cuda" and max(shape.ranks[-2:]) > _MOST_RANK_ON_CUDA:
+            raise ValueError(
+                f"table '{shard.name}': ranks are {list(shape.ranks)}, but on a GPU those beside "
+                f"the last two cores must be at most {_MOST_RANK_ON_CUDA}."
+            )
+        try:
+            made = optimizer_of(optimizer)
+        except ValueError as error:
+            raise ValueError(f"table '{shard.name}': {error}") from None
+        TTGroup([shape], None, made, [shard.name])  # refuses slices that are too large
+        cache = options_of(shard).cache
+        if cache is None:
+            return
+        if cache.rows > shard.num_embeddings:
+            raise ValueError(
+                f"table '{shard.name}': cache_size is {cache.rows}, but the table has "
+                f"{shard.num_embeddings} rows."
+            )
+        try:
+            check_hot_row_optimizer(made)
+        except ValueError as error:
+            raise ValueError(f"table '{shard.name}': {error}") from None
+
+    def storage(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
+    ) -> StorageBytes:
+        shape, made = shape_of(shard), optimizer_of(optimizer)
+        on_gpu = device_type == "cuda"
+        count = shape.num_elements * shard.dtype.itemsize
+        if made is not None or on_gpu:
+            count += 4 * shape.num_elements  # the gradient of all cores
+        if made is not None:
+            for k in range(shape.num_cores):
+                count += 4 * shape.p[k] * made.state_width(shape.slice_size(k))
+        if on_gpu:
+            count += head_bytes(shape)
+        if (cache := options_of(shard).cache) is not None:
+            count += cache.num_bytes(shape, made)
+        return StorageBytes(hbm=count if on_gpu else 0, host=0 if on_gpu else count)
+
+    def scratch(
+        self, shard: TableShard, load: Workload, device_type: str, replicated: bool
+    ) -> StorageBytes:
+        scaled = shard.pooling == "mean"
+        count = tt_scratch(shape_of(shard), load, device_type, scaled, replicated)
+        return StorageBytes(hbm=count, host=0) if device_type == "cuda" else StorageBytes(0, count)
+
+    def lookup_bandwidth(self, device_type: str, hbm_bw: float, host_bw: float) -> float:
+        # A row costs arithmetic, not traffic: on a GPU about six times a row's bytes, on a CPU,
+        # where some thousand operations make a value of a row, a hundred times.
+        return hbm_bw / 6 if device_type == "cuda" else host_bw / 100
+
+    def work(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        load: Workload,
+        device_type: str,
+    ) -> Work:
+        return tt_work(shape_of(shard), load, device_type)
+
+    def calibration_cases(self, device_type: str) -> list[CalibrationCase]:
+        return tt_cases(TTOptions, device_type)
+
+    def state_spec(
+        self, shard: TableShard, optimizer: OptimizerSpec | None
+    ) -> dict[str, TensorSpec]:
+        return state_of(shard, optimizer)
+
+    def create_lookup(
+        self,
+        shards: Sequence[TableShard],
+        feature_tables: Sequence[int],
+        optimizer: OptimizerSpec | None,
+        device: torch.device,
+    ) -> TTLookup:
+        for shard in shards:
+            self.check(shard, optimizer, device.type)
+        return TTLookup(shards, feature_tables, optimizer, device)

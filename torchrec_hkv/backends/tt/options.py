@@ -1,0 +1,136 @@
+"""Options of Tensor-Train tables as the planner's constraints give them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+from torchrec_hkv.backends.protocol import BackendOptions
+from torchrec_hkv.backends.tt.caches import CacheSize
+from torchrec_hkv.tensor_train import (
+    Precision,
+    TTDistribution,
+    TTShape,
+    check_precision,
+    make_shape,
+)
+
+_DEFAULT_RANK = 32
+_SIZES = ("ranks", "compression_ratio", "max_bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class TTOptions(BackendOptions):
+    """Options of a ``tt`` table. Ids are row numbers, 0 to ``num_embeddings - 1``.
+
+    Attributes:
+        ranks: between neighbouring cores; one number for all is lowered where a table has no use
+            for it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32.
+        compression_ratio: the cores are at least so many times smaller than the table in elements.
+        max_bytes: the cores take at most so many bytes.
+        p: row factors, of a product not below ``num_embeddings``; None: balanced ones.
+        q: column factors, of the product ``embedding_dim``; None: balanced ones.
+        num_cores: 2, 3 or 4; None: as factors or ranks say, else 3.
+        weight_dist: distribution of the initial cores, see
+            :func:`torchrec_hkv.tensor_train.initial_cores`. Entries of the table have the mean and
+            variance of the uniform distribution between the config's ``weight_init_min`` and
+            ``weight_init_max``.
+        seed: of the initial cores, mixed with the table's name; any int64.
+        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
+            :class:`torchrec_hkv.tensor_train.TTGroup`. Tables that are looked up together are all
+            in ``"fp32"`` where one of them asks for it.
+        strict: ids outside of the table are refused on a GPU too, as a CPU always does; otherwise
+            they are counted there, with rows of zeros. A step waits for the GPU then. Tables that
+            are looked up together are all strict where one of them is.
+        cache_size: rows of the most frequent ids that are kept decompressed, and trained as rows
+            (docs/tensor_train.md); 0: none. On a GPU lookups of tables with a cache wait for it.
+        cache_counted_ids: ids whose frequencies are known at a time; None: four times the cache.
+        cache_populate_every: training forwards from one choice of these rows to the next; None:
+            only by :func:`torchrec_hkv.sharding.populate_caches`.
+    """
+
+    ranks: int | tuple[int, ...] | None = None
+    compression_ratio: float | None = None
+    max_bytes: int | None = None
+    p: tuple[int, ...] | None = None
+    q: tuple[int, ...] | None = None
+    num_cores: int | None = None
+    weight_dist: TTDistribution = "approx-normal"
+    seed: int = 0
+    precision: Precision = "fp32"
+    strict: bool = False
+    cache_size: int = 0
+    cache_counted_ids: int | None = None
+    cache_populate_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "p", "q"):
+            value = getattr(self, name)
+            if isinstance(value, list):  # TorchRec hashes options
+                object.__setattr__(self, name, tuple(value))
+        if self.weight_dist not in get_args(TTDistribution):
+            raise ValueError(
+                f"TTOptions: weight_dist is {self.weight_dist!r}, but must be one of "
+                f"{', '.join(map(repr, get_args(TTDistribution)))}."
+            )
+        check_precision(self.precision)
+        if not isinstance(self.strict, bool):
+            raise ValueError(f"TTOptions: strict is {self.strict!r}, but must be True or False.")
+        given = [name for name in _SIZES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"TTOptions: {' and '.join(given)} were given, but at most one of them can be."
+            )
+        if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(
+                f"TTOptions: seed is {self.seed!r}, but must be an integer from -2^63 to 2^63 - 1."
+            )
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        if not isinstance(self.cache_size, int) or self.cache_size < 0:
+            raise ValueError(
+                f"TTOptions: cache_size is {self.cache_size!r}, but must be an integer of at "
+                "least 0."
+            )
+        for name, least in (("cache_counted_ids", self.cache_size), ("cache_populate_every", 1)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not self.cache_size:
+                raise ValueError(
+                    f"TTOptions: {name} is {value!r}, but cache_size is 0: give a cache_size or "
+                    "leave it out."
+                )
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"TTOptions: {name} is {value!r}, but must be an integer of at least {least}."
+                )
+
+    @property
+    def cache(self) -> CacheSize | None:
+        """The cache; None without one."""
+        if not self.cache_size:
+            return None
+        counted = self.cache_counted_ids or 4 * self.cache_size
+        return CacheSize(self.cache_size, counted, self.cache_populate_every)
+
+    def shape(self, num_embeddings: int, embedding_dim: int, element_size: int = 4) -> TTShape:
+        """The shape of a table with these options.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: the options do not fit the table.
+        """
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        if all(value is None for value in sizes.values()):
+            sizes["ranks"] = _DEFAULT_RANK
+        return make_shape(
+            num_embeddings,
+            embedding_dim,
+            num_cores=self.num_cores,
+            p=self.p,
+            q=self.q,
+            element_size=element_size,
+            **sizes,
+        )
