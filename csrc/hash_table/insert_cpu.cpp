@@ -141,7 +141,8 @@ class Placing {
     victims_.prefetch(it.table, it.choice);
   }
 
-  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it; else kNoSlot.
+  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it;
+  // else kNoSlot.
   int64_t look_ahead(const Missing& it, Reach& farthest) {
     const TableView& table = tables_[it.table];
     const uint64_t free_first = free_positions(table, it.choice.first);
@@ -207,8 +208,8 @@ class Placing {
     if (free != kNoSlot) return Place{free, false, false};
     const bool holds = seen != kNoSlot && table.last_steps[seen] < visit_.pinned_from();
     const int64_t victim = holds ? seen : victims_.lowest(it.table, it.choice);
-    const bool outranked = placement_.refuse_lower && victim != kNoSlot &&
-                           own_score < rank_of(table, victim).score;
+    const bool outranked =
+        placement_.refuse_lower && victim != kNoSlot && own_score < rank_of(table, victim).score;
     return Place{outranked ? kNoSlot : victim, true, outranked};
   }
 

@@ -16,7 +16,17 @@ struct Victim {
   Rank rank;
 };
 
-constexpr Victim kNoVictim{kNoSlot, {UINT64_MAX, UINT32_MAX}};
+// The slots of a bucket's lowest rank.
+struct Lowest {
+  uint64_t positions;  // a bit each; none: all are pinned
+  Rank rank;
+
+  Victim first(int64_t base) const {
+    return Victim{positions == 0 ? kNoSlot : base + __builtin_ctzll(positions), rank};
+  }
+};
+
+constexpr Lowest kAllPinned{0, {UINT64_MAX, UINT32_MAX}};
 
 // Eight slots' last steps and scores, in GCC's and Clang's vector extension. Where a lane's
 // condition holds, the comparison that tells so has all bits there.
@@ -63,9 +73,9 @@ inline uint32_t lowest_step(const uint32_t* steps, int32_t n, int32_t but) {
   return step;
 }
 
-// The first slot of the lowest rank in a full bucket, `but` aside: a position, or -1. Pinned slots
-// do not take part. No branches on ranks: they are not to be foreseen.
-inline Victim lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t pinned_from,
+// The slots of the lowest rank in a full bucket, `but` aside: a position, or -1. Pinned slots do
+// not take part. No branches on ranks: they are not to be foreseen.
+inline Lowest lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t pinned_from,
                              int32_t but = -1) {
   const int64_t base = first_slot_of(table, bucket);
   const int32_t n = table.bucket_slots;
@@ -73,8 +83,8 @@ inline Victim lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t p
   const uint64_t allowed = but < 0 ? ~uint64_t{0} : ~(uint64_t{1} << but);
   if (table.scores == nullptr) {
     const uint32_t step = lowest_step(steps, n, but);
-    if (step >= pinned_from) return kNoVictim;
-    return Victim{base + __builtin_ctzll(match_steps(steps, n, step) & allowed), {step, step}};
+    if (step >= pinned_from) return kAllPinned;
+    return Lowest{match_steps(steps, n, step) & allowed, {step, step}};
   }
   const uint64_t* const scores = table.scores + base;
   ScoreLanes lows = ~ScoreLanes{};
@@ -100,8 +110,8 @@ inline Victim lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t p
     others[p] = in ? steps[p] : UINT32_MAX;
   }
   const uint32_t step = lowest_step(others, n, -1);
-  if (step == UINT32_MAX) return kNoVictim;
-  return Victim{base + __builtin_ctzll(match_steps(others, n, step)), {low, step}};
+  if (step == UINT32_MAX) return kAllPinned;
+  return Lowest{match_steps(others, n, step), {low, step}};
 }
 
 // Which of two buckets' victims goes: among equals the first bucket's.
@@ -113,11 +123,13 @@ inline Victim lower_rank(const Victim& first, const Victim& second) {
                  static_cast<uint32_t>(select(other, b.last_step, a.last_step))}};
 }
 
-// The same in two full buckets.
+// The first slot of the lowest rank in two full buckets.
 inline Victim lowest_rank(const TableView& table, const BucketChoice& choice,
                           uint32_t pinned_from) {
-  return lower_rank(lowest_rank_in(table, choice.first, pinned_from),
-                    lowest_rank_in(table, choice.second, pinned_from));
+  const auto in = [&](uint32_t bucket) {
+    return lowest_rank_in(table, bucket, pinned_from).first(first_slot_of(table, bucket));
+  };
+  return lower_rank(in(choice.first), in(choice.second));
 }
 
 inline void prefetch_ranks(const TableView& table, uint32_t bucket) {

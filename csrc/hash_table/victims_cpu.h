@@ -3,11 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cstdint>
 #include <vector>
 
-#include "common/select.h"
 #include "hash_table/bucket_cpu.h"
 #include "hash_table/lowest_rank_cpu.h"
 #include "hash_table/table_view.h"
@@ -15,9 +13,10 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 // While the missing ids of a call are placed, slots only leave the list of those that may go: what
-// is placed is pinned. So who is next in a bucket stays that until it goes, and is kept: two
-// buckets are compared without their ranks, of which each has four lines or more. Where there are
-// more buckets than missing ids nothing is kept, as few are come by twice.
+// is placed is pinned. So the slots of a bucket's lowest rank go one after the other, and are kept:
+// two buckets are compared without their ranks, of which each has four lines or more, and these are
+// read anew only when all slots of the lowest rank have gone. Where there are more buckets than
+// missing ids nothing is kept, as few are come by twice.
 //
 // Of one bucket, one thread at a time may ask who leaves, or say that it has; any may prefetch.
 class Victims {
@@ -47,73 +46,83 @@ class Victims {
   void leaves(int32_t t, int64_t slot) {
     if (kept_.empty()) return;
     const auto slots = static_cast<uint64_t>(tables_[t].bucket_slots);
-    const auto at = static_cast<uint64_t>(slot);
-    look(t, static_cast<uint32_t>(at / slots), static_cast<int32_t>(at % slots));
+    const auto bucket = static_cast<uint32_t>(static_cast<uint64_t>(slot) / slots);
+    const auto position = static_cast<int32_t>(static_cast<uint64_t>(slot) % slots);
+    const Kept kept = load(t, bucket);
+    const uint64_t others = kept.positions & ~(uint64_t{1} << position);
+    if (others != 0) {
+      store(t, bucket, Kept{others, kept.last_step, true});
+    } else {
+      look(t, bucket, position);
+    }
   }
 
   // What lowest() and leaves() will read.
   void prefetch(int32_t t, const BucketChoice& choice) const {
     const TableView& table = tables_[t];
-    Next first, second;
-    if (!kept_.empty()) {
-      first = kept(t, choice.first);
-      second = kept(t, choice.second);
-    }
-    if (first.known & second.known) {
-      const bool other =
-          victim(table, choice.second, second).rank < victim(table, choice.first, first).rank;
-      prefetch_ranks(table, static_cast<uint32_t>(select(other, choice.second, choice.first)));
+    if (kept_.empty()) {
+      prefetch_ranks(table, choice.first);
+      prefetch_ranks(table, choice.second);
       return;
     }
-    if (!first.known) prefetch_ranks(table, choice.first);
-    if (!second.known) prefetch_ranks(table, choice.second);
+    for (const uint32_t bucket : {choice.first, choice.second}) {
+      const Kept kept = load(t, bucket);
+      // Of several positions one goes, and the rank of the next is known.
+      if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, bucket);
+    }
   }
 
  private:
-  struct alignas(8) Next {
-    uint32_t last_step = 0;
-    uint8_t position = 0;
-    bool known = false;
-    bool none = false;  // all are pinned
-    uint8_t unused = 0;
+  struct Kept {
+    uint64_t positions;
+    uint32_t last_step;
+    bool known;
   };
 
-  static Victim victim(const TableView& table, uint32_t bucket, const Next& next) {
-    if (next.none) return kNoVictim;
-    const int64_t slot = first_slot_of(table, bucket) + next.position;
-    const uint64_t score = table.scores != nullptr ? table.scores[slot] : next.last_step;
-    return Victim{slot, {score, next.last_step}};
-  }
-
   Victim lowest_in(int32_t t, uint32_t bucket) {
-    const Next next = kept(t, bucket);
-    return next.known ? victim(tables_[t], bucket, next) : look(t, bucket);
+    const TableView& table = tables_[t];
+    Kept kept = load(t, bucket);
+    if (!kept.known) kept = look(t, bucket, -1);
+    const int64_t base = first_slot_of(table, bucket);
+    Lowest lowest{kept.positions, {kept.last_step, kept.last_step}};
+    if (table.scores != nullptr && kept.positions != 0) {
+      lowest.rank.score = table.scores[base + __builtin_ctzll(kept.positions)];
+    }
+    if (kept.positions == 0) lowest = kAllPinned;
+    return lowest.first(base);
   }
 
-  Victim look(int32_t t, uint32_t bucket, int32_t but = -1) {
-    const TableView& table = tables_[t];
-    const Victim next = lowest_rank_in(table, bucket, pinned_from_, but);
-    const bool none = next.slot == kNoSlot;
-    const auto position = none ? 0 : static_cast<uint8_t>(next.slot - first_slot_of(table, bucket));
-    keep(t, bucket, Next{next.rank.last_step, static_cast<uint8_t>(position), true, none});
-    return next;
+  Kept look(int32_t t, uint32_t bucket, int32_t but) {
+    const Lowest lowest = lowest_rank_in(tables_[t], bucket, pinned_from_, but);
+    const Kept kept{lowest.positions, lowest.rank.last_step, true};
+    store(t, bucket, kept);
+    return kept;
   }
 
   // Atomic, since a prefetch reads what another thread may be writing.
-  Next kept(int32_t t, uint32_t bucket) const {
-    const std::atomic_ref<uint64_t> at(kept_[starts_[t] + bucket]);
-    return std::bit_cast<Next>(at.load(std::memory_order_relaxed));
+  Kept load(int32_t t, uint32_t bucket) const {
+    const Words& words = kept_[starts_[t] + bucket];
+    const uint64_t positions = std::atomic_ref(words.positions).load(std::memory_order_relaxed);
+    const uint64_t step = std::atomic_ref(words.step).load(std::memory_order_relaxed);
+    return Kept{positions, static_cast<uint32_t>(step), step >> 32 != 0};
   }
 
-  void keep(int32_t t, uint32_t bucket, const Next& next) {
-    const std::atomic_ref<uint64_t> at(kept_[starts_[t] + bucket]);
-    at.store(std::bit_cast<uint64_t>(next), std::memory_order_relaxed);
+  void store(int32_t t, uint32_t bucket, const Kept& kept) {
+    Words& words = kept_[starts_[t] + bucket];
+    const uint64_t step = kept.last_step | static_cast<uint64_t>(kept.known) << 32;
+    std::atomic_ref(words.positions).store(kept.positions, std::memory_order_relaxed);
+    std::atomic_ref(words.step).store(step, std::memory_order_relaxed);
   }
+
+  struct Words {
+    mutable uint64_t positions = 0;
+    mutable uint64_t step = 0;  // and above it whether anything is known
+  };
 
   const TableView* tables_;
   uint32_t pinned_from_;
-  std::vector<int64_t> starts_;         // of each table's buckets
-  mutable std::vector<uint64_t> kept_;  // Next of each bucket; empty: not kept
+  std::vector<int64_t> starts_;  // of each table's buckets
+  std::vector<Words> kept_;      // of each bucket; empty: nothing is kept
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu
