@@ -1,8 +1,11 @@
 #include "hash_table/find_cpu.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "common/parallel.h"
+#include "common/select.h"
+#include "common/stream.h"
 #include "hash_table/bucket_cpu.h"
 #include "hash_table/kernels.h"
 
@@ -10,82 +13,139 @@ namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
 // An id goes through four steps, each kAhead ids behind the one before, so that what a step reads
-// has arrived in the cache when it is the id's turn.
-constexpr int kAhead = 8;
-constexpr int kInFlight = 32;  // a power of two, at least 3 * kAhead + 1
+// has arrived in the cache when it is the id's turn. Whether an id is there, and in which bucket,
+// is not to be foreseen: no step branches on it. What an id has no use for reads and writes `idle`.
+constexpr int kAhead = 12;
+constexpr int kInFlight = 64;  // a power of two, at least 3 * kAhead + 1
 
 struct InFlight {
   BucketChoice choice;
-  uint64_t mask;  // the digest's matches in the bucket that is looked at
-  bool in_second;
+  uint32_t bucket;  // the one that may hold it
+  uint64_t mask;    // the digest's matches there
 };
 
-// Where a table's match is likely to be: nearly always the first that the digest gives.
 template <bool kTouch>
-void prefetch_match(const TableView& table, uint32_t bucket, uint64_t mask) {
-  const int64_t slot = first_slot_of(table, bucket) + __builtin_ctzll(mask);
-  __builtin_prefetch(&table.ids[slot]);
-  if (kTouch) {
-    __builtin_prefetch(&table.last_steps[slot], 1);
-    if (table.scores != nullptr) __builtin_prefetch(&table.scores[slot], 1);
-  }
-}
+class Finder {
+ public:
+  // Of the ids at positions [begin, end), all of one table.
+  Finder(const TableView& table, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit,
+         int64_t* slots, bool* found_at)
+      : table_(table),
+        ids_(ids),
+        begin_(begin),
+        end_(end),
+        visit_(visit),
+        slots_(slots),
+        found_at_(found_at),
+        now_(kTouch ? visit.now() : 0) {}
 
-int64_t check_matches(const TableView& table, int64_t id, uint32_t bucket, uint64_t mask) {
-  const int64_t base = first_slot_of(table, bucket);
-  for (; mask != 0; mask &= mask - 1) {
-    const int64_t slot = base + __builtin_ctzll(mask);
-    if (table.ids[slot] == id) return slot;
+  // Returns how many it found.
+  int64_t run() {
+    int64_t at = begin_;
+    const int64_t filled = std::min(end_, begin_ + 3 * kAhead);
+    for (; at < filled; ++at) steps<true>(at);
+    for (; at < end_; ++at) steps<false>(at);
+    for (; at < end_ + 3 * kAhead; ++at) steps<true>(at);
+    return found_;
   }
-  return kNoSlot;
-}
 
-// Finds the ids at positions [begin, end), all of one table; touches what it finds. Returns the
-// number found.
-template <bool kTouch>
-int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
-                   const Visit& visit, int64_t* slots, bool* found_at) {
-  int64_t found = 0;
-  InFlight flying[kInFlight];
-  for (int64_t at = begin; at < end + 3 * kAhead; ++at) {
-    if (at < end) {  // the first bucket's line
-      InFlight& it = flying[at % kInFlight];
-      it.choice = choose_buckets(ids[at], table.num_buckets);
-      prefetch_line(table, it.choice.first);
+ private:
+  // kEnds: near an end of the range, where not every step has an id.
+  template <bool kEnds>
+  void steps(int64_t at) {
+    const auto has = [&](int64_t position) {
+      return !kEnds || (position >= begin_ && position < end_);
+    };
+    if (has(at)) choose(at);
+    if (has(at - kAhead)) look_in_first(at - kAhead);
+    if (has(at - 2 * kAhead)) look_in_bucket(at - 2 * kAhead);
+    if (has(at - 3 * kAhead)) finish(at - 3 * kAhead);
+  }
+
+  InFlight& flying(int64_t at) { return flying_[static_cast<uint64_t>(at) % kInFlight]; }
+
+  void choose(int64_t at) {
+    InFlight& it = flying(at);
+    it.choice = choose_buckets(ids_[at], table_.num_buckets);
+    prefetch_line(table_, it.choice.first);
+  }
+
+  // Without a match there it can only be in its second bucket.
+  void look_in_first(int64_t at) {
+    InFlight& it = flying(at);
+    const uint64_t mask = match_digests(digest_line(table_, it.choice.first), it.choice.digest);
+    const bool maybe = mask != 0;
+    it.bucket = static_cast<uint32_t>(select(maybe, it.choice.first, it.choice.second));
+    const int64_t slot = first_slot_of(table_, it.choice.first) + lowest_bit(mask);
+    const auto* const second = reinterpret_cast<const char*>(digest_line(table_, it.choice.second));
+    __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second));
+    if (kTouch) {
+      __builtin_prefetch(select(maybe, bytes(&table_.last_steps[slot]), second + kLineBytes), 1);
+    } else {
+      __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second + kLineBytes));
     }
-    if (const int64_t then = at - kAhead; then >= begin && then < end) {  // its match
-      InFlight& it = flying[then % kInFlight];
-      it.mask = match_digests(digest_line(table, it.choice.first), it.choice.digest);
-      it.in_second = it.mask == 0;
-      if (it.in_second) {
-        prefetch_line(table, it.choice.second);
+  }
+
+  void look_in_bucket(int64_t at) {
+    InFlight& it = flying(at);
+    it.mask = match_digests(digest_line(table_, it.bucket), it.choice.digest);
+    const bool maybe = it.mask != 0;
+    const int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
+    __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), bytes(&idle_id_)));
+    if (kTouch) {
+      __builtin_prefetch(select(maybe, bytes(&table_.last_steps[slot]), bytes(&idle_step_)), 1);
+      if (table_.scores != nullptr) {
+        __builtin_prefetch(select(maybe, bytes(&table_.scores[slot]), bytes(&idle_id_)), 1);
+      }
+    }
+  }
+
+  void finish(int64_t at) {
+    const InFlight& it = flying(at);
+    const int64_t id = ids_[at];
+    const bool maybe = it.mask != 0;
+    int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
+    const bool same = *select(maybe, &table_.ids[slot], &idle_id_) == id;
+    bool there = maybe & same;
+    if (maybe & !same) [[unlikely]] {  // another id's digest
+      slot = find_slot(table_, id, it.choice);
+      there = slot != kNoSlot;
+    }
+    slots_[at] = static_cast<int64_t>(select(there, table_.first_slot + slot, kNoSlot));
+    if (kTouch) {
+      if (found_at_ != nullptr) found_at_[at] = there;
+      if (table_.scores != nullptr) {
+        if (there) touch(table_, slot, visit_, visit_.given(at));
       } else {
-        prefetch_match<kTouch>(table, it.choice.first, it.mask);
+        touch_step(select(there, &table_.last_steps[slot], &idle_step_));
       }
     }
-    if (const int64_t then = at - 2 * kAhead; then >= begin && then < end) {  // the second's match
-      InFlight& it = flying[then % kInFlight];
-      if (it.in_second) {
-        it.mask = match_digests(digest_line(table, it.choice.second), it.choice.digest);
-        if (it.mask != 0) prefetch_match<kTouch>(table, it.choice.second, it.mask);
-      }
-    }
-    if (const int64_t then = at - 3 * kAhead; then >= begin && then < end) {  // the id
-      const InFlight& it = flying[then % kInFlight];
-      const int64_t id = ids[then];
-      const uint32_t bucket = it.in_second ? it.choice.second : it.choice.first;
-      int64_t slot = check_matches(table, id, bucket, it.mask);
-      if (slot == kNoSlot && !it.in_second) {
-        slot = find_in_bucket(table, id, it.choice.second, it.choice.digest);
-      }
-      slots[then] = slot == kNoSlot ? kNoSlot : table.first_slot + slot;
-      if (kTouch && slot != kNoSlot) touch(table, slot, visit, visit.given(then));
-      if (kTouch && found_at != nullptr) found_at[then] = slot != kNoSlot;
-      found += slot != kNoSlot;
-    }
+    found_ += there;
   }
-  return found;
-}
+
+  // Written only where that changes it: threads may touch one slot at once.
+  void touch_step(uint32_t* step) {
+    const bool done = std::atomic_ref<uint32_t>(*step).load(std::memory_order_relaxed) == now_;
+    std::atomic_ref<uint32_t>(*select(done, &idle_step_, step))
+        .store(now_, std::memory_order_relaxed);
+  }
+
+  static const char* bytes(const void* of) { return static_cast<const char*>(of); }
+
+  static int64_t lowest_bit(uint64_t mask) { return __builtin_ctzll(mask | uint64_t{1} << 63); }
+
+  const TableView& table_;
+  const int64_t* const ids_;
+  const int64_t begin_, end_;
+  const Visit& visit_;
+  int64_t* const slots_;
+  bool* const found_at_;
+  const uint32_t now_;
+  int64_t found_ = 0;
+  int64_t idle_id_ = 0;
+  uint32_t idle_step_ = 0;
+  InFlight flying_[kInFlight];
+};
 
 template <bool kTouch>
 void find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
@@ -96,7 +156,7 @@ void find_all(const TableView* tables, const Batch& batch, const Visit& visit, i
       if (stop <= begin) continue;
       const TableView& table = tables[batch.feature_tables[feature]];
       const int64_t found =
-          find_range<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at);
+          Finder<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at).run();
       if (kTouch) {
         count(table, kLookups, stop - begin);
         count(table, kMisses, stop - begin - found);

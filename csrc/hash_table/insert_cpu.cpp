@@ -15,6 +15,7 @@
 #include "hash_table/new_rows_cpu.h"
 #include "hash_table/place_cpu.h"
 #include "hash_table/row_matrix_cpu.h"
+#include "hash_table/victims_cpu.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
@@ -24,19 +25,6 @@ struct Place {
   bool evicts;
   bool outranked;  // there is none for so low a score
 };
-
-// `seen`: the lowest rank of the two buckets earlier in this call, or no slot. What has been
-// touched since then is pinned, so the slot is still the one to go if it has not been touched
-// itself.
-Place choose_place(const TableView& table, const BucketChoice& choice, const Visit& visit,
-                   bool refuse_lower, uint64_t own_score, uint64_t free_first, const Victim& seen) {
-  const int64_t free = free_slot(table, choice, free_first);
-  if (free != kNoSlot) return Place{free, false, false};
-  const bool holds = seen.slot != kNoSlot && table.last_steps[seen.slot] == seen.rank.last_step;
-  const Victim victim = holds ? seen : lowest_rank(table, choice, visit.pinned_from());
-  const bool outranked = refuse_lower && victim.slot != kNoSlot && own_score < victim.rank.score;
-  return Place{outranked ? kNoSlot : victim.slot, true, outranked};
-}
 
 // All but the row and the state, which come when all ids are placed.
 void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,
@@ -80,6 +68,7 @@ class Placing {
         slots_(slots),
         leavers_(leavers),
         highest_(batch, visit, slots),
+        victims_(tables, batch, missing.size(), visit.pinned_from()),
         done_(new std::atomic<bool>[missing.groups()]()) {}
 
   void run(int threads) {
@@ -131,7 +120,7 @@ class Placing {
     const int64_t n = missing_.end(group) - first;
     const bool more = following < missing_.groups();
     const int64_t next = more ? missing_.end(following) - missing_.begin(following) : 0;
-    Victim seen[MissingIds::kGroup];
+    int64_t seen[MissingIds::kGroup];
     Reach farthest = Reach::kFirst;
     for (int64_t i = 0; i < n + kAhead; ++i) {
       if (i < next) prefetch_buckets(missing_.begin(following)[i], reach);
@@ -149,21 +138,20 @@ class Placing {
     if (reach == Reach::kFirst) return;
     prefetch_line(table, it.choice.second);
     if (reach == Reach::kSecond) return;
-    prefetch_ranks(table, it.choice.first);
-    prefetch_ranks(table, it.choice.second);
+    victims_.prefetch(it.table, it.choice);
   }
 
-  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it.
-  Victim look_ahead(const Missing& it, Reach& farthest) const {
+  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it;
+  // else kNoSlot.
+  int64_t look_ahead(const Missing& it, Reach& farthest) {
     const TableView& table = tables_[it.table];
     const uint64_t free_first = free_positions(table, it.choice.first);
     const int64_t free = free_slot(table, it.choice, free_first);
     if (!takes_first(table, free_first)) {
       farthest = std::max(farthest, free != kNoSlot ? Reach::kSecond : Reach::kRanks);
     }
-    const Victim victim =
-        free != kNoSlot ? Victim{kNoSlot, {}} : lowest_rank(table, it.choice, visit_.pinned_from());
-    const int64_t slot = free != kNoSlot ? free : victim.slot;
+    const int64_t victim = free != kNoSlot ? kNoSlot : victims_.lowest(it.table, it.choice);
+    const int64_t slot = free != kNoSlot ? free : victim;
     if (slot != kNoSlot) {
       __builtin_prefetch(&table.ids[slot], 1);
       __builtin_prefetch(&table.last_steps[slot], 1);
@@ -172,7 +160,7 @@ class Placing {
     return victim;
   }
 
-  void insert_missing(Missing& it, const Victim& seen, std::vector<Counts>& counts) {
+  void insert_missing(Missing& it, int64_t seen, std::vector<Counts>& counts) {
     const TableView& table = tables_[it.table];
     if (counts.size() <= static_cast<size_t>(it.table)) counts.resize(it.table + 1);
     Counts& counted = counts[it.table];
@@ -187,13 +175,11 @@ class Placing {
       touch(table, slot, visit_, given);
     } else {
       const uint64_t score = first_score(table.eviction, visit_.now(), visit_.epoch(), given);
-      Place place =
-          choose_place(table, it.choice, visit_, placement_.refuse_lower, score, free_first, seen);
+      Place place = choose_place(it, score, free_first, seen);
       if (place.outranked && visit_.scores != nullptr) {
         const uint64_t best =
             first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(it.table, id));
-        place =
-            choose_place(table, it.choice, visit_, placement_.refuse_lower, best, free_first, seen);
+        place = choose_place(it, best, free_first, seen);
       }
       if (place.slot == kNoSlot) {
         ++counted.refused;
@@ -205,12 +191,26 @@ class Placing {
       if (place.evicts) {
         note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.row(slot));
       }
+      if (place.evicts) victims_.leaves(it.table, slot);
       place_new(table, id, it.choice, slot, visit_.now(), score);
       it.placed = true;
       ++counted.inserted;
       counted.evicted += place.evicts;
     }
     slots_[it.position] = table.first_slot + slot;
+  }
+
+  // `seen`: the slot of who was to leave earlier in this call, or no slot. What has been touched
+  // since then is pinned, so it is still the one if it is not pinned.
+  Place choose_place(const Missing& it, uint64_t own_score, uint64_t free_first, int64_t seen) {
+    const TableView& table = tables_[it.table];
+    const int64_t free = free_slot(table, it.choice, free_first);
+    if (free != kNoSlot) return Place{free, false, false};
+    const bool holds = seen != kNoSlot && table.last_steps[seen] < visit_.pinned_from();
+    const int64_t victim = holds ? seen : victims_.lowest(it.table, it.choice);
+    const bool outranked =
+        placement_.refuse_lower && victim != kNoSlot && own_score < rank_of(table, victim).score;
+    return Place{outranked ? kNoSlot : victim, true, outranked};
   }
 
   void note_leaver(const Missing& it, int64_t id, uint64_t score, const char* row) const {
@@ -226,6 +226,7 @@ class Placing {
   int64_t* slots_;
   Leaver* leavers_;  // by missing id; null: not wanted
   HighestGiven highest_;
+  Victims victims_;
   std::unique_ptr<std::atomic<bool>[]> done_;
   std::atomic<int64_t> next_{0};
 };

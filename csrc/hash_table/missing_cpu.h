@@ -86,7 +86,7 @@ class MissingIds {
     const uint32_t entries = size_ < (1 << 12) ? 1 << 12 : 1 << 17;
     std::vector<uint32_t> last(entries, kNoGroup);
     const auto visit = [&](int32_t table, uint32_t bucket, uint32_t group) {
-      uint32_t& entry = last[(bucket + static_cast<uint32_t>(table) * 0x9e3779b9u) % entries];
+      uint32_t& entry = last[(bucket + static_cast<uint32_t>(table) * 0x9e3779b9u) & (entries - 1)];
       const uint32_t before = entry;
       entry = group;
       return before == group ? kNoGroup : before;

@@ -5,6 +5,7 @@
 #include "common/parallel.h"
 #include "hash_table/bucket_cpu.h"
 #include "hash_table/kernels.h"
+#include "hash_table/lowest_rank_cpu.h"
 #include "hash_table/place_cpu.h"
 
 namespace torchrec_hkv::hash_table::cpu {
