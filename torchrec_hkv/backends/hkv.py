@@ -312,6 +312,7 @@ class HKVBackend(Backend):
     )
     routing: ClassVar[Literal["hashed", "block"]] = "hashed"
     output_dtypes: ClassVar[tuple[torch.dtype, ...]] = _DTYPES
+    accumulates: ClassVar[bool] = True
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
         options = _options(shard)

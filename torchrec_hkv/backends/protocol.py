@@ -108,10 +108,9 @@ class GroupLookup(nn.Module, abc.ABC):
 
         The backward of the next lookup that is made outside of it applies all of them together.
 
-        Raises:
-            ValueError: the backend can't; the default.
+        Only asked of backends that say so (:attr:`Backend.accumulates`).
         """
-        raise ValueError(f"{type(self).__name__} can't accumulate gradients over backwards.")
+        raise NotImplementedError
 
     def replicate(self, process_group: dist.ProcessGroup | None) -> None:
         """Called once, before any forward, where tables are sharded data-parallel: all ranks of the
@@ -277,6 +276,9 @@ class Backend(abc.ABC):
 
     #: What its lookups can give (:meth:`GroupLookup.set_output_dtype`); float32 by default.
     output_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    #: Whether its lookups have :meth:`GroupLookup.accumulate`.
+    accumulates: ClassVar[bool] = False
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
         """Whether ids of a table with these options find their rank by hash: as ``routing`` says,

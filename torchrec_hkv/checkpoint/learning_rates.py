@@ -1,7 +1,8 @@
 """Learning rates of an optimizer by parameter, as a checkpoint keeps them.
 
-TorchRec's ``state_dict`` of an optimizer has none, and most schedulers go on from the rate that they
-find in its groups. Groups differ from rank to rank and with the sharding; names of parameters don't.
+TorchRec's ``state_dict`` of an optimizer has none, and most schedulers go on from the rate that
+they find in its groups. Groups differ from rank to rank and with the sharding; names of parameters
+don't.
 """
 
 from __future__ import annotations
