@@ -24,7 +24,13 @@ from torchrec_hkv.backends.hkv_files import (
 from torchrec_hkv.backends.hkv_optimizer import hash_table_optimizer, state_width
 from torchrec_hkv.backends.hkv_options import HKVOptions
 from torchrec_hkv.backends.hkv_rows import RowsById
-from torchrec_hkv.backends.hkv_state import HEAD, StateLoad, export_state, state_spec
+from torchrec_hkv.backends.hkv_state import (
+    HEAD,
+    StateLoad,
+    export_state,
+    saved_clock,
+    state_spec,
+)
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
@@ -233,6 +239,12 @@ class HKVLookup(RowsById, GroupLookup):
 
     def open_entries(self, key: str, owners: tuple[int, int]) -> StateLoad:
         return StateLoad(self._group, self._index[key], self._shards[key], owners)
+
+    def entries_loaded(self, table_states: Mapping[str, Tensor]) -> None:
+        # The loads have only put the clock forward, for the sake of tables that stay as they are.
+        # Where all are others now, it goes back: else the time between would age their ids.
+        if set(table_states) == set(self._shards):
+            self._group.set_clock(max(saved_clock(state) for state in table_states.values()))
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         save_table(self._group, self._index[key], folder, options)

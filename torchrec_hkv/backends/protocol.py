@@ -170,6 +170,13 @@ class GroupLookup(nn.Module, abc.ABC):
         """
         raise NotImplementedError
 
+    def entries_loaded(self, table_states: Mapping[str, torch.Tensor]) -> None:
+        """Called when all loads by :meth:`open_entries` have ended.
+
+        Args:
+            table_states: by the keys of the shards here that were loaded, their ``table_state``.
+        """
+
     def ids(self, key: str, batch: int) -> Iterator[torch.Tensor]:
         """The ids that a shard holds, int64, at most ``batch`` at a time, in host memory."""
         raise ValueError(f"{type(self).__name__} does not give its rows by id.")
