@@ -331,7 +331,8 @@ class HKVBackend(Backend):
         if shard.capacity < 1 and not options.dense:
             raise ValueError(
                 f"table '{shard.name}': num_embeddings is {shard.num_embeddings}, but must be at "
-                "least 1; it is the capacity of the hash table in rows."
+                "least 1 for each rank that the rows are spread over; it is the capacity of the "
+                "hash table in rows."
             )
         if not 1 <= shard.dim <= 2048:
             raise ValueError(
