@@ -14,6 +14,8 @@ from tests.support.models import make_model, shard_model
 from tests.support.small import batch
 from torchrec_hkv import ParameterConstraints, TTOptions, checkpoint
 
+pytestmark = pytest.mark.compat
+
 
 def _make(world_size, device, sharding_type="row_wise", backend="hkv"):
     """Stock table ``s`` is trained by SGD, which has no state."""

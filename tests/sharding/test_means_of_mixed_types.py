@@ -10,6 +10,8 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from tests.support.models import make_model, shard_model
 from torchrec_hkv import ParameterConstraints
 
+pytestmark = pytest.mark.compat
+
 ROWS, DIM = 64, 8
 FEATURES = {"t0": ["f0", "f1"], "t1": ["f1"], "t2": ["f1", "f2"], "t3": ["f3"]}
 POOLINGS = ("MEAN", "SUM", "MEAN", "SUM")
