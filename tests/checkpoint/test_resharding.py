@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.checkpointed import evaluate, held, joined, make_tables, train
 from torchrec_hkv import checkpoint
-from torchrec_hkv.checkpoint.tensors import optimizer_state
+from torchrec_hkv.checkpoint.optimizers import optimizer_state
 
 STEPS = range(12)
 

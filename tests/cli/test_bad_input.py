@@ -43,6 +43,9 @@ SENTENCES = {
         "--table",
         "user:1M:4096",
     ],
+    "num_embeddings is 3, but must be at least 1 for each rank that the rows are spread over": [
+        *("plan", "--table", "u:3:4", "--gpus", "8")
+    ],
     "hbm_bytes is 1048576, but": [*TABLE, "--hbm-per-table", "1MiB"],
     "Unrecognized arguments: --fast.": ["env", "--fast"],
     "The number of rows of table 'u' is '1e400', but must be": ["plan", "--table", "u:1e400:64"],
@@ -113,7 +116,7 @@ def test_help_and_version(arguments, capsys):
 def test_it_runs_as_a_module():
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "torchrec_hkv.cli", *TABLE, "--hbm", "x"],
+        [sys.executable, "-m", "torchrec_hkv", *TABLE, "--hbm", "x"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

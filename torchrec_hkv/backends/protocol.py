@@ -108,10 +108,9 @@ class GroupLookup(nn.Module, abc.ABC):
 
         The backward of the next lookup that is made outside of it applies all of them together.
 
-        Raises:
-            ValueError: the backend can't; the default.
+        Only asked of backends that say so (:attr:`Backend.accumulates`).
         """
-        raise ValueError(f"{type(self).__name__} can't accumulate gradients over backwards.")
+        raise NotImplementedError
 
     def replicate(self, process_group: dist.ProcessGroup | None) -> None:
         """Called once, before any forward, where tables are sharded data-parallel: all ranks of the
@@ -170,6 +169,13 @@ class GroupLookup(nn.Module, abc.ABC):
             owners: first owner bucket of the ids that it is asked for, and the one past the last.
         """
         raise NotImplementedError
+
+    def entries_loaded(self, table_states: Mapping[str, torch.Tensor]) -> None:
+        """Called when all loads by :meth:`open_entries` have ended.
+
+        Args:
+            table_states: by the keys of the shards here that were loaded, their ``table_state``.
+        """
 
     def ids(self, key: str, batch: int) -> Iterator[torch.Tensor]:
         """The ids that a shard holds, int64, at most ``batch`` at a time, in host memory."""
@@ -277,6 +283,9 @@ class Backend(abc.ABC):
 
     #: What its lookups can give (:meth:`GroupLookup.set_output_dtype`); float32 by default.
     output_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    #: Whether its lookups have :meth:`GroupLookup.accumulate`.
+    accumulates: ClassVar[bool] = False
 
     def routes_by_hash(self, options: BackendOptions) -> bool:
         """Whether ids of a table with these options find their rank by hash: as ``routing`` says,

@@ -14,6 +14,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, TablesLoad
+from torchrec_hkv.checkpoint.learning_rates import learning_rates, put_learning_rates
+from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import FileRecord, Record
 from torchrec_hkv.checkpoint.tables import (
@@ -26,9 +28,7 @@ from torchrec_hkv.checkpoint.tables import (
 from torchrec_hkv.checkpoint.tensors import (
     TENSORS,
     TensorsLoad,
-    check_optimizer,
     file_record,
-    optimizer_state,
     save_tensors,
     verify_file,
 )
@@ -60,7 +60,8 @@ def save(
     Args:
         path: a folder that all ranks see; an earlier checkpoint there is replaced.
         model: sharded.
-        optimizer: TorchRec's, of dense parameters and stock tables.
+        optimizer: TorchRec's, of dense parameters and stock tables; learning rates of all others,
+            too.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that write files at the same time.
 
@@ -79,6 +80,8 @@ def save(
         state["model"] = model.state_dict()
     if optimizer is not None:
         state.update(optimizer_state(optimizer))
+    of_ranks = on_every_rank(lambda: {} if optimizer is None else learning_rates(optimizer))
+    rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: save_tables(place.saving, tables, options))
     save_tensors(place.saving / TENSORS, state)
     names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)))
@@ -92,7 +95,8 @@ def save(
             files.update(part)
         records = {key: record_of(key, table) for key, table in tables.items()}
         sync_folder(place.saving / TENSORS)
-        Record(_world_size(), optimizer is not None, records, files).write(place.saving)
+        record = Record(_world_size(), optimizer is not None, rates, records, files)
+        record.write(place.saving)
         sync_folder(place.saving)
         place.commit()
 
@@ -117,7 +121,8 @@ def load(
     Args:
         path: as it was saved to.
         model: with the tables of the saved one.
-        optimizer: of the same parameters as the saved one; fresh, or after some steps.
+        optimizer: of the same parameters as the saved one; fresh, or after some steps. It gets the
+            saved learning rates, too.
         allow_loss: load also where hash tables have too little room: an id stays out where those in
             both of its buckets rank higher.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
@@ -150,6 +155,8 @@ def load(
         on_every_rank(lambda: [load.check() for load in loads])
         lost = on_every_rank(lambda: sum(load.run() for load in loads))
         tensors.run()
+    if optimizer is not None:
+        put_learning_rates(optimizer, record.learning_rates)
     return sum(lost)
 
 

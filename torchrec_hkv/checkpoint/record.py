@@ -64,12 +64,14 @@ class Record:
     Attributes:
         world_size: ranks that saved it.
         has_optimizer: whether an optimizer was saved.
+        learning_rates: what schedulers change, by the name of a parameter.
         tables: by the part of their keys in a ``state_dict`` before ``.weight``.
         files: of the tensors, by their path in the checkpoint.
     """
 
     world_size: int
     has_optimizer: bool
+    learning_rates: dict[str, dict[str, Any]]
     tables: dict[str, TableRecord]
     files: dict[str, FileRecord]
 
@@ -94,6 +96,7 @@ class Record:
             return cls(
                 content["world_size"],
                 content["has_optimizer"],
+                content.get("learning_rates", {}),  # earlier ones have none
                 {key: _table(table) for key, table in content["tables"].items()},
                 {name: FileRecord(**file) for name, file in content["files"].items()},
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torchrec.optim.keyed import (
-    CombinedOptimizer,
-    KeyedOptimizer,
-    KeyedOptimizerWrapper,
-    OptimizerWrapper,
-)
+from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_hkv.checkpoint.optimizers import (
+    initialise,
+    load_optimizer_state,
+    optimizer_state,
+)
 from torchrec_hkv.checkpoint.record import FileRecord
 from torchrec_hkv.sharding.state import SHARDS_KEY
 
@@ -62,7 +62,7 @@ class TensorsLoad:
         metadata = dcp.FileSystemReader(self._folder).read_metadata()
         _check_match(self._folder, metadata, _flat("model", self._state["model"]))
         if self._optimizer is not None:
-            _initialise(self._optimizer)
+            initialise(self._optimizer, set(metadata.state_dict_metadata))
             self._state.update(optimizer_state(self._optimizer))
             wanted = _flat("optimizer", self._state.get("optimizer", {}))
             _check_match(self._folder, metadata, wanted)
@@ -72,26 +72,7 @@ class TensorsLoad:
         dcp.load(self._state, checkpoint_id=self._folder)
         self._model.load_state_dict(self._state["model"])
         if self._optimizer is not None and "optimizer" in self._state:
-            self._optimizer.load_state_dict(self._state["optimizer"])
-
-
-def optimizer_state(optimizer: KeyedOptimizer) -> dict[str, Any]:
-    """Nothing on a rank that holds none of the parameters: an empty state would be missed."""
-    state = optimizer.state_dict()
-    return {"optimizer": state} if _flat("optimizer", state) else {}
-
-
-def check_optimizer(optimizer: KeyedOptimizer | None) -> None:
-    """Refuses optimizers whose states have no names.
-
-    Raises:
-        ValueError: it is none of TorchRec's.
-    """
-    if optimizer is not None and not isinstance(optimizer, KeyedOptimizer):
-        raise ValueError(
-            f"The optimizer is a {type(optimizer).__name__}: it must be a KeyedOptimizer of "
-            "TorchRec's, such as KeyedOptimizerWrapper or CombinedOptimizer."
-        )
+            load_optimizer_state(self._optimizer, self._state["optimizer"])
 
 
 def file_record(path: Path) -> FileRecord:
@@ -159,17 +140,6 @@ def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) ->
         )
 
 
-def _initialise(optimizer: KeyedOptimizer) -> None:
-    """Makes the lazy states of dense optimizers, which TorchRec loads in place."""
-    for leaf in _leaves(optimizer):
-        if isinstance(leaf, KeyedOptimizerWrapper) and not leaf.state:
-            before = [parameter.detach().clone() for parameter in leaf.params.values()]
-            leaf.init_state()  # a step on zero gradients, in which weight decay would count
-            leaf.zero_grad()
-            for parameter, value in zip(leaf.params.values(), before, strict=True):
-                parameter.detach().copy_(value)
-
-
 def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of nested mappings, by their path."""
     leaves: dict[str, Any] = {}
@@ -177,13 +147,3 @@ def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
         path = f"{prefix}.{key}"
         leaves.update(_flat(path, value) if isinstance(value, Mapping) else {path: value})
     return leaves
-
-
-def _leaves(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
-    if isinstance(optimizer, CombinedOptimizer):
-        for _, part in optimizer.optimizers:
-            yield from _leaves(part)
-    elif isinstance(optimizer, OptimizerWrapper):
-        yield from _leaves(optimizer._optimizer)
-    else:
-        yield optimizer

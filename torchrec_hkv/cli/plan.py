@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,7 +207,9 @@ def _quiet() -> Iterator[None]:
     before = stock.level
     stock.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         stock.setLevel(before)
 

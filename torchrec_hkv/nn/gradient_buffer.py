@@ -16,6 +16,7 @@ from torchrec_hkv.hash_table.accumulation import Round, slots_at_present
 class _Held:
     round: Round
     sizes: tuple[int, ...]  # ids of each table
+    task: int | None  # of autograd's that gave it; None of several
 
     @property
     def bytes(self) -> int:
@@ -49,17 +50,18 @@ class GradientBuffer:
         """What it takes."""
         return sum(held.bytes for held in self._held)
 
-    def add(self, backward: Round, sizes: tuple[int, ...]) -> None:
+    def add(self, backward: Round, sizes: tuple[int, ...], task: int) -> None:
         """Holds one more.
 
         Args:
             backward: with one id a bag, see :class:`torchrec_hkv.nn.lookup.Found`.
             sizes: ids of each table.
+            task: of autograd's that it is of.
 
         Raises:
             RuntimeError: there is no room; what was held is held still.
         """
-        held = [*self._held, _Held(backward, sizes)]
+        held = [*self._held, _Held(backward, sizes, task)]
         if sum(each.bytes for each in held) > self.limit:
             held = [self._added_up(held)]
             if held[0].bytes > self.limit:
@@ -83,6 +85,10 @@ class GradientBuffer:
         """All that is held, with slots as they are at present; nothing is held any more."""
         held, self._held = self._held, []
         return [self._present(each.round) for each in held]
+
+    def drop_tasks(self, tasks: set[int]) -> None:
+        """Forgets those of some tasks of autograd's, where they have not been added to others."""
+        self._held = [held for held in self._held if held.task not in tasks]
 
     def drop(self) -> None:
         """Forgets all."""
@@ -123,7 +129,7 @@ class GradientBuffer:
             mean=False,
             pin=tuple(held.pin for held in rounds),
         )
-        return _Held(summed, sizes)
+        return _Held(summed, sizes, None)
 
     def _by_id(self, held: _Held) -> Tensor:
         """Gradients by position, ``[n, dim]``."""

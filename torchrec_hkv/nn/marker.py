@@ -9,6 +9,7 @@ read from it exactly.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 MARK = 2.0**-80
@@ -24,7 +25,7 @@ class Marker:
     def __init__(self, anchor: nn.Parameter) -> None:
         self.checks = False
         self._backwards = 0  # that the gradient is the sum of
-        self._pending = 0  # whose gradients autograd has yet to add
+        self._pending: dict[int, int] = {}  # by graph task, whose gradients autograd has yet to add
         self._version = 0  # of the gradient, when autograd last wrote it
         self.bind(anchor)
 
@@ -35,16 +36,28 @@ class Marker:
 
     def gradient(self, grad: Tensor) -> Tensor:
         """The anchor's gradient of one backward: NaN where it looks and ``grad`` is not finite."""
-        self._pending += 1
+        task = graph_task()
+        self._pending[task] = self._pending.get(task, 0) + 1
         mark = grad.new_full((1,), MARK)
         if self.checks:
             mark.masked_fill_(grad.isfinite().all().logical_not(), float("nan"))
         return mark
 
     def _accumulated(self, anchor: Tensor) -> None:
-        self._backwards += self._pending
-        self._pending = 0
+        self._backwards += self._pending.pop(graph_task(), 0)
         self._version = anchor.grad._version
+
+    def never_added(self) -> set[int]:
+        """Graph tasks that have ended without adding their gradient: those of
+        ``torch.autograd.grad``, unless somebody has put what it gave into ``.grad``, and those that
+        an error ended. Not to be called in a backward.
+        """
+        pending, self._pending = self._pending, {}
+        if pending and self._backwards == 0 and self.anchor.grad is not None:
+            self._backwards = sum(pending.values())
+            self._version = self.anchor.grad._version
+            return set()
+        return set(pending)
 
     @property
     def was_dropped(self) -> bool:
@@ -70,3 +83,8 @@ class Marker:
         """Takes the gradient away."""
         self.anchor.grad = None
         self._backwards = 0
+
+
+def graph_task() -> int:
+    """The backward that runs; one within another has a number of its own."""
+    return torch._C._current_graph_task_id()

@@ -16,7 +16,7 @@ from torchrec_hkv.nn.capacity import HbmLimits, Shape, free_memory
 from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
 from torchrec_hkv.nn.lookup import Found, Interval, Lookup
-from torchrec_hkv.nn.marker import Marker
+from torchrec_hkv.nn.marker import Marker, graph_task
 from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
@@ -196,7 +196,7 @@ class Tables:
             False,
             found.interval,
         )
-        self._gradients.add(backward, found.sizes)
+        self._gradients.add(backward, found.sizes, graph_task())
 
     def apply(self, learning_rate: float | Tensor, scale: Tensor | None = None) -> None:
         """Updates the rows by all that is held, once; nothing is held any more.
@@ -210,6 +210,7 @@ class Tables:
         """
         self.is_trained = True
         self.marker.checks = scale is not None
+        self._gradients.drop_tasks(self.marker.never_added())
         if not self.holds_gradients:
             self.drop()
             return
@@ -253,6 +254,7 @@ class Tables:
                 "don't train its rows."
             )
         self._gradients.drop()
+        self.marker.never_added()
         self.marker.clear()
         self._interval = None
 
@@ -332,6 +334,7 @@ class Tables:
 
     def check_no_gradients(self) -> None:
         """Raises RuntimeError where gradients are held, which belong to the tables as they are."""
+        self._gradients.drop_tasks(self.marker.never_added())
         if self.marker.was_dropped:
             self.drop()
         if self._gradients:

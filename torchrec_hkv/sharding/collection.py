@@ -281,6 +281,7 @@ class BackendCollection:
                 local[name] = self._table_states[name].local_states(rank, its)
 
         on_every_rank(check, pg)
+        table_states: dict[GroupLookup, dict[str, torch.Tensor]] = {}
         for name, shards in local.items():
             state = self._table_states[name]
             loads = {
@@ -288,7 +289,12 @@ class BackendCollection:
                 for shard, holder in zip(state.shards, state.ranks, strict=True)
                 if holder == rank
             }
-            exchange_state(state, shards, loads, self._device or torch.device("cpu"), pg)
+            device = self._device or torch.device("cpu")
+            table_state = exchange_state(state, shards, loads, device, pg)
+            for key in loads:
+                table_states.setdefault(lookups[key], {})[key] = table_state
+        for lookup, of_keys in table_states.items():
+            lookup.entries_loaded(of_keys)
 
 
 def _export_tables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,18 +17,19 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
+    LazyAwaitable,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.exchange_groups import codecs_of
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
+from torchrec_hkv.sharding.means import Means, divide
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.streams import BagContext, FollowsExchange
 from torchrec_hkv.sharding.validation import PlannedTable
@@ -52,17 +54,12 @@ class BackendEmbeddingBagCollection(
             kwargs: TorchRec's.
         """
         super().__init__(*args, planned=planned, **kwargs)
-        # TorchRec looks up the means of tables sharded by grid as sums, as it does row-wise, but
-        # forgets to divide.
-        for config in self._embedding_bag_configs:
-            table = planned.get(config.name)
-            is_grid = (
-                table is not None and table.sharding.sharding_type == ShardingType.GRID_SHARD.value
-            )
-            if is_grid and config.pooling == PoolingType.MEAN:
-                features = self._pooling_type_to_rs_features[PoolingType.MEAN.value]
-                features.extend(config.feature_names)
-                self._has_mean_pooling_callback = True
+        self._means = Means(
+            self._embedding_bag_configs,
+            {name: sharding.sharding_type for name, sharding in self.module_sharding_plan.items()},
+        )
+        # TorchRec's way of dividing is not right where tables are sharded in several ways.
+        self._has_mean_pooling_callback = False
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -103,9 +100,10 @@ class BackendEmbeddingBagCollection(
             ValueError: ids that are no integers, weights or features that are missing, or batch
                 sizes that differ between features. Nothing has been sent then.
         """
+        features = to_keyed_jagged_tensor(features)
         if self._planned:
             features = prepare_features(
-                to_keyed_jagged_tensor(features),
+                features,
                 self._embedding_bag_configs,
                 is_weighted=self._is_weighted,
             )
@@ -113,7 +111,32 @@ class BackendEmbeddingBagCollection(
         self._check_unique(features)
         # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
         with self._without_our_configs():
-            return super().input_dist(ctx, features)
+            begun = super().input_dist(ctx, features)
+        if self._means:
+            with torch.no_grad():
+                names, dims = self._embedding_names, self._dim_per_key
+                ctx.divisor = self._means.divisor(features, names, dims, sum(self._embedding_dims))
+        return begun
+
+    def output_dist(
+        self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        """TorchRec's, with means."""
+        return self._with_means(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingBagCollectionContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        """TorchRec's, with means."""
+        return self._with_means(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _with_means(
+        self, ctx: EmbeddingBagCollectionContext, outputs: LazyAwaitable[KeyedTensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        if self._means:
+            # First of all, so that what orders streams has the outputs that are taken.
+            outputs.callbacks.insert(0, functools.partial(divide, divisor=ctx.divisor))
+        return outputs
 
     def update_shards(
         self,

@@ -29,7 +29,7 @@ def exchange_state(
     loads: Mapping[str, EntriesLoad],
     device: torch.device,
     pg: dist.ProcessGroup,
-) -> None:
+) -> Tensor:
     """Loads one table; a collective call.
 
     Args:
@@ -38,6 +38,9 @@ def exchange_state(
         loads: of the same shards.
         device: of the tables.
         pg: the ranks.
+
+    Returns:
+        Its ``table_state``, in host memory.
 
     Raises:
         ValueError: the state doesn't match, or entries found no place; the same on all ranks.
@@ -50,6 +53,7 @@ def exchange_state(
         table.load_same(loads, table_state)
     else:
         table.load_other(loads, table_state)
+    return table_state
 
 
 class _Table:

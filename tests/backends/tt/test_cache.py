@@ -175,7 +175,8 @@ def test_what_a_row_learned_is_not_lost_when_it_leaves():
     assert (from_cores - learned).square().sum() < 0.05 * learned.square().sum()
 
 
-def test_saved_state_continues_alike():
+@pytest.mark.parametrize("forwards", [0, 2], ids=["just_chosen", "between_choices"])
+def test_saved_state_continues_alike(forwards):
     def train(lookup, seed):
         torch.manual_seed(seed)
         for _ in range(4):
@@ -183,11 +184,13 @@ def test_saved_state_continues_alike():
             out.backward(torch.randn_like(out))
 
     def run():
-        return make(optimizer="adam", shards=[shard(cache_populate_every=2)])
+        return make(optimizer="adam", shards=[shard(cache_populate_every=3)])
 
     lookup, other = run(), run()
     train(lookup, 1)
     lookup.populate_caches()
+    for _ in range(forwards):
+        call(lookup, skewed_bags("cpu"))
     state = lookup.export_table("page")
     spec = BACKEND.state_spec(shard(), SPECS["adam"])
     assert {k: (tuple(t.shape), t.dtype) for k, t in state.items()} == {

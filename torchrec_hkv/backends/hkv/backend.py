@@ -54,13 +54,15 @@ class HKVBackend(Backend):
     )
     routing: ClassVar[Literal["hashed", "block"]] = "hashed"
     output_dtypes: ClassVar[tuple[torch.dtype, ...]] = _DTYPES
+    accumulates: ClassVar[bool] = True
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
         options = options_of(shard)
         if shard.capacity < 1 and not options.dense:
             raise ValueError(
                 f"table '{shard.name}': num_embeddings is {shard.num_embeddings}, but must be at "
-                "least 1; it is the capacity of the hash table in rows."
+                "least 1 for each rank that the rows are spread over; it is the capacity of the "
+                "hash table in rows."
             )
         if not 1 <= shard.dim <= 2048:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec_hkv.backends.hkv.dense import DenseRows
 from torchrec_hkv.backends.hkv.files import HashTablesLoad, save_table
 from torchrec_hkv.backends.hkv.rows import RowsById
-from torchrec_hkv.backends.hkv.state import HEAD, StateLoad, export_state
+from torchrec_hkv.backends.hkv.state import HEAD, StateLoad, export_state, saved_clock
 from torchrec_hkv.backends.hkv.table import initializer_of, options_of, state_of, table_spec
 from torchrec_hkv.backends.optimizers import hash_table_optimizer
 from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec, StorageBytes, TableShard
@@ -145,6 +145,12 @@ class HKVLookup(RowsById, GroupLookup):
 
     def open_entries(self, key: str, owners: tuple[int, int]) -> StateLoad:
         return StateLoad(self._group, self._index[key], self._shards[key], owners)
+
+    def entries_loaded(self, table_states: Mapping[str, Tensor]) -> None:
+        # The loads have only put the clock forward, for the sake of tables that stay as they are.
+        # Where all are others now, it goes back: else the time between would age their ids.
+        if set(table_states) == set(self._shards):
+            self._group.set_clock(max(saved_clock(state) for state in table_states.values()))
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         save_table(self._group, self._index[key], folder, options)

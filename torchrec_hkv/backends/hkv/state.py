@@ -122,6 +122,11 @@ def export_state(
     return exported
 
 
+def saved_clock(table_state: Tensor) -> int:
+    """The clock in the tensor of a table's state that says what is whole."""
+    return int(table_state[3])
+
+
 class StateLoad(EntriesLoad):
     """Fills a table from such tensors.
 
@@ -165,13 +170,13 @@ class StateLoad(EntriesLoad):
             optimizer_step=step,
         )
         self._group.load_table(self._table, state)
-        self._group.set_clock(max(self._group.clock, int(table_state[3])))
+        self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
         if self._counts.name in tensors:
             self._counts.load_same(tensors[self._counts.name])
 
     def begin(self, table_state: Tensor) -> None:
         self._group.clear_table(self._table)
-        self._group.set_clock(max(self._group.clock, int(table_state[3])))
+        self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
         self._step = int(table_state[2])
         # Whoever loads has no more than this to give.
         self._target = Target(self._group, self._table, 1 << 20)

@@ -18,6 +18,8 @@ from torchrec_hkv.tensor_train.replicas import Replicas
 #: Of a cache in a table's state, before the names of its parts.
 PREFIX = "tt_cache_"
 _INT64 = ("ids", "step", "total", "populates", "counted", "counts")
+#: Training forwards since the rows were chosen, of what this module keeps itself.
+_FORWARDS = f"{PREFIX}forwards"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class CacheSize:
     def state_shapes(
         self, shape: TTShape, optimizer: Optimizer | None
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of :meth:`HotRows.sized_state`, by name in a table's state."""
+        """Of :meth:`TTCaches.state`."""
         dim = shape.embedding_dim
         sizes: dict[str, tuple[int, ...]] = {
             "ids": (self.rows,), "rows": (self.rows, dim), "step": (1,), "total": (1,),
@@ -55,10 +57,11 @@ class CacheSize:
         }  # fmt: skip
         if width := 0 if optimizer is None else optimizer.state_width(dim):
             sizes["states"] = (self.rows, width)
-        return {
+        shapes = {
             f"{PREFIX}{name}": (size, torch.int64 if name in _INT64 else torch.float32)
             for name, size in sizes.items()
         }
+        return {**shapes, _FORWARDS: ((1,), torch.int64)}
 
 
 class TTCaches(nn.Module):
@@ -153,7 +156,8 @@ class TTCaches(nn.Module):
         if table not in self._sizes:
             return {}
         state = self.by_table[table].sized_state()
-        return {f"{PREFIX}{name}": tensor for name, tensor in state.items()}
+        forwards = torch.tensor([self._forwards[table]])
+        return {**{f"{PREFIX}{name}": t for name, t in state.items()}, _FORWARDS: forwards}
 
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
         """Takes what :meth:`state` gave; states that an optimizer has not may be left out."""
@@ -164,4 +168,4 @@ class TTCaches(nn.Module):
         if parts["states"] is None:
             parts["states"] = rows.states
         rows.load_sized_state(parts)
-        self._forwards[table] = 0
+        self._forwards[table] = int(state[_FORWARDS])

@@ -1,0 +1,57 @@
+"""Learning rates of an optimizer by parameter, as a checkpoint keeps them.
+
+TorchRec's ``state_dict`` of an optimizer has none, and most schedulers go on from the rate that
+they find in its groups. Groups differ from rank to rank and with the sharding; names of parameters
+don't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_hkv.checkpoint.optimizers import leaves
+
+#: What schedulers of torch.optim change in a group, and what they remember there.
+_SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
+
+
+def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
+    """What schedulers change, by the name of a parameter: numbers, and lists of them."""
+    return {
+        name: {key: _plain(group[key]) for key in _SCHEDULED if key in group}
+        for group, names in _groups(optimizer)
+        for name in names
+    }
+
+
+def put_learning_rates(optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Gives groups what :func:`learning_rates` gave; parameters that are not there stay as they
+    are."""
+    for group, names in _groups(optimizer):
+        known = next((saved[name] for name in names if name in saved), {})
+        for key, value in known.items():
+            held = group.get(key)
+            if isinstance(held, torch.Tensor):
+                held.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+    for _, leaf in leaves(optimizer):
+        if isinstance(leaf, FusedOptimizer):
+            leaf.zero_grad()  # hands the rate to the kernel, which trains in the next backward
+
+
+def _groups(optimizer: KeyedOptimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    names = {parameter: name for name, parameter in optimizer.params.items()}
+    for group in optimizer.param_groups:
+        yield group, [names[parameter] for parameter in group["params"]]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    return value.item() if isinstance(value, torch.Tensor) else value
