@@ -76,10 +76,11 @@ def divide(outputs: KeyedTensor, divisor: Tensor) -> KeyedTensor:
 def _lengths(features: KeyedJaggedTensor) -> dict[str, Tensor]:
     """Of the bag of each sample by feature, weights instead of ids where there are some; 1 where
     they are 0."""
-    lengths = features.lengths().float()
     weights = features.weights_or_none()
-    if weights is not None:
-        lengths = torch.segment_reduce(weights.float(), "sum", lengths=features.lengths().long())
+    if weights is None:
+        lengths = features.lengths().float()
+    else:  # by an op that does not wait for a GPU, as torch.segment_reduce does
+        lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights.float())
     lengths = torch.where(lengths == 0, torch.ones_like(lengths), lengths)
     by_key = dict(zip(features.keys(), lengths.split(features.stride_per_key()), strict=True))
     inverse = features.inverse_indices_or_none()
