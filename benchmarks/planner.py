@@ -15,9 +15,7 @@ the end it says how many steps were within 25 % and how many tables' bytes withi
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +31,8 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from benchmarks.environment import report
 from benchmarks.ids import power_law
+from benchmarks.ranks import device_of_rank, joined_ranks, report_once
 from torchrec_hkv import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -262,14 +260,15 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def summed_up(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows, and at the end a line that says how many were predicted well."""
+    """The rows, and at the end, of rank 0, a line that says how many were predicted well."""
     ratios: list[tuple[float, float]] = []
     for row in rows:
         ratios.append((row["step_ratio"], row["bytes_ratio"]))
         yield row
     steps = sum(abs(step - 1) <= 0.25 for step, _ in ratios)
     tables = sum(abs(held - 1) <= 0.05 for _, held in ratios)
-    print(f"of {len(ratios)} rows: steps within 25 %: {steps}, bytes within 5 %: {tables}")
+    if dist.get_rank() == 0:
+        print(f"of {len(ratios)} rows: steps within 25 %: {steps}, bytes within 5 %: {tables}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -288,30 +287,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--calibration", type=Path, help="(default: where planners look)")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = kind == "cuda"
+    args.device = device_of_rank(args.device)
+    on_gpu = args.device.type == "cuda"
     args.rows = args.rows or (10_000_000 if on_gpu else 200_000)
     args.batch = args.batch or (8192 if on_gpu else 1024)
     if args.threads:
         torch.set_num_threads(args.threads)
-    index = int(os.environ.get("LOCAL_RANK", "0")) if on_gpu else None
-    args.device = torch.device(kind, index)
-    if on_gpu:
-        torch.cuda.set_device(args.device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=5), **alone
-    )
-    try:
-        rows = measure(args)
-        if dist.get_rank() == 0:
-            report(summed_up(rows), args.out)
-        else:
-            for _ in rows:
-                pass
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    with joined_ranks(args.device, minutes=5):
+        report_once(summed_up(measure(args)), args.out)
 
 
 if __name__ == "__main__":
