@@ -190,8 +190,8 @@ class Placing {
       slot = place.slot;
       if (place.evicts) {
         note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.row(slot));
+        victims_.leaves(it.table, slot);
       }
-      if (place.evicts) victims_.leaves(it.table, slot);
       place_new(table, id, it.choice, slot, visit_.now(), score);
       it.placed = true;
       ++counted.inserted;

@@ -83,7 +83,7 @@ class GroupSelection(GroupCalls):
 
         Args:
             table: index of the table.
-            conditions: see there.
+            conditions: :class:`Conditions`.
 
         Returns:
             int64, ascending, counted from the table's first slot.
@@ -123,7 +123,7 @@ class GroupSelection(GroupCalls):
         Args:
             tables: see the class.
             where: is given entries, and says which are meant: bool ``[n]``.
-            conditions: see there.
+            conditions: :class:`Conditions`.
 
         Raises:
             TypeError: ``where`` gives something else.
