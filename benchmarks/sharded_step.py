@@ -4,7 +4,8 @@
 
 ``DistributedModelParallel`` with one collection of the tables S1: TorchRec's sharder with ``fused``
 kernels, and ours with ``hkv``, row-wise, row-wise Adagrad, in one run on the same ids, all of which
-the hash tables hold at a load factor of ``--load``. What is timed, in rows of their own:
+the hash tables hold at a load factor of ``--load`` and exchange in ``--num-groups`` groups. What is
+timed, in rows of their own:
 
 - ``step``: exchange of ids, lookup, exchange of pooled rows, and the backward with the update;
 - ``input_dist``: the exchange of ids alone, until they are there.
@@ -81,7 +82,7 @@ def make_model(args: argparse.Namespace, side: str) -> DistributedModelParallel:
     planner = EmbeddingShardingPlanner(
         topology=topology, constraints={table.name: constraint for table in tables}
     )
-    ours = get_default_sharders()
+    ours = get_default_sharders(num_groups=args.num_groups)
     plan = planner.collective_plan(collection, ours, dist.group.WORLD)
     return DistributedModelParallel(
         collection,
@@ -209,6 +210,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 "batch": args.batch,
                 "bag": args.bag,
                 "load": args.load,
+                "num_groups": args.num_groups,
                 **{f"{side}_ms": round(ms, 3) for side, ms in took.items()},
                 "ratio": round(took["hkv"] / took["stock"], 3),
                 **{
@@ -246,6 +248,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="of a rank (default: 8192 on a GPU, 256)")
     parser.add_argument("--bag", type=int, default=10, help="ids of a bag")
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
+    parser.add_argument(
+        "--num-groups", type=int, default=1, help="exchange groups of the hash tables"
+    )
     parser.add_argument("--streams", nargs="+", choices=list(STREAMS), default=list(STREAMS))
     parser.add_argument("--steps", type=int, default=40, help="of a round")
     parser.add_argument("--rounds", type=int, default=5, help="of each side")

@@ -64,7 +64,9 @@ def test_tables_too_full_to_hold_all_ids_are_refused():
 
 
 def kinds_of_sides(_rank: int, _world_size: int, device: torch.device) -> dict[str, str]:
-    args = argparse.Namespace(tables=2, rows=50, dim=8, batch=4, bag=2, load=0.8, device=device)
+    args = argparse.Namespace(
+        tables=2, rows=50, dim=8, batch=4, bag=2, load=0.8, num_groups=2, device=device
+    )
     models = {side: sharded_step.make_model(args, side) for side in sharded_step.SIDES}
     return {side: type(model.module).__name__ for side, model in models.items()}
 

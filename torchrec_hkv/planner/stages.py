@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from typing import Any
@@ -26,7 +27,7 @@ BACKEND_INPUT_DIST = "input_dist_of_backends"
 _BACKEND = "hkv"  # whichever: the exchange is the same
 _WARM, _STEPS = 5, 21
 _HIDING_CYCLES = 10_000_000
-_DIM, _FEATURES, _LENGTH = 128, 8, 8
+_DIM, _ROWS, _FEATURES, _LENGTH = 128, 64, 8, 8
 #: Of a rank, where the exchange of rows is timed.
 _BAGS = {"cpu": 8192, "cuda": 65536}
 
@@ -90,10 +91,14 @@ def stage_times(device: torch.device) -> tuple[StageTimes, float | None]:
 
 def _costs(device: torch.device, bags: int, backend: str | None = None) -> tuple[StageTimes, float]:
     """Milliseconds of each part, and those of the outputs' exchange that are its rows'."""
-    least = _measured(device, 8, 1, backend=backend)
-    several = _measured(device, 8, _FEATURES, backend=backend)
-    many = _measured(device, bags, 1, backend=backend)
-    longer = _measured(device, bags // _LENGTH, 1, _LENGTH, backend)
+    shapes = {
+        "least": _Shape(8),
+        "several": _Shape(8, features=_FEATURES),
+        "many": _Shape(bags),
+        "longer": _Shape(bags // _LENGTH, length=_LENGTH),
+    }
+    took = _measured(device, shapes, backend)
+    least, several, many, longer = took.values()
     times: StageTimes = {}
     for stage in STAGES:
         feature = max(several[stage] - least[stage], 0.0) / (_FEATURES - 1)
@@ -106,15 +111,54 @@ def _costs(device: torch.device, bags: int, backend: str | None = None) -> tuple
     return times, many["output_dist"] - least["output_dist"]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Of a batch of one rank."""
+
+    bags: int  # of a feature
+    features: int = 1
+    length: int = 1  # of a bag
+
+    @property
+    def names(self) -> list[str]:
+        return [f"f{number}" for number in range(self.features)]
+
+    def batch(self, device: torch.device) -> KeyedJaggedTensor:
+        bags = self.bags * self.features
+        ids = torch.arange(bags * self.length, device=device) % _ROWS
+        lengths = torch.full((bags,), self.length, device=device)
+        return KeyedJaggedTensor(self.names, ids, lengths=lengths)
+
+
 def _measured(
-    device: torch.device,
-    bags: int,
-    num_features: int,
-    length: int = 1,
-    backend: str | None = None,
-) -> dict[str, float]:
-    names = [f"f{number}" for number in range(num_features)]
-    table = EmbeddingBagConfig(name="t", feature_names=names, embedding_dim=_DIM, num_embeddings=64)
+    device: torch.device, shapes: dict[str, _Shape], backend: str | None
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of each part, by shape.
+
+    The shapes take turns: an exchange of ids waits for the host, which is faster at some times than
+    at others, and what is wanted are differences between shapes.
+    """
+    modules = {name: _sharded(device, shape, backend) for name, shape in shapes.items()}
+    turns: dict[str, list[list[float]]] = {name: [] for name in shapes}
+    for _ in range(_WARM + _STEPS):
+        for name, shape in shapes.items():
+            # A batch of its own for each step: one that was exchanged knows its counts and offsets.
+            turns[name].append(_step(modules[name], shape.batch(device), device))
+    typical = statistics.median if device.type == "cuda" else min
+    return {
+        name: {
+            stage: typical(parts)
+            for stage, parts in zip(STAGES, zip(*steps[_WARM:], strict=True), strict=True)
+        }
+        for name, steps in turns.items()
+    }
+
+
+def _sharded(device: torch.device, shape: _Shape, backend: str | None) -> Any:
+    """A collection of one small table, row-wise."""
+    table = EmbeddingBagConfig(
+        name="t", feature_names=shape.names, embedding_dim=_DIM, num_embeddings=_ROWS
+    )
     model = EmbeddingBagCollection([table], device=torch.device("meta"))
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.0})
     sharder = BackendEmbeddingBagCollectionSharder()
@@ -131,22 +175,13 @@ def _measured(
         options = registry.get(backend).options_type()
         plan["t"] = BackendParameterSharding.wrap(plan["t"], backend, options)
         plan["t"].compute_kernel = KERNEL
-    module: Any = DistributedModelParallel(
+    return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
         plan=ShardingPlan({"": plan}),
         sharders=[sharder],
     ).module
-    ids = torch.arange(bags * num_features * length, device=device) % 64
-    lengths = torch.full((bags * num_features,), length, device=device)
-    # A batch of its own for each step: one that was exchanged knows its counts and offsets.
-    batches = (KeyedJaggedTensor(names, ids, lengths=lengths) for _ in range(_WARM + _STEPS))
-    turns = [_step(module, batch, device) for batch in batches][_WARM:]
-    typical = statistics.median if device.type == "cuda" else min
-    return {
-        stage: typical(parts) for stage, parts in zip(STAGES, zip(*turns, strict=True), strict=True)
-    }
 
 
 def _step(module: Any, features: KeyedJaggedTensor, device: torch.device) -> list[float]:
