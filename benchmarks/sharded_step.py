@@ -32,6 +32,11 @@ import torchrec
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.optim import RowWiseAdagrad
@@ -52,6 +57,15 @@ SIDES = ("stock", "hkv")
 BATCHES = 4
 #: Coprime to numbers of rows here: frequent ids lie all over the table, not in its first block.
 _PRIME = 2654435761
+
+
+def stock_sharder(wire_dtype: str) -> EmbeddingBagCollectionSharder:
+    """TorchRec's sharder, whose pooled rows travel as this type."""
+    precision = CommType(wire_dtype)
+    config = QCommsConfig(forward_precision=precision, backward_precision=precision)
+    return EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=None if wire_dtype == "fp32" else get_qcomm_codecs_registry(config)
+    )
 
 
 def make_model(args: argparse.Namespace, side: str) -> DistributedModelParallel:
@@ -82,13 +96,13 @@ def make_model(args: argparse.Namespace, side: str) -> DistributedModelParallel:
     planner = EmbeddingShardingPlanner(
         topology=topology, constraints={table.name: constraint for table in tables}
     )
-    ours = get_default_sharders(num_groups=args.num_groups)
+    ours = get_default_sharders(num_groups=args.num_groups, wire_dtype=args.wire_dtype)
     plan = planner.collective_plan(collection, ours, dist.group.WORLD)
     return DistributedModelParallel(
         collection,
         device=args.device,
         plan=plan,
-        sharders=[EmbeddingBagCollectionSharder()] if side == "stock" else ours,
+        sharders=[stock_sharder(args.wire_dtype)] if side == "stock" else ours,
     )
 
 
@@ -211,6 +225,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 "bag": args.bag,
                 "load": args.load,
                 "num_groups": args.num_groups,
+                "wire_dtype": args.wire_dtype,
                 **{f"{side}_ms": round(ms, 3) for side, ms in took.items()},
                 "ratio": round(took["hkv"] / took["stock"], 3),
                 **{
@@ -250,6 +265,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
     parser.add_argument(
         "--num-groups", type=int, default=1, help="exchange groups of the hash tables"
+    )
+    parser.add_argument(
+        "--wire-dtype",
+        choices=["fp32", "fp16", "bf16"],
+        default="fp32",
+        help="of pooled rows and their gradients between ranks, on both sides",
     )
     parser.add_argument("--streams", nargs="+", choices=list(STREAMS), default=list(STREAMS))
     parser.add_argument("--steps", type=int, default=40, help="of a round")

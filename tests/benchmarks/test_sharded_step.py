@@ -57,6 +57,15 @@ def test_a_row_for_the_step_and_one_for_the_exchange(tmp_path):
     ]
 
 
+def test_groups_and_wire_dtype_are_said(tmp_path):
+    out = tmp_path / "out.csv"
+    done = run(2, "--num-groups", "2", "--wire-dtype", "bf16", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["num_groups"], row["wire_dtype"]) for row in rows} == {("2", "bf16")}
+
+
 def test_tables_too_full_to_hold_all_ids_are_refused():
     done = run(1, "--load", "1.5")
     assert done.returncode != 0
@@ -65,7 +74,15 @@ def test_tables_too_full_to_hold_all_ids_are_refused():
 
 def kinds_of_sides(_rank: int, _world_size: int, device: torch.device) -> dict[str, str]:
     args = argparse.Namespace(
-        tables=2, rows=50, dim=8, batch=4, bag=2, load=0.8, num_groups=2, device=device
+        tables=2,
+        rows=50,
+        dim=8,
+        batch=4,
+        bag=2,
+        load=0.8,
+        num_groups=2,
+        wire_dtype="fp32",
+        device=device,
     )
     models = {side: sharded_step.make_model(args, side) for side in sharded_step.SIDES}
     return {side: type(model.module).__name__ for side, model in models.items()}
