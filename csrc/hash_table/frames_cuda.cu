@@ -8,40 +8,89 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// A tile's lanes move one vector: what the frame holds goes to `out`, what is at `in` comes into
-// the frame; either may be null. The same lane reads a piece of the frame and then writes it, so
-// the row that comes can be under way while the other leaves.
+// A vector that changes places, as the lanes see it that move it.
+struct Exchange {
+  char* frame;
+  char* out;       // what the frame holds goes there; null: nowhere
+  const char* in;  // comes into the frame; null: nothing
+  int64_t bytes;   // 0: there is none
+};
+
+// Rows, or states, of a warp's lanes in `busy` change places. As many lanes take one as it has
+// pieces, so that what goes to host memory goes there in long runs; and kAtOnce go by at a time.
 template <typename Piece>
-__device__ __forceinline__ void exchange_pieces(char* frame, char* out, const char* in,
-                                                int64_t bytes, int lane) {
-  for (int64_t b = lane * static_cast<int64_t>(sizeof(Piece)); b < bytes;
-       b += kTile * static_cast<int64_t>(sizeof(Piece))) {
-    auto* piece = reinterpret_cast<Piece*>(frame + b);
-    Piece comes{};
-    if (in != nullptr) comes = *reinterpret_cast<const Piece*>(in + b);
-    if (out != nullptr) *reinterpret_cast<Piece*>(out + b) = *piece;
-    if (in != nullptr) *piece = comes;
+__device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, const TableView* mine,
+                                                 unsigned busy, int64_t frame, int64_t leaver,
+                                                 int64_t slot) {
+  constexpr int kAtOnce = 4;
+  constexpr auto kPiece = static_cast<int64_t>(sizeof(Piece));
+  const TableView* first = table_of_lane<false>(mine, __ffs(static_cast<int>(busy)) - 1);
+  int lanes = 1;  // of a vector
+  while (lanes < kWarp && lanes * kPiece < (first->*store).bytes()) lanes *= 2;
+  const int vectors = kWarp / lanes;  // beside each other
+  const int lane = threadIdx.x % kWarp;
+  for (unsigned left = busy; left;) {
+    Exchange its[kAtOnce];
+    int64_t longest = 0;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int number = k * vectors + lane / lanes;
+      const int source = nth_lane(left, number);
+      const TableView* table = table_of_lane<false>(mine, source);
+      const int64_t its_frame = __shfl_sync(kAllLanes, frame, source);
+      const int64_t its_leaver = __shfl_sync(kAllLanes, leaver, source);
+      const int64_t its_slot = __shfl_sync(kAllLanes, slot, source);
+      const RowStore& of = table->*store;
+      its[k].frame = of.at(0, its_frame);
+      its[k].out = its_leaver == kNoSlot ? nullptr : of.at(its_leaver, kNoFrame);
+      its[k].in = its_slot == kNoSlot ? nullptr : of.at(its_slot, kNoFrame);
+      its[k].bytes = number < __popc(left) ? of.bytes() : 0;
+      longest = max(longest, its[k].bytes);
+    }
+    // The same lane reads a piece of the frame and then writes it, so what comes can be under way
+    // while the other leaves.
+    for (int64_t b = lane % lanes * kPiece; b < longest; b += lanes * kPiece) {
+      Piece comes[kAtOnce], goes[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].in != nullptr) comes[k] = *reinterpret_cast<const Piece*>(its[k].in + b);
+        if (its[k].out != nullptr) goes[k] = *reinterpret_cast<const Piece*>(its[k].frame + b);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].out != nullptr) *reinterpret_cast<Piece*>(its[k].out + b) = goes[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].in != nullptr) *reinterpret_cast<Piece*>(its[k].frame + b) = comes[k];
+      }
+    }
+    for (int n = min(kAtOnce * vectors, __popc(left)); n > 0; --n) left &= left - 1;
   }
 }
-__device__ __forceinline__ void exchange_vector(const RowStore& store, int64_t frame,
-                                                int64_t leaver, int64_t slot, int lane) {
-  char* place = store.at(0, frame);
-  char* out = leaver == kNoSlot ? nullptr : store.at(leaver, kNoFrame);
-  const char* in = slot == kNoSlot ? nullptr : store.at(slot, kNoFrame);
-  const int64_t bytes = store.bytes();
-  if (bytes % 16 == 0) {
-    exchange_pieces<uint4>(place, out, in, bytes, lane);
-  } else if (bytes % 4 == 0) {
-    exchange_pieces<uint32_t>(place, out, in, bytes, lane);
-  } else {
-    exchange_pieces<uint16_t>(place, out, in, bytes, lane);
-  }
-}
-// The row and the state of `leaver` go home, those of `slot` come. kNoSlot: nothing goes, or comes.
-__device__ __forceinline__ void exchange(const TableView& table, int64_t frame, int64_t leaver,
-                                         int64_t slot, int lane) {
-  exchange_vector(table.rows, frame, leaver, slot, lane);
-  if (table.states.width > 0) exchange_vector(table.states, frame, leaver, slot, lane);
+
+// Of each lane that is busy, the row and the state of `leaver` go home from its frame, and those of
+// `slot` come there. kNoSlot: nothing goes, or comes. All lanes.
+__device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_busy, int64_t frame,
+                                              int64_t leaver, int64_t slot) {
+  const auto of = [&](RowStore TableView::* store, bool wanted) {
+    const unsigned busy = __ballot_sync(kAllLanes, wanted);
+    if (busy == 0) return;
+    const int64_t bytes = wanted ? (mine->*store).bytes() : 0;
+    if (__all_sync(kAllLanes, bytes % 16 == 0)) {
+      exchange_vectors<uint4>(store, mine, busy, frame, leaver, slot);
+    } else if (__all_sync(kAllLanes, bytes % 4 == 0)) {
+      exchange_vectors<uint32_t>(store, mine, busy, frame, leaver, slot);
+    } else {
+      exchange_vectors<uint16_t>(store, mine, busy, frame, leaver, slot);
+    }
+  };
+  is_busy = is_busy && (leaver != kNoSlot || slot != kNoSlot);
+  of(&TableView::states, is_busy && mine->states.width > 0);
+  of(&TableView::rows, is_busy);
 }
 
 // kNew: positions of new ids; otherwise the others.
@@ -73,23 +122,19 @@ __global__ void __launch_bounds__(kThreads)
     count_warp(mine, kHostHits, !kNew && at_home);
     count_warp(mine, kWrittenHome, claim.leaver != kNoSlot);
     const bool busy = kNew ? slot != kNoSlot : claim.taken;
-    const int64_t id = kNew && busy ? batch.ids[position] : 0;
+    exchange_rows(mine, busy, claim.frame, claim.leaver, kNew ? kNoSlot : slot);
+    if (!kNew) continue;
+    // The lanes of a tile write other pieces of the frame than they have read.
+    __syncwarp();
+    const int64_t id = busy ? batch.ids[position] : 0;
     for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
       const int source = nth_lane(left, tile);
       const bool working = tile < __popc(left);
       const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
       const int64_t their_frame = __shfl_sync(kAllLanes, claim.frame, source);
-      const int64_t their_leaver = __shfl_sync(kAllLanes, claim.leaver, source);
       const int64_t their_id = __shfl_sync(kAllLanes, id, source);
       const TableView* table = table_of_lane<false>(mine, source);
-      if (working && kNew) {
-        if (their_leaver != kNoSlot) exchange(*table, their_frame, their_leaver, kNoSlot, lane);
-        // The lanes of a tile write other pieces of the frame than they have read.
-        __syncwarp(((1u << kTile) - 1) << (tile * kTile));
-        write_new_row<kRows>(*table, their_id, their_slot, their_frame, lane);
-      } else if (working) {
-        exchange(*table, their_frame, their_leaver, their_slot, lane);
-      }
+      if (working) write_new_row<kRows>(*table, their_id, their_slot, their_frame, lane);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) left &= left - 1;
     }
@@ -97,33 +142,32 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A warp a set.
-__global__ void __launch_bounds__(kThreads) write_home_kernel(TableView table) {
+__global__ void __launch_bounds__(kThreads)
+    write_home_kernel(const __grid_constant__ TableView table) {
   const Frames& frames = table.frames;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
-  const int tile = threadIdx.x % kWarp / kTile;
-  static_assert(kWarp / kTile == kFramesOfSet, "a tile a frame");
+  const int lane = threadIdx.x % kWarp;  // of the first, one a frame
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
     const uint64_t tags = frames.load_tags(set);
-    const uint32_t tag = Frames::tag_at(tags, tile);
-    if ((tag & kTagTaken) && (tag & kTagDirty)) {
-      exchange(table, set * kFramesOfSet + tile, frames.slot_of(set, tag), kNoSlot,
-               threadIdx.x % kTile);
-    }
+    const uint32_t tag = lane < kFramesOfSet ? Frames::tag_at(tags, lane) : 0;
+    const bool goes = (tag & kTagTaken) && (tag & kTagDirty);
+    exchange_rows(&table, goes, set * kFramesOfSet + lane,
+                  goes ? frames.slot_of(set, tag) : kNoSlot, kNoSlot);
     constexpr unsigned long long kAllDirty = 0x0001000100010001ull * kTagDirty;
-    if (threadIdx.x % kWarp == 0 && (tags & kAllDirty)) atomicAnd(&frames.tags[set], ~kAllDirty);
+    if (lane == 0 && (tags & kAllDirty)) atomicAnd(&frames.tags[set], ~kAllDirty);
   }
 }
 
 // A warp a set. Frames that are taken stay so.
-__global__ void __launch_bounds__(kThreads) fill_kernel(TableView table) {
+__global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ TableView table) {
   const Frames& frames = table.frames;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int lane = threadIdx.x % kWarp;
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
     unsigned long long tags = frames.load_tags(set);
-    int64_t chosen = kNoSlot;  // by the tile of each frame
+    int64_t chosen = kNoSlot;  // by the lane of each frame
     for (int place = 0; place < kFramesOfSet; ++place) {
       if (Frames::tag_at(tags, place) & kTagTaken) continue;
       // The highest rank of the slots without a frame, and the first of these.
@@ -155,11 +199,9 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(TableView table) {
       if (slot == kNoSlot) break;
       const unsigned long long tag = kTagTaken | frames.home_of(slot).number;
       tags |= tag << place * kTagBits;
-      if (lane / kTile == place) chosen = slot;
+      if (lane == place) chosen = slot;
     }
-    if (chosen != kNoSlot) {
-      exchange(table, set * kFramesOfSet + lane / kTile, kNoSlot, chosen, lane % kTile);
-    }
+    exchange_rows(&table, chosen != kNoSlot, set * kFramesOfSet + lane, kNoSlot, chosen);
     if (lane == 0) frames.tags[set] = tags;
   }
 }

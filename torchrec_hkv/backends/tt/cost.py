@@ -38,10 +38,11 @@ def tt_work(shape: TTShape, load: Workload, device_type: str) -> Work:
         # Kernels fill the ranks beside the last two cores up to the kind's.
         ranks[-3:-1] = [1 if rank == 1 else max(kind, rank) for rank in ranks[-3:-1]]
     row = 2.0 * shape.embedding_dim * ranks[-2]
-    heads, prefixes, prefix = 0.0, 0.0, 0.0
+    heads, prefixes, prefix, slice_bytes = 0.0, 0.0, 0.0, 0.0
     if shape.num_cores >= 3:
         prefixes = _occupied(load.distinct, math.prod(shape.p[:-1]))
         prefix = 2.0 * math.prod(shape.q[:-1]) * ranks[-3] * ranks[-2]
+        slice_bytes = 4.0 * ranks[-3] * shape.q[-2] * ranks[-2]
     if shape.num_cores == 4:
         pairs = shape.p[0] * shape.p[1]
         head = 2.0 * math.prod(shape.q[:2]) * ranks[1] * ranks[2]
@@ -53,6 +54,8 @@ def tt_work(shape: TTShape, load: Workload, device_type: str) -> Work:
         "distinct": load.distinct,
         "id_bytes": 4.0 * load.ids * shape.embedding_dim,
         "bag_bytes": 4.0 * load.bags * shape.embedding_dim,
+        # Each prefix reads a slice of the core before the last, and the backward adds to one.
+        "prefix_bytes": prefixes * slice_bytes,
     }
     rows = load.distinct * row
     # The backward makes the prefixes again; each product has two gradients.
