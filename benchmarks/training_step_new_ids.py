@@ -2,7 +2,8 @@
 
     python -m benchmarks.training_step_new_ids --out benchmarks/results/training_step_new_ids.csv
 
-The tables are full, so that each new id takes the place of the one that was longest not looked up.
+The tables are full, so that each new id takes the place of the one that was longest not looked up:
+of ids that nobody asks for any more, unless ``--load`` leaves none of these.
 ``ms`` are milliseconds a step back to back, ``missing`` the share of ids that were not in their
 table, and ``ratio`` what the step takes of the one without new ids, in the same run.
 ``--deterministic`` measures the tables' deterministic mode.
@@ -24,14 +25,17 @@ STEPS = 20
 
 
 def full_tables(
-    work: Workload, optimizer: str, device: torch.device, deterministic: bool
+    work: Workload, optimizer: str, load: float, device: torch.device, deterministic: bool
 ) -> HashTables:
-    """Tables with all rows of a workload, and other ids in what is left."""
-    tables = HashTables(work, optimizer, 0.95, device, deterministic=deterministic)
-    others = torch.arange(work.rows // 8, device=device) - (1 << 40)
-    for part in others.split(1 << 16):
-        ends = torch.arange(work.tables + 1, device=device) * len(part)
-        tables.group.find_or_insert(part.repeat(work.tables), ends, 1)
+    """Tables with all rows of a workload, and other ids, asked for before, in the rest."""
+    tables = HashTables(work, optimizer, load, device, deterministic=deterministic)
+    known = torch.arange(work.rows, device=device)
+    others = torch.arange(int(work.rows / load) - work.rows * 7 // 8, device=device) - (1 << 40)
+    # Others take the places of ids that were asked for longest ago, which come back.
+    for ids in (others, known, known):
+        for part in ids.split(1 << 16):
+            ends = torch.arange(work.tables + 1, device=device) * len(part)
+            tables.group.find_or_insert(part.repeat(work.tables), ends, 1)
     return tables
 
 
@@ -71,7 +75,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for name in args.workloads:
         work = WORKLOADS[name]
         for optimizer in args.optimizers:
-            tables = full_tables(work, optimizer, device, args.deterministic)
+            tables = full_tables(work, optimizer, args.load, device, args.deterministic)
             first, without = 1 << 41, None
             for share in args.shares:
                 ms, missing, first = measure_share(tables, work, share, first)
@@ -80,6 +84,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                     "workload": name,
                     "optimizer": optimizer,
                     "deterministic": args.deterministic,
+                    "load": args.load,
                     "new": share,
                     "missing": round(missing, 4),
                     "ms": round(ms, 3),
@@ -95,6 +100,13 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=["S1", "S2"], default=["S1", "S2"])
     parser.add_argument(
         "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["rowwise_adagrad"]
+    )
+    parser.add_argument(
+        "--load",
+        type=float,
+        default=0.5,
+        help="share of the slots that the workload's own ids take; others fill the rest. Where it "
+        "is near 1, new ids take the places of ids that will be asked for",
     )
     parser.add_argument("--shares", nargs="+", type=float, default=[0.0, 0.01, 0.1])
     parser.add_argument("--deterministic", action="store_true", help="in deterministic mode")

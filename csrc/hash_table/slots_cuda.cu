@@ -18,19 +18,31 @@ constexpr int kRowsOfWarp = 8;
 // that the rows' size allows.
 template <typename Piece>
 __device__ __forceinline__ void copy_pieces(char* to, const char* from, int32_t bytes) {
+  constexpr int kAtOnce = 4;
   const int32_t pieces = bytes / static_cast<int32_t>(sizeof(Piece));
   const int32_t all = pieces * kRowsOfWarp;
-#pragma unroll 4
-  for (int32_t base = 0; base < all; base += kWarp) {
-    const int32_t i = base + threadIdx.x % kWarp;
-    const int32_t row = i < all ? i / pieces : 0;
-    auto* row_to = reinterpret_cast<char*>(
-        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(to), row));
-    const auto* row_from = reinterpret_cast<const char*>(
-        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from), row));
-    if (i < all && row_to != nullptr && row_from != nullptr) {
+  for (int32_t begin = 0; begin < all; begin += kAtOnce * kWarp) {
+    // All are read before the first is written, else each would wait for the one before: the
+    // compiler can't know that rows don't overlap.
+    Piece held[kAtOnce];
+    char* its_to[kAtOnce] = {};
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (begin + k * kWarp >= all) break;
+      const int32_t i = begin + k * kWarp + threadIdx.x % kWarp;
+      const int32_t row = i < all ? i / pieces : 0;
       const int64_t at = static_cast<int64_t>(i - row * pieces) * sizeof(Piece);
-      *reinterpret_cast<Piece*>(row_to + at) = *reinterpret_cast<const Piece*>(row_from + at);
+      auto* row_to = reinterpret_cast<char*>(
+          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(to), row));
+      const auto* row_from = reinterpret_cast<const char*>(
+          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from), row));
+      if (i >= all || row_to == nullptr || row_from == nullptr) continue;
+      held[k] = *reinterpret_cast<const Piece*>(row_from + at);
+      its_to[k] = row_to + at;
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (its_to[k] != nullptr) *reinterpret_cast<Piece*>(its_to[k]) = held[k];
     }
   }
 }
