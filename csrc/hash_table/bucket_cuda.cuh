@@ -36,12 +36,22 @@ __device__ __forceinline__ uint4 load_vector_cached(const void* from) {
                : "l"(from));
   return v;
 }
+__device__ __forceinline__ uint32_t load_cached(const uint32_t* from) {
+  uint32_t v;
+  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
 // The same for data that nobody changes but that is not worth a place in L1.
 __device__ __forceinline__ uint4 load_vector_once(const void* from) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
+  return v;
+}
+__device__ __forceinline__ int64_t load_once(const int64_t* from) {
+  int64_t v;
+  asm volatile("ld.global.L1::no_allocate.b64 %0, [%1];" : "=l"(v) : "l"(from));
   return v;
 }
 __device__ __forceinline__ uint32_t load_l2(const uint32_t* from) {

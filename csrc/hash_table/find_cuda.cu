@@ -1,7 +1,11 @@
-// Finding on the GPU. A warp works on 32 ids: each lane hashes one, then tiles of four lanes look
-// for them, each lane reading 32 of a line's 128 bytes, several ids of a tile at once, so that
-// their loads overlap; the second bucket is read only where the first has no match. At the end each
-// lane has the slot of its own id.
+// Finding on the GPU. A warp works on 32 ids. What an id needs once is done by a lane of its own,
+// so that 32 loads are on their way at once: the hash, the look at the id that stands where a
+// digest matches, the touch. Only digests are compared by tiles of four lanes, each lane reading 32
+// of a line's 128 bytes, two lines of a tile at once. Ids that are not in their first bucket are
+// dealt out to the tiles anew, which then are full again.
+//
+// Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
+// would be asked for thousands of times, one after the other.
 #include "common/cuda_check.h"
 #include "hash_table/bucket_cuda.cuh"
 #include "hash_table/find_cuda.cuh"
@@ -12,188 +16,216 @@ namespace {
 
 constexpr int kFindLanes = 4;
 constexpr int kTilesOfWarp = kWarp / kFindLanes;
-constexpr int kIdsInFlight = 2;                      // of a tile
-constexpr int kVectors = kLineVectors / kFindLanes;  // a lane reads
-// Blocks of a multiprocessor, which bound the registers of a thread.
-constexpr int resident_blocks_of(bool touch) { return touch ? 4 : 5; }
+constexpr int kLinesAhead = 2;  // of a tile
+constexpr int kFindBlocks = 6;  // of a multiprocessor, which bound the registers of a thread
+constexpr int kTouchers = 512;  // entries of a block's table of who touches a slot
 
 constexpr uint32_t kNowhere = ~0u;
-constexpr uint32_t kInSecond = kBucketDigests;  // added to positions in the second bucket
 
-// One id on its way, as one of its lanes sees it.
-struct Probe {
-  int64_t id;
-  uint32_t table;
-  uint32_t bucket;
-  uint32_t second;   // the other bucket; kNowhere once it is the one that is looked at
-  uint32_t digest;   // in both halves
-  uint32_t matches;  // of the lane's 16 digests, those to look at: match_pairs
-  uint32_t place;    // of a hit: position in its bucket, see kInSecond
-  bool searching;
-  bool room;  // the lane has seen a free slot
-  uint4 digests[kVectors];
+// What an id's lane asks of a tile, the line's address in two words and the digest in both halves
+// of a third; and, in place of that, what each of the tile's lanes answers: see compare.
+struct alignas(16) Look {
+  uint32_t words[kFindLanes];
 };
+constexpr int kAskedDigest = 2;
+constexpr uint32_t kFreeSeen = 0x80000000u;  // in an answer: the lane has seen a free slot
 
-__device__ __forceinline__ void load_digests(Probe& probe, const TableView& table, int lane) {
-  const uint4* line = reinterpret_cast<const uint4*>(digest_line(table, probe.bucket));
+// Which of a lane's digests differ from the one in both halves of `pair`: bit 7 - j stands for the
+// lower half of word j, bit 23 - j for its upper half.
+__device__ __forceinline__ uint32_t compare(const uint4& first, const uint4& last, uint32_t pair) {
+  const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
+  uint32_t differ = 0;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    probe.digests[v] = load_vector_once(line + v * kFindLanes + lane);
-  }
+  for (uint32_t word : words) differ = differ * 2 + __vminu2(word ^ pair, 0x00010001u);
+  return differ;
+}
+__device__ __forceinline__ bool has_free(const uint4& first, const uint4& last) {
+  uint32_t least = __vimin3_u16x2(first.x, first.y, first.z);
+  least = __vimin3_u16x2(least, first.w, last.x);
+  least = __vimin3_u16x2(least, last.y, last.z);
+  least = __vminu2(least, last.w);
+  static_assert(kEmptyDigest == 0);
+  return ((least - 0x00010001u) & ~least & 0x80008000u) != 0;  // a half is zero
 }
 
-// Which of the lane's digests equal the one in both halves of `pair`: bit 31 - j stands for the
-// upper half of word j, bit 15 - j for its lower half.
-__device__ __forceinline__ uint32_t match_pairs(const Probe& probe, uint32_t pair) {
-  uint32_t matches = 0;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const uint32_t words[4] = {probe.digests[v].x, probe.digests[v].y, probe.digests[v].z,
-                               probe.digests[v].w};
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      // A half is zero exactly where neither it nor its lower 15 bits plus 2^15 - 1 reach bit 15.
-      const uint32_t x = words[w] ^ pair;
-      const uint32_t zero = ~(((x & 0x7fff7fffu) + 0x7fff7fffu) | x) & 0x80008000u;
-      matches |= zero >> (4 * v + w);
+// The digests of a line that match, taken one by one.
+struct Matches {
+  uint32_t low;   // of the tile's lanes 0 and 1
+  uint32_t high;  // of lanes 2 and 3
+
+  // From a tile's answers: bytes 0 and 2 of each word.
+  __device__ __forceinline__ explicit Matches(const uint4& answer) {
+    low = ~__byte_perm(answer.x, answer.y, 0x6240);
+    high = ~__byte_perm(answer.z, answer.w, 0x6240);
+  }
+  __device__ __forceinline__ bool any() const { return (low | high) != 0; }
+  // Position in the bucket of one of them.
+  __device__ __forceinline__ uint32_t position() const {
+    const uint32_t bit =
+        low != 0 ? __ffs(static_cast<int>(low)) - 1 : __ffs(static_cast<int>(high)) + 31;
+    const uint32_t word = 7 - (bit & 7);
+    const uint32_t lane = (bit >> 5) * 2 + (bit >> 3 & 1);
+    return (word / 4 * kFindLanes + lane) * kVectorDigests + word % 4 * 2 + (bit >> 4 & 1);
+  }
+  __device__ __forceinline__ void drop() {
+    if (low != 0) {
+      low &= low - 1;
+    } else {
+      high &= high - 1;
     }
   }
-  return matches;
+};
+
+// Has the tiles of a warp look at the lines that its lanes ask for, and returns the answers of a
+// lane's tile. All lanes. kFree: free slots are looked for too.
+template <bool kFree>
+__device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const TableView& table,
+                                               uint32_t bucket, uint16_t digest) {
+  const int warp_lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kFindLanes;
+  const int tile = warp_lane / kFindLanes;
+  const unsigned asking = __ballot_sync(kAllLanes, asks);
+  const int n = __popc(asking);
+  const int number = __popc(asking & ((1u << warp_lane) - 1));
+  auto* const mine = reinterpret_cast<uint4*>(&looks[number]);
+  if (asks) {
+    const auto line = reinterpret_cast<uint64_t>(digest_line(table, bucket));
+    *mine = uint4{static_cast<uint32_t>(line), static_cast<uint32_t>(line >> 32),
+                  digest * 0x00010001u, 0};
+  }
+  __syncwarp();
+  // Tiles that are left over read what the last one reads, and say nothing.
+  const auto look = [&](int at) -> Look& { return looks[min(at, n - 1)]; };
+#pragma unroll 1
+  for (int base = 0; base < n; base += kLinesAhead * kTilesOfWarp) {
+    uint4 first[kLinesAhead], last[kLinesAhead];
+#pragma unroll
+    for (int k = 0; k < kLinesAhead; ++k) {
+      if (k == 0 || base + k * kTilesOfWarp < n) {
+        const Look& it = look(base + k * kTilesOfWarp + tile);
+        const auto address = *reinterpret_cast<const uint64_t*>(it.words);
+        const uint4* const line = reinterpret_cast<const uint4*>(address) + lane;
+        first[k] = load_vector_cached(line);
+        last[k] = load_vector_cached(line + kFindLanes);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kLinesAhead; ++k) {
+      if (k == 0 || base + k * kTilesOfWarp < n) {
+        const int at = base + k * kTilesOfWarp + tile;
+        Look& it = look(at);
+        uint32_t answer = compare(first[k], last[k], it.words[kAskedDigest]);
+        if (kFree && has_free(first[k], last[k])) answer |= kFreeSeen;
+        __syncwarp();  // all lanes have read what was asked
+        if (at < n) it.words[lane] = answer;
+      }
+    }
+  }
+  __syncwarp();
+  const uint4 answer = asks ? *mine : uint4{~0u, ~0u, ~0u, ~0u};
+  __syncwarp();  // the next call writes there
+  return answer;
 }
-// Position in the bucket of a bit of match_pairs.
-__device__ __forceinline__ uint32_t position_of(int bit, int lane) {
-  const int word = 15 - (bit & 15);
-  return (word / 4 * kFindLanes + lane) * kVectorDigests + word % 4 * 2 + (bit >> 4);
+
+// Feature of each lane's position. Mostly that is one for all lanes; it then takes one look at the
+// offsets in place of a search. All lanes.
+__device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t at) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t first = at - lane;
+  const int64_t last = min(first + kWarp, batch.num_ids) - 1;
+  if (batch.num_features <= kWarp) {
+    const int64_t start = lane < batch.num_features ? batch.feature_start(lane) : INT64_MAX;
+    const int begun = __popc(__ballot_sync(kAllLanes, start <= first));
+    const int begun_later = __popc(__ballot_sync(kAllLanes, start <= last));
+    if (begun == begun_later) return max(begun - 1, 0);
+  }
+  return at < batch.num_ids ? batch.feature_of(at) : 0;
+}
+
+// tested: one that has the step already is not written again; L1 may show an older step, never a
+// newer one. exclusive: as in touch.
+__device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool tested,
+                                           bool exclusive) {
+  if (tested && load_cached(last_step) == now) return false;
+  if (exclusive) return atomicExch(last_step, now) != now;
+  store_l2(last_step, now);
+  return false;
 }
 
 // kOneTable: the view comes with the launch and not from memory. early: last steps are brought near
-// before it is known that their ids are the right ones. That gains where the ids of many tables are
-// spread; one table gains nothing, and of a hot id all lanes would ask for one address.
+// before it is known that their ids are the right ones, and tested before they are written. That
+// gains where the ids of many tables are spread. Elsewhere they are written untested: waiting for a
+// hot id's step, which many write, costs more than the writes that are saved. Of a block's threads
+// that touch one slot mostly one writes.
 template <bool kTouch, bool kOneTable>
-__global__ void __launch_bounds__(kThreads, resident_blocks_of(kTouch))
+__global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
                 const Found found, const Missing missing, bool early) {
-  const int lane = threadIdx.x % kFindLanes;
-  const int warp_lane = threadIdx.x % kWarp;
-  const int tile = warp_lane / kFindLanes;
-  const auto of_tile = [&](unsigned ballot, int number) {
-    return ballot >> (number * kFindLanes) & ((1u << kFindLanes) - 1);
-  };
+  __shared__ Look looks_of_block[kThreads];
+  // By thread: its id, which would take registers; later, of those that touch, the slot.
+  __shared__ int64_t of_thread[kThreads];
+  // By slot, modulo their number: of the threads that touch it, one.
+  __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
+  Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (kTouch) {  // the scratch of the kernels to come, a share of it for each thread
-    for (int64_t i = at; i <= missing.mask; i += static_cast<int64_t>(gridDim.x) * kThreads) {
-      missing.table[i] = 0;
-    }
-  }
   const bool given = at < batch.num_ids;
   const int64_t id = given ? batch.ids[at] : 0;
-  uint32_t table_index = 0;
-  if (!kOneTable && given) table_index = batch.feature_tables[batch.feature_of(at)];
-  const TableView& own_table = kOneTable ? only : tables[table_index];
-  const BucketChoice choice = choose_buckets(id, own_table.num_buckets);
-  uint32_t place = kNowhere;
+  of_thread[threadIdx.x] = id;
+  // The scratch of the kernels to come, which has at most four entries a thread.
+  if (kTouch && at * 4 <= missing.mask) {
+    reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
+  }
+  const TableView& table =
+      kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
+  const BucketChoice choice = choose_buckets(id, table.num_buckets);
+  uint32_t bucket = choice.first;
+  uint32_t position = kNowhere;
+  bool searching = given;
   bool room = false;
-  const unsigned all_given = __ballot_sync(kAllLanes, given);
 #pragma unroll 1
-  for (int turn = 0; turn < kFindLanes; turn += kIdsInFlight) {
-    Probe probes[kIdsInFlight];
-#pragma unroll
-    for (int k = 0; k < kIdsInFlight; ++k) {
-      Probe& probe = probes[k];
-      const int owner = (turn + k) * kTilesOfWarp + tile;
-      probe.id = __shfl_sync(kAllLanes, id, owner);
-      if (!kOneTable) probe.table = __shfl_sync(kAllLanes, table_index, owner);
-      probe.bucket = __shfl_sync(kAllLanes, choice.first, owner);
-      probe.second = __shfl_sync(kAllLanes, choice.second, owner);
-      probe.digest = __shfl_sync(kAllLanes, static_cast<uint32_t>(choice.digest), owner);
-      probe.digest *= 0x00010001u;
-      probe.searching = all_given >> owner & 1;
-      probe.room = false;
-      probe.place = kNowhere;
-      if (probe.searching) load_digests(probe, kOneTable ? only : tables[probe.table], lane);
-    }
-#pragma unroll
-    for (int k = 0; k < kIdsInFlight; ++k) {
-      probes[k].matches = probes[k].searching ? match_pairs(probes[k], probes[k].digest) : 0;
-    }
-    // Each round looks at one match of each lane.
-    for (bool working = true; working;) {
-      uint32_t candidates[kIdsInFlight];
-      int64_t stored[kIdsInFlight];
-#pragma unroll
-      for (int k = 0; k < kIdsInFlight; ++k) {
-        Probe& probe = probes[k];
-        candidates[k] = kNowhere;
-        if (probe.matches != 0) {
-          const TableView& table = kOneTable ? only : tables[probe.table];
-          candidates[k] = position_of(__ffs(static_cast<int>(probe.matches)) - 1, lane);
-          probe.matches &= probe.matches - 1;
-          const int64_t slot =
-              static_cast<int64_t>(probe.bucket) * table.bucket_slots + candidates[k];
-          stored[k] = table.ids[slot];
-          // Most are hits, and will be touched.
-          if (kTouch && early) prefetch_l2(&table.last_steps[slot]);
+  for (int turn = 0; turn < 2 && __any_sync(kAllLanes, searching); ++turn) {
+    const uint4 answer = look_at_lines<kTouch>(looks, searching, table, bucket, choice.digest);
+    if (searching) {
+      if (kTouch) room |= ((answer.x | answer.y | answer.z | answer.w) & kFreeSeen) != 0;
+      const int64_t first_slot = static_cast<int64_t>(bucket) * table.bucket_slots;
+      for (Matches matches(answer); matches.any(); matches.drop()) {
+        const uint32_t candidate = matches.position();
+        const int64_t slot = first_slot + candidate;
+        // A find in one table gains 4 % if its ids leave L1 to the lines.
+        const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
+        if (kTouch && early) prefetch_l2(&table.last_steps[slot]);  // most are hits
+        if (stored == of_thread[threadIdx.x]) {
+          position = candidate;
+          break;
         }
       }
-      bool reload[kIdsInFlight];
-      working = false;
-#pragma unroll
-      for (int k = 0; k < kIdsInFlight; ++k) {
-        Probe& probe = probes[k];
-        const bool hit = candidates[k] != kNowhere && stored[k] == probe.id;
-        const unsigned hits = of_tile(__ballot_sync(kAllLanes, hit), tile);
-        const unsigned more = of_tile(__ballot_sync(kAllLanes, probe.matches != 0), tile);
-        reload[k] = false;
-        if (hit) probe.place = candidates[k] + (probe.second == kNowhere ? kInSecond : 0);
-        if (hits != 0) {
-          probe.searching = false;
-          probe.matches = 0;
-        } else if (probe.searching && more == 0) {
-          if (kTouch) probe.room |= match_pairs(probe, kEmptyDigest) != 0;
-          // A table of one bucket has no second one to look at.
-          if (probe.second == kNowhere || probe.second == probe.bucket) {
-            probe.searching = false;
-          } else {
-            probe.bucket = probe.second;
-            probe.second = kNowhere;
-            load_digests(probe, kOneTable ? only : tables[probe.table], lane);
-            reload[k] = true;
-          }
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kIdsInFlight; ++k) {
-        if (reload[k]) probes[k].matches = match_pairs(probes[k], probes[k].digest);
-        working |= probes[k].searching;
-      }
-      working = __any_sync(kAllLanes, working);
-    }
-    // What the tiles have found goes to the lanes whose ids they were.
-#pragma unroll
-    for (int k = 0; k < kIdsInFlight; ++k) {
-      const int my_tile = warp_lane % kTilesOfWarp;
-      const unsigned hits = of_tile(__ballot_sync(kAllLanes, probes[k].place != kNowhere), my_tile);
-      const unsigned rooms = of_tile(__ballot_sync(kAllLanes, probes[k].room), my_tile);
-      const int source = my_tile * kFindLanes + (hits != 0 ? __ffs(static_cast<int>(hits)) - 1 : 0);
-      const uint32_t theirs = __shfl_sync(kAllLanes, probes[k].place, source);
-      if (warp_lane / kTilesOfWarp == turn + k) {
-        place = theirs;
-        room = rooms != 0;
-      }
+      // A table of one bucket has no second one to look at.
+      searching = position == kNowhere && bucket != choice.second;
+      if (searching) bucket = choice.second;
     }
   }
-  const bool there = place != kNowhere;
-  if (kTouch && __syncthreads_or(given && !there) && threadIdx.x == 0) *missing.any = 1;
+  const bool there = position != kNowhere;
+  const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
+  if (kTouch) {
+    if (there) {
+      of_thread[threadIdx.x] = table.first_slot + slot;
+      atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
+    }
+    if (__syncthreads_or(given && !there) && threadIdx.x == 0) *missing.any = 1;
+  }
   if (!given) return;
   int64_t result = kTouch && !room ? kMissingFromFull : kNoSlot;
   bool writer = false;
   if (there) {
-    const uint32_t bucket = place < kInSecond ? choice.first : choice.second;
-    const int64_t slot =
-        static_cast<int64_t>(bucket) * own_table.bucket_slots + place % kBucketDigests;
-    result = own_table.first_slot + slot;
-    if (kTouch) writer = touch(own_table, slot, visit, visit.given(at), found.writer != nullptr);
+    result = table.first_slot + slot;
+    if (kTouch) {
+      const uint32_t toucher = touchers[static_cast<uint32_t>(slot) % kTouchers];
+      if (toucher == threadIdx.x || of_thread[toucher] != result) {
+        writer = write_step(&table.last_steps[slot], visit.now(), early, found.writer != nullptr);
+      }
+      if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
+    }
   }
   slots[at] = result;
   if (kTouch && found.there != nullptr) found.there[at] = there;
