@@ -37,10 +37,13 @@ enum class Precision : int32_t {
 
 // Which kernel runs a table; plan_tables says it.
 struct KernelClass {
-  int32_t rank = 0;    // of the kernel: 32, 64, 128 or 256
-  bool exact = false;  // ranks equal to it and all q multiples of 4: no bounds to look at
-  bool fours = false;  // exact, all q are 4 and cores are of fp32
-  RowType type = RowType::kFloat32;  // of exact kernels; others look it up
+  int32_t rank = 0;  // of the kernel: 32, 64, 128 or 256
+  // Ranks equal to it and the last q a multiple of 4: all that exists is read 4 values at a time.
+  bool vectors = false;
+  bool exact = false;                // vectors, and all q multiples of 4: no bounds to look at
+  bool fours = false;                // exact, all q are 4 and cores are of fp32
+  bool narrow = false;               // vectors, q = 4, 2, 4, rank 32 and cores are of fp32
+  RowType type = RowType::kFloat32;  // of vectors; other kernels look it up
 };
 
 // A table as kernels see it, in the memory of the device.
@@ -70,7 +73,7 @@ struct TableView {
   uint64_t first_key;     // keys of its ids are first_key + (middle * heads + head) * lasts + last
 };
 
-constexpr int kMaxClasses = 16;
+constexpr int kMaxClasses = 20;
 
 // What launches need to know of a group of tables, on the host.
 struct Plan {

@@ -27,27 +27,31 @@ KernelClass class_of(const TableView& table) {
   }
   const bool whole_rank =
       std::find(std::begin(kExactRanks), std::end(kExactRanks), rank) != std::end(kExactRanks);
-  kernel.exact = whole_rank && table.head_r == table.last_r && table.middle != nullptr &&
-                 table.head_q % 4 == 0 && table.middle_q % 4 == 0 && table.last_q % 4 == 0 &&
-                 table.head_type == table.middle_type && table.head_type == table.last_type &&
-                 table.head_type != RowType::kFloat16;
+  bool vectors = whole_rank && table.head_r == table.last_r && table.middle != nullptr &&
+                 table.last_q % 4 == 0 && table.head_type == table.middle_type &&
+                 table.head_type == table.last_type && table.head_type != RowType::kFloat16;
   for (const void* pointer : {table.head, table.middle, table.last}) {
-    kernel.exact = kernel.exact && aligned(pointer);
+    vectors = vectors && aligned(pointer);
   }
   for (const float* pointer : {table.head_grad, table.middle_grad, table.last_grad}) {
-    kernel.exact = kernel.exact && aligned(pointer);
+    vectors = vectors && aligned(pointer);
   }
-  if (kernel.exact) kernel.type = table.head_type;
-  kernel.fours = kernel.exact && kernel.type == RowType::kFloat32 && table.head_q == 4 &&
-                 table.middle_q == 4 && table.last_q == 4;
+  const bool fp32 = table.head_type == RowType::kFloat32;
+  kernel.exact = vectors && table.head_q % 4 == 0 && table.middle_q % 4 == 0;
+  kernel.vectors = kernel.exact || (vectors && fp32);
+  if (kernel.vectors) kernel.type = table.head_type;
+  const bool outer_fours = kernel.vectors && fp32 && table.head_q == 4 && table.last_q == 4;
+  kernel.fours = outer_fours && table.middle_q == 4;
+  kernel.narrow = outer_fours && table.middle_q == 2 && kernel.rank == 32;
   return kernel;
 }
 
 int32_t number_of(Plan* plan, const KernelClass& kernel) {
   for (int32_t i = 0; i < plan->num_classes; ++i) {
     const KernelClass& other = plan->classes[i];
-    if (other.rank == kernel.rank && other.exact == kernel.exact && other.fours == kernel.fours &&
-        other.type == kernel.type) {
+    if (other.rank == kernel.rank && other.vectors == kernel.vectors &&
+        other.exact == kernel.exact && other.fours == kernel.fours &&
+        other.narrow == kernel.narrow && other.type == kernel.type) {
       return i;
     }
   }

@@ -241,14 +241,10 @@ struct Sorted {
   bool repeats;
 };
 
-__device__ __forceinline__ void write_sorted(const IndexInput& in, const Index& index,
-                                             const Sorted& s, const KeyParts& parts, uint32_t place,
-                                             float factor) {
-  index.distinct_of[s.position] = s.distinct;
-  index.places[s.at] = place;
-  index.slots[s.at] = s.repeats ? s.slot : kNoSlot;
-  if (index.place_factors != nullptr) index.place_factors[s.at] = factor;
-  if (!s.first) return;
+// What the first position of an id says.
+__device__ __forceinline__ void write_distinct(const IndexInput& in, const Index& index,
+                                               const Sorted& s, const KeyParts& parts,
+                                               uint32_t place, float factor) {
   index.lasts[s.distinct] = static_cast<int32_t>(parts.last);
   index.sources[s.distinct] = s.repeats ? kSlotBit | static_cast<uint32_t>(s.slot) : place;
   if (index.factors != nullptr) index.factors[s.distinct] = s.repeats ? 1.0f : factor;
@@ -262,6 +258,16 @@ __device__ __forceinline__ void write_sorted(const IndexInput& in, const Index& 
     index.prefixes[s.prefix] = make_int4(s.distinct, parts.table, static_cast<int>(middle),
                                          static_cast<int>(parts.prefix - middle * heads));
   }
+}
+
+__device__ __forceinline__ void write_sorted(const IndexInput& in, const Index& index,
+                                             const Sorted& s, const KeyParts& parts, uint32_t place,
+                                             float factor) {
+  index.distinct_of[s.position] = s.distinct;
+  index.places[s.at] = place;
+  index.slots[s.at] = s.repeats ? s.slot : kNoSlot;
+  if (index.place_factors != nullptr) index.place_factors[s.at] = factor;
+  if (s.first) write_distinct(in, index, s, parts, place, factor);
 }
 
 // A position outside of its table.

@@ -13,7 +13,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kItems = 4;  // of a thread
 constexpr int kTile = kThreads * kItems;
-constexpr int kKeysOfWarp = 32 * kItems;
 
 // What a tile has told its successors: two words, each with how far it is in its upper bits.
 struct TileState {
@@ -65,41 +64,78 @@ size_t carve(uint64_t num_keys, int64_t n, bool scaled, void* memory, Scratch<Ke
   return carver.used;
 }
 
+// The bags of a tile of positions in shared memory. Bags that begin in the tile are marked where
+// they do, and marks are carried on.
+__device__ __forceinline__ void find_bags(const Batch& batch, int64_t begin, int64_t end,
+                                          int32_t (&bags)[kTile], int32_t (&warp_bags)[kWarps]) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int64_t* const offsets = batch.offsets;
+  const auto num_bags = static_cast<int32_t>(batch.num_bags());
+  for (int i = thread; i < kTile; i += kThreads) bags[i] = 0;
+  // The last bag that begins at `begin` or before.
+  int32_t first = 0, high = num_bags;
+  while (high - first > 1) {
+    const int32_t step = (high - first + kThreads - 1) / kThreads;
+    const int64_t at = first + static_cast<int64_t>(thread + 1) * step;
+    const int passed = __syncthreads_count(at < high && offsets[at] <= begin);
+    first += passed * step;
+    high = min(high, first + step);
+  }
+  __syncthreads();
+  for (int64_t base = first + 1;; base += kThreads) {
+    const int64_t bag = base + thread;
+    const int64_t start = bag < num_bags ? offsets[bag] : end;
+    if (start > begin && start < end) {
+      atomicMax(bags + (start - begin), static_cast<int32_t>(bag));
+    }
+    if (__syncthreads_and(start < end) == 0) break;
+  }
+  int4* const mine = reinterpret_cast<int4*>(bags) + thread;
+  static_assert(kItems == 4);
+  int4 four = *mine;
+  four.y = max(four.x, four.y);
+  four.z = max(four.y, four.z);
+  four.w = max(four.z, four.w);
+  int32_t largest = four.w;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t other = __shfl_up_sync(kAllLanes, largest, step);
+    if (lane >= step) largest = max(largest, other);
+  }
+  if (lane == 31) warp_bags[warp] = largest;
+  int32_t before = __shfl_up_sync(kAllLanes, largest, 1);
+  before = max(lane > 0 ? before : 0, first);
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) before = max(before, warp_bags[w]);
+  *mine =
+      make_int4(max(before, four.x), max(before, four.y), max(before, four.z), max(before, four.w));
+  __syncthreads();
+}
+
 template <typename Key>
 __global__ void __launch_bounds__(kThreads)
     make_keys(IndexInput in, Scratch<Key> scratch, int64_t num_tiles) {
+  __shared__ __align__(16) int32_t bags[kTile];
+  __shared__ int32_t warp_bags[kWarps];
   enter_chain();
-  const int lane = threadIdx.x % 32;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (thread < num_tiles) scratch.tiles[thread] = {0, 0};
   if (thread == 0) *scratch.ticket = 0;
   clear_on_the_way(in);
   const int64_t n = in.batch.num_ids;
-  const int64_t begin = thread / 32 * kKeysOfWarp;
-  if (begin >= n) return;
-  const int64_t* offsets = in.batch.offsets;
-  const int64_t num_bags = in.batch.num_bags();
-  int64_t bag = bag_between(offsets, 0, num_bags, begin);
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile;
+  find_bags(in.batch, begin, min(begin + kTile, n), bags, warp_bags);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
-    const int64_t at = begin + k * 32 + lane;
-    if (at < n) {
-      // Bags are short as a rule: double the reach until it holds the position.
-      int64_t reach = 1;
-      int64_t end = bag + 1;
-      while (end < num_bags && offsets[end] <= at) {
-        bag = end;
-        reach *= 2;
-        end = min(end + reach, num_bags);
-      }
-      bag = bag_between(offsets, bag, end, at);
-      const Place place = place_of(in, at, bag);
-      scratch.keys[at] = static_cast<Key>(key_of(in, at, bag));
-      scratch.positions[at] = static_cast<int32_t>(at);
-      scratch.places[at] = place.row;
-      if (scratch.factors != nullptr) scratch.factors[at] = place.factor;
-    }
-    bag = __shfl_sync(kAllLanes, bag, 31);
+    const int within = k * kThreads + static_cast<int>(threadIdx.x);
+    const int64_t at = begin + within;
+    if (at >= n) break;
+    const int64_t bag = bags[within];
+    const Place place = place_of(in, at, bag);
+    scratch.keys[at] = static_cast<Key>(key_of(in, at, bag));
+    scratch.positions[at] = static_cast<int32_t>(at);
+    scratch.places[at] = place.row;
+    if (scratch.factors != nullptr) scratch.factors[at] = place.factor;
   }
 }
 
@@ -150,6 +186,42 @@ __device__ TileState sums_before(TileState* tiles, int64_t tile, TileState own) 
   return before;
 }
 
+// Four neighbouring values of an array of `n` from `begin` on; those behind its end are `missing`.
+template <typename Value>
+__device__ __forceinline__ void load_items(const Value* __restrict__ from, int64_t begin, int64_t n,
+                                           Value missing, Value (&values)[kItems]) {
+  struct alignas(16) Items {
+    Value v[kItems];
+  };
+  if (begin + kItems <= n) {
+    const Items items = *reinterpret_cast<const Items*>(from + begin);
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) values[k] = items.v[k];
+  } else {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) values[k] = begin + k < n ? from[begin + k] : missing;
+  }
+}
+
+template <typename Value>
+__device__ __forceinline__ void store_items(Value* to, int64_t begin, int64_t n,
+                                            const Value (&values)[kItems]) {
+  struct alignas(16) Items {
+    Value v[kItems];
+  };
+  if (begin + kItems <= n) {
+    Items items;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) items.v[k] = values[k];
+    *reinterpret_cast<Items*>(to + begin) = items;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (begin + k < n) to[begin + k] = values[k];
+    }
+  }
+}
+
 template <typename Key>
 __global__ void __launch_bounds__(kThreads)
     find_distinct(IndexInput in, Index index, Scratch<Key> scratch) {
@@ -164,29 +236,46 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t begin = tile * kTile + threadIdx.x * kItems;
-  const uint64_t outside = in.num_keys;
+  const auto outside = static_cast<Key>(in.num_keys);
 
-  uint64_t keys[kItems + 2];  // from the one before to the one behind
-  KeyParts parts[kItems + 1];
+  Key keys[kItems];
+  int32_t positions[kItems];
+  load_items(scratch.sorted_keys, begin, n, outside, keys);
+  load_items(scratch.sorted_positions, begin, n, -1, positions);
+  Key previous = __shfl_up_sync(kAllLanes, keys[kItems - 1], 1);
+  Key next = __shfl_down_sync(kAllLanes, keys[0], 1);
+  if (lane == 0) previous = begin > 0 && begin <= n ? scratch.sorted_keys[begin - 1] : outside;
+  if (lane == 31) next = begin + kItems < n ? scratch.sorted_keys[begin + kItems] : outside;
+  uint32_t places[kItems];  // on their way while ids are counted
+  float factors[kItems];
 #pragma unroll
-  for (int k = 0; k < kItems + 2; ++k) {
-    const int64_t at = begin + k - 1;
-    keys[k] = at >= 0 && at < n ? static_cast<uint64_t>(scratch.sorted_keys[at]) : outside;
+  for (int k = 0; k < kItems; ++k) {
+    const bool exists = positions[k] >= 0;
+    places[k] = exists ? scratch.places[positions[k]] : 0;
+    factors[k] = exists && scratch.factors != nullptr ? scratch.factors[positions[k]] : 1.0f;
   }
   TileState mine = {0, 0};
   unsigned firsts = 0, prefix_firsts = 0, repeats = 0;
+  KeyParts parts[kItems];
+  KeyParts parts_before = {-1, 0, 0};
+  if (previous != outside && previous != keys[0]) parts_before = parts_of(in, previous);
 #pragma unroll
-  for (int k = 0; k < kItems + 1; ++k) {
-    parts[k] = keys[k] != outside ? parts_of(in, keys[k]) : KeyParts{-1, 0, 0};
-    if (k == 0 || keys[k] == outside) continue;
-    const bool first = keys[k] != keys[k - 1];
-    const bool first_of_prefix = first && !parts[k].same_prefix(parts[k - 1]);
-    const bool next_same = keys[k + 1] == keys[k];
+  for (int k = 0; k < kItems; ++k) {
+    const Key before = k > 0 ? keys[k - 1] : previous;
+    const Key behind = k + 1 < kItems ? keys[k + 1] : next;
+    const bool inside = keys[k] != outside;
+    const bool first = inside && keys[k] != before;
+    if (k > 0) parts_before = parts[k - 1];
+    parts[k] = first ? parts_of(in, keys[k]) : parts_before;
+    const bool first_of_prefix = first && !parts[k].same_prefix(parts_before);
+    const bool next_same = inside && behind == keys[k];
     firsts |= static_cast<unsigned>(first) << k;
     prefix_firsts |= static_cast<unsigned>(first_of_prefix) << k;
-    repeats |= static_cast<unsigned>(!first || next_same) << k;
+    repeats |= static_cast<unsigned>(inside && (!first || next_same)) << k;
     mine.ids += (first ? 1ull : 0) + (first_of_prefix ? 1ull << 31 : 0);
     mine.slots += first && next_same ? 1ull : 0;
+    // An id that began with an earlier thread: the next one is compared with it.
+    if (k == 0 && inside && !first) parts[k] = parts_of(in, keys[k]);
   }
 
   TileState before = mine;  // inclusive, first of the warp, then of the tile
@@ -230,30 +319,31 @@ __global__ void __launch_bounds__(kThreads)
   int32_t distinct = static_cast<int32_t>(before.ids & 0x7fffffffu) - 1;
   int32_t prefix = static_cast<int32_t>(before.ids >> 31) - 1;
   int32_t slot = static_cast<int32_t>(before.slots) - 1;
+  int32_t slots[kItems];
 #pragma unroll
-  for (int k = 1; k < kItems + 1; ++k) {
-    const int64_t at = begin + k - 1;
-    if (at >= n) break;
-    const int32_t position = scratch.sorted_positions[at];
+  for (int k = 0; k < kItems; ++k) {
     if (keys[k] == outside) {
-      write_outside(index, at, position, scratch.places[position]);
+      slots[k] = kOutside;
+      if (positions[k] >= 0) index.distinct_of[positions[k]] = -1;
       continue;
     }
-    Sorted s;
+    Sorted s = {};
     s.first = firsts >> k & 1;
     s.first_of_prefix = prefix_firsts >> k & 1;
     s.repeats = repeats >> k & 1;
     distinct += s.first;
     prefix += s.first_of_prefix;
     slot += s.first && s.repeats;
-    s.at = at;
-    s.position = position;
     s.distinct = distinct;
     s.prefix = prefix;
     s.slot = slot;
-    write_sorted(in, index, s, parts[k], scratch.places[position],
-                 scratch.factors != nullptr ? scratch.factors[position] : 1.0f);
+    slots[k] = s.repeats ? slot : kNoSlot;
+    index.distinct_of[positions[k]] = distinct;
+    if (s.first) write_distinct(in, index, s, parts[k], places[k], factors[k]);
   }
+  store_items(index.places, begin, n, places);
+  store_items(index.slots, begin, n, slots);
+  if (index.place_factors != nullptr) store_items(index.place_factors, begin, n, factors);
 }
 
 template <typename Key>

@@ -13,6 +13,9 @@ namespace {
 // Below, a launch that finds the batch not to be dense costs more than one that does could save.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
+// Equal shares of the prefixes pay up to so many ids, the most they were measured with.
+constexpr int64_t kMostShared = int64_t{1} << 18;
+
 // Up to so many ids, tiles have prefixes of many middle slices, which they work on one after the
 // other.
 constexpr int64_t kFewIds = 1024;
@@ -21,10 +24,13 @@ constexpr int64_t kFewIds = 1024;
 // Gradients in three products gain nothing from it where prefixes fill the tiles.
 bool by_shares(const Plan& plan, const Batch& batch, Precision precision, bool backward) {
   const KernelClass& kernel = plan.classes[0];
-  if (plan.num_classes != 1 || kernel.rank != 32 || !kernel.fours || unit_of(plan, batch) != 4 ||
-      batch.num_ids >= kMaybeDense) {
+  const bool has_kernel = kernel.rank == 32 && (kernel.fours || kernel.narrow);
+  if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4 ||
+      batch.num_ids > kMostShared) {
     return false;
   }
+  const bool may_be_dense = kernel.fours && plan.num_tables == 1 && batch.num_ids >= kMaybeDense;
+  if (may_be_dense) return false;  // resident kernels or tiles
   if (!backward) return true;
   return !batch.deterministic && (precision == Precision::kTf32 || batch.num_ids <= kFewIds);
 }
@@ -65,6 +71,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.stream = stream;
   for (int32_t i = 0; i < plan.num_classes; ++i) {
     run.kernel = plan.classes[i];
+    run.kernel.vectors = run.kernel.vectors && in.unit == 4;
     run.kernel.exact = run.kernel.exact && in.unit == 4;
     run.kernel.fours = run.kernel.fours && in.unit == 4;
     run.blocks = plan.blocks[i];

@@ -74,24 +74,26 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int column = base + lane * kWidth;
     Columns<kWidth> sum = {};
     bool open = came;  // the run began in an earlier chunk
-    for (int begin = 0; begin < kChunk; begin += kRowsAhead) {
-      if ((chunk.repeats >> begin & ((1u << kRowsAhead) - 1)) == 0) continue;
+    for (unsigned left = chunk.repeats; left != 0;) {
       Columns<kWidth> ahead[kRowsAhead];
+      int lanes[kRowsAhead];
 #pragma unroll
       for (int j = 0; j < kRowsAhead; ++j) {
-        const uint32_t place = __shfl_sync(kAllLanes, chunk.place, begin + j);
-        const float factor = __shfl_sync(kAllLanes, chunk.factor, begin + j);
-        const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, begin + j);
+        lanes[j] = take_lowest(&left);
+        const int of = max(lanes[j], 0);
+        const uint32_t place = __shfl_sync(kAllLanes, chunk.place, of);
+        const float factor = __shfl_sync(kAllLanes, chunk.factor, of);
+        const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, of);
         ahead[j] = {};
-        if ((chunk.repeats >> (begin + j) & 1) != 0 && column < dim) {
+        if (lanes[j] >= 0 && column < dim) {
           ahead[j].load(grad + static_cast<size_t>(place) * in.unit + column, factor);
         }
       }
 #pragma unroll
       for (int j = 0; j < kRowsAhead; ++j) {
-        const int at = begin + j;
+        const int at = lanes[j];
+        if (at < 0) break;
         const int32_t slot = __shfl_sync(kAllLanes, chunk.slot, at);
-        if ((chunk.repeats >> at & 1) == 0) continue;
         if ((chunk.heads >> at & 1) != 0) {
           sum = {};
           open = false;

@@ -1,5 +1,7 @@
 // Ids that occur more than once: their rows are spread over the output after they were computed.
 // Sorted positions are walked in chunks of 32, a chunk a warp.
+#include <algorithm>
+
 #include "common/cuda_check.h"
 #include "tensor_train/repeats.cuh"
 #include "tensor_train/tensor_core.cuh"
@@ -14,34 +16,40 @@ __global__ void __launch_bounds__(kThreads)
                      bool store, float* out) {
   enter_chain();
   if (counts->gather != 0) return;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const Chunk chunk(in, thread / 32 * kChunk);
-  if (chunk.repeats == 0) return;
-  for (int column = threadIdx.x % 32 * kWidth; column - threadIdx.x % 32 * kWidth < in.widest;
-       column += 32 * kWidth) {
-    for (int begin = 0; begin < kChunk; begin += kRowsAhead) {
-      if ((chunk.repeats >> begin & ((1u << kRowsAhead) - 1)) == 0) continue;
-      Columns<kWidth> rows[kRowsAhead];
+  const int lane = threadIdx.x % 32;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
+  for (int64_t first = warp * kChunk; first < in.num_ids; first += warps * kChunk) {
+    const Chunk chunk(in, first);
+    for (int base = 0; base < in.widest; base += 32 * kWidth) {
+      const int column = base + lane * kWidth;
+      for (unsigned left = chunk.repeats; left != 0;) {
+        Columns<kWidth> rows[kRowsAhead];
+        int lanes[kRowsAhead];
 #pragma unroll
-      for (int j = 0; j < kRowsAhead; ++j) {
-        const int32_t slot = __shfl_sync(kAllLanes, chunk.slot, begin + j);
-        const float factor = __shfl_sync(kAllLanes, chunk.factor, begin + j);
-        const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, begin + j);
-        rows[j] = {};
-        if ((chunk.repeats >> (begin + j) & 1) != 0 && column < dim) {
-          rows[j].load(slot_rows + static_cast<size_t>(slot) * in.widest + column, factor);
+        for (int j = 0; j < kRowsAhead; ++j) {
+          lanes[j] = take_lowest(&left);
+          const int of = max(lanes[j], 0);
+          const int32_t slot = __shfl_sync(kAllLanes, chunk.slot, of);
+          const float factor = __shfl_sync(kAllLanes, chunk.factor, of);
+          const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, of);
+          rows[j] = {};
+          if (lanes[j] >= 0 && column < dim) {
+            rows[j].load(slot_rows + static_cast<size_t>(slot) * in.widest + column, factor);
+          }
         }
-      }
 #pragma unroll
-      for (int j = 0; j < kRowsAhead; ++j) {
-        const uint32_t place = __shfl_sync(kAllLanes, chunk.place, begin + j);
-        const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, begin + j);
-        if ((chunk.repeats >> (begin + j) & 1) == 0 || column >= dim) continue;
-        float* to = out + static_cast<size_t>(place) * in.unit + column;
-        if (store) {
-          rows[j].store(to);
-        } else {
-          rows[j].add_to(to);
+        for (int j = 0; j < kRowsAhead; ++j) {
+          const int of = max(lanes[j], 0);
+          const uint32_t place = __shfl_sync(kAllLanes, chunk.place, of);
+          const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, of);
+          if (lanes[j] < 0 || column >= dim) continue;
+          float* to = out + static_cast<size_t>(place) * in.unit + column;
+          if (store) {
+            rows[j].store(to);
+          } else {
+            rows[j].add_to(to);
+          }
         }
       }
     }
@@ -57,21 +65,25 @@ __global__ void __launch_bounds__(kThreads) clear_outside_rows(RepeatsInput in, 
   for (int column = 0; column < in.dim; ++column) to[column] = 0.0f;
 }
 
-LaunchShape warp_a_chunk(const RepeatsInput& in) {
+// No more blocks than run at a time: where bags gather, all of them end at once.
+LaunchShape warps_for_chunks(const RepeatsInput& in) {
+  constexpr int64_t kBlocks = 2048 / kThreads;  // of a multiprocessor
   const int64_t chunks = (in.num_ids + kChunk - 1) / kChunk;
-  return {dim3(static_cast<unsigned>((chunks * 32 + kThreads - 1) / kThreads)), kThreads};
+  const int64_t blocks =
+      std::min((chunks * 32 + kThreads - 1) / kThreads, kBlocks * in.multiprocessors);
+  return {dim3(static_cast<unsigned>(blocks)), kThreads};
 }
 
 }  // namespace
 
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index) {
-  return {index.slots, index.places, index.place_factors,  index.slot_dims,
-          plan.dim,    plan.widest,  unit_of(plan, batch), batch.num_ids};
+  return {index.slots, index.places,         index.place_factors, index.slot_dims,     plan.dim,
+          plan.widest, unit_of(plan, batch), batch.num_ids,       plan.multiprocessors};
 }
 
 void spread_repeated_rows(const RepeatsInput& in, const Counts* counts, const float* slot_rows,
                           bool store, float* out, cudaStream_t stream) {
-  const LaunchShape shape = warp_a_chunk(in);
+  const LaunchShape shape = warps_for_chunks(in);
   if (in.unit == 4) {
     launch_chained(spread_slot_rows<2>, shape, stream, in, counts, slot_rows, store, out);
   } else {

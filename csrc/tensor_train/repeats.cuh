@@ -16,6 +16,7 @@ struct RepeatsInput {
   int32_t widest;
   int32_t unit;
   int64_t num_ids;
+  int32_t multiprocessors;
 };
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index);
 
@@ -91,5 +92,12 @@ struct Chunk {
 };
 static_assert(kChunk == 32, "a position a lane");
 constexpr int kRowsAhead = 8;  // that are read before the first is used
+
+// Takes the lowest bit out of a mask: its place, or -1 where there is none.
+__device__ __forceinline__ int take_lowest(unsigned* mask) {
+  const int at = __ffs(static_cast<int>(*mask)) - 1;
+  *mask &= *mask - 1;
+  return at;
+}
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -18,8 +18,8 @@ struct LastInBlock {
     return unit ^ (unit / (Config::kRank / 4) % 2 * 4);
   }
 
-  __device__ __forceinline__ void read(const Piece<Config>&, int32_t slice, int32_t last_column,
-                                       int, LastValues* to) const {
+  __device__ __forceinline__ void read(const Piece<Config>&, bool /*exists*/, int32_t slice,
+                                       int32_t last_column, int, LastValues* to) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -52,7 +52,8 @@ __device__ __forceinline__ void lookup_share(const TileInput& in, const AheadIds
     id.read(in, ids, base + lane, base + lane < end);
     const int limit = min(32, end - base);
     auto read = [&](int from) {
-      last.read(piece, __shfl_sync(kAllLanes, id.last, from + row / 2), 0, 0, &values);
+      last.read(piece, from + row / 2 < limit, __shfl_sync(kAllLanes, id.last, from + row / 2), 0,
+                0, &values);
     };
     if (base > begin) read(0);
 #pragma unroll 1
@@ -149,7 +150,7 @@ __device__ __forceinline__ void gradient_share(const TileInput& in, const AheadI
 // index is there: they wait for sums of repeated ids when their first prefixes are multiplied.
 template <typename Config, bool kBackward>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_kernel(TileInput in) {
-  static_assert(Config::kFours && Config::kRank == 32 && Config::kSlices == 1);
+  static_assert(Config::kKnown && Config::kRank == 32 && Config::kSlices == 1);
   static_assert(Config::kPrefixes == Config::kWarps);
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
   extern __shared__ float4 memory[];
@@ -288,7 +289,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       LastValues values;
       if (mine) {
         const LastInMemory<Config> last;
-        last.read(piece, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0, &values);
+        last.read(piece, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
+                  &values);
       }
       multiply_prefixes<Config>(thread, heads, middle, products);
       if (next_count > 0 && thread <= next_count) other[thread] = ahead;

@@ -16,10 +16,11 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// What a kernel takes for granted. kWhole: head_r = last_r = kRank, all q are multiples of 4 and
-// all cores of type kType; nothing is checked and all is read 4 values at a time. kFours: also all
-// q are 4, which saves registers.
-enum class Fit { kAny, kWhole, kFours };
+// What a kernel takes for granted. kRanks: head_r = last_r = kRank, last_q is a multiple of 4 and
+// all cores are of type kType; what exists is read 4 values at a time. kNarrow: also q = 4, 2, 4,
+// which is what 32 columns have. kWhole: as kRanks, and the other q are multiples of 4 too, so that
+// nothing is checked. kFours: also all q are 4. Known q save registers.
+enum class Fit { kAny, kRanks, kNarrow, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
           RowType kType_, int kMinBlocks_, bool kFixedPoint_ = false>
@@ -29,8 +30,12 @@ struct TileConfig {
   static constexpr int kPrefixes = kPrefixes_;  // of a tile
   static constexpr int kWarps = kWarps_;
   static constexpr int kProducts = kProducts_;  // of a multiply-add, see tensor_core.cuh
-  static constexpr bool kExact = kFit_ != Fit::kAny;
+  static constexpr bool kVectors = kFit_ != Fit::kAny;
   static constexpr bool kFours = kFit_ == Fit::kFours;
+  static constexpr bool kExact = kFours || kFit_ == Fit::kWhole;
+  // Whether q is known: 4, kMiddleQ, 4. Rows are then one block of columns.
+  static constexpr bool kKnown = kFours || kFit_ == Fit::kNarrow;
+  static constexpr int kMiddleQ = kFours ? 4 : 2;
   static constexpr RowType kType = kType_;
   static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor
   // Gradients are added up as integers, which gives the same bits in any order: see FixedPoint.
@@ -98,28 +103,28 @@ struct Piece {
   int32_t first_head_column;    // of 4
   int32_t first_middle_column;  // likewise
 
-  __device__ __forceinline__ int32_t head_q() const { return Config::kFours ? 4 : table->head_q; }
+  __device__ __forceinline__ int32_t head_q() const { return Config::kKnown ? 4 : table->head_q; }
   __device__ __forceinline__ int32_t middle_q() const {
-    return Config::kFours ? 4 : table->middle_q;
+    return Config::kKnown ? Config::kMiddleQ : table->middle_q;
   }
-  __device__ __forceinline__ int32_t last_q() const { return Config::kFours ? 4 : table->last_q; }
+  __device__ __forceinline__ int32_t last_q() const { return Config::kKnown ? 4 : table->last_q; }
   __device__ __forceinline__ int32_t head_r() const {
-    return Config::kExact ? Config::kRank : table->head_r;
+    return Config::kVectors ? Config::kRank : table->head_r;
   }
   __device__ __forceinline__ int32_t last_r() const {
-    return Config::kExact ? Config::kRank : table->last_r;
+    return Config::kVectors ? Config::kRank : table->last_r;
   }
   __device__ __forceinline__ int32_t head_column() const {
-    return Config::kFours ? 0 : first_head_column;
+    return Config::kKnown ? 0 : first_head_column;
   }
   __device__ __forceinline__ int32_t middle_column() const {
-    return Config::kFours ? 0 : first_middle_column;
+    return Config::kKnown ? 0 : first_middle_column;
   }
   // Values between neighbouring head columns, and middle columns, in a row of the table.
   __device__ __forceinline__ int32_t head_step() const { return middle_q() * last_q(); }
   __device__ __forceinline__ int32_t middle_step() const { return last_q(); }
   __device__ __forceinline__ bool has_head(int32_t column) const {
-    return Config::kExact || head_column() + column < head_q();
+    return Config::kExact || Config::kKnown || head_column() + column < head_q();
   }
   __device__ __forceinline__ bool has_middle(int32_t column) const {
     return Config::kExact || middle_column() + column < middle_q();
@@ -130,7 +135,8 @@ struct Piece {
 template <typename Config>
 __device__ __forceinline__ float4 load_four(const void* core, RowType type, size_t index,
                                             int count) {
-  if constexpr (Config::kExact) {
+  if constexpr (Config::kVectors) {
+    if (!Config::kExact && count <= 0) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if constexpr (Config::kType == RowType::kFloat32) {
       return __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(core) + index));
     } else {
@@ -157,8 +163,8 @@ __device__ __forceinline__ float4 load_four(const void* core, RowType type, size
 // Adds to four neighbouring values, of which `count` exist.
 template <typename Config>
 __device__ __forceinline__ void add_row(float* to, float4 v, int count) {
-  if constexpr (Config::kExact) {
-    add_four(to, v);
+  if constexpr (Config::kVectors) {
+    if (Config::kExact || count > 0) add_four(to, v);
   } else {
     if (count >= 4 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
       add_four(to, v);
@@ -202,8 +208,8 @@ __device__ __forceinline__ void add_to_two([[maybe_unused]] const Piece<Config>&
   if constexpr (Config::kFixedPoint) {
     if (count > 0) add_fixed(piece, part, to, a);
     if (count > 1) add_fixed(piece, part, to + 1, b);
-  } else if constexpr (Config::kExact) {
-    add_two(to, a, b);
+  } else if constexpr (Config::kVectors) {
+    if (Config::kExact || count > 0) add_two(to, a, b);
   } else {
     if (count > 0) add_one(to, a);
     if (count > 1) add_one(to + 1, b);
@@ -213,7 +219,8 @@ __device__ __forceinline__ void add_to_two([[maybe_unused]] const Piece<Config>&
 // Four neighbouring values of the output's gradient, or of a row, of which `count` exist.
 template <typename Config>
 __device__ __forceinline__ float4 load_row(const float* from, int count) {
-  if constexpr (Config::kExact) {
+  if constexpr (Config::kVectors) {
+    if (!Config::kExact && count <= 0) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     return *reinterpret_cast<const float4*>(from);
   } else {
     return make_float4(count > 0 ? from[0] : 0.0f, count > 1 ? from[1] : 0.0f,
@@ -222,8 +229,8 @@ __device__ __forceinline__ float4 load_row(const float* from, int count) {
 }
 template <typename Config>
 __device__ __forceinline__ void store_row(float* to, float4 v, int count) {
-  if constexpr (Config::kExact) {
-    *reinterpret_cast<float4*>(to) = v;
+  if constexpr (Config::kVectors) {
+    if (Config::kExact || count > 0) *reinterpret_cast<float4*>(to) = v;
   } else {
     if (count > 0) to[0] = v.x;
     if (count > 1) to[1] = v.y;

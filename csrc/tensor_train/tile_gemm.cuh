@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
     const int column = quad / (Config::kSlice / 4);
     const int within = quad % (Config::kSlice / 4) * 4;
     float4 v;
-    if (Config::kExact || table.middle != nullptr) {
-      const bool exists = r < head_r && piece.has_middle(column);
+    if (Config::kVectors || table.middle != nullptr) {
+      const bool exists = (Config::kVectors || r < head_r) && piece.has_middle(column);
       const int count = exists ? last_r - slice * Config::kSlice - within : 0;
       v = load_four<Config>(table.middle, table.middle_type,
                             first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
@@ -51,7 +51,7 @@ struct HeadLoad {
   static constexpr int kMine = (kQuads + Config::kThreads - 1) / Config::kThreads;
   static_assert(kQuads % Config::kThreads == 0);
   // Whether there are registers to hold them while the middle is loaded.
-  static constexpr bool kEarly = Config::kExact && Config::kSlices == 1 && kMine <= 2;
+  static constexpr bool kEarly = Config::kVectors && Config::kSlices == 1 && kMine <= 2;
   float4 values[kMine];
 
   __device__ __forceinline__ void read(int thread, const Piece<Config>& piece, const int4* prefixes,
@@ -210,7 +210,8 @@ struct MiddleGrad {
           const size_t line =
               (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
               piece.middle_column() + middle_column;
-          const bool exists = piece.has_middle(middle_column) && head < piece.head_r();
+          const bool exists =
+              piece.has_middle(middle_column) && (Config::kVectors || head < piece.head_r());
           add_to_two<Config>(piece, kMiddlePart, piece.table->middle_grad + line * last_r + r,
                              sums[m][j][2 * half], sums[m][j][2 * half + 1],
                              exists ? last_r - r : 0);
@@ -223,7 +224,7 @@ struct MiddleGrad {
 template <typename Config>
 __device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>& piece, int slice,
                                                 const float* heads, const float* grads, int count) {
-  if (!Config::kExact && piece.table->middle_grad == nullptr) return;
+  if (!Config::kVectors && piece.table->middle_grad == nullptr) return;
   using Grad = MiddleGrad<Config>;
 #pragma unroll 1
   for (int first_row = 0; first_row < Config::kRank; first_row += 16 * Grad::kTiles) {

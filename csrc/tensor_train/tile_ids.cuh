@@ -81,8 +81,9 @@ struct LastValues {
 // The last core in memory.
 template <typename Config>
 struct LastInMemory {
-  // slice: that of the id of this lane's row / 2. r: first of the ranks.
-  __device__ __forceinline__ void read(const Piece<Config>& piece, int32_t slice,
+  // slice: that of the id of this lane's row / 2, which is not read where it does not exist. r:
+  // first of the ranks.
+  __device__ __forceinline__ void read(const Piece<Config>& piece, bool exists, int32_t slice,
                                        int32_t last_column, int r, LastValues* to) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
     const TableView& table = *piece.table;
@@ -91,10 +92,14 @@ struct LastInMemory {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = last_column + half * 2 + row % 2;
-      const bool exists = Config::kExact || at < piece.last_q();
+      if (!exists || !(Config::kVectors || at < piece.last_q())) {
+        *reinterpret_cast<float4*>(to->b[half]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        *reinterpret_cast<float4*>(to->b[half] + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        continue;
+      }
       const size_t first =
           static_cast<size_t>(slice) * (piece.last_q() * last_r) + at * last_r + within;
-      const int count = exists ? last_r - within : 0;
+      const int count = last_r - within;
       *reinterpret_cast<float4*>(to->b[half]) =
           load_four<Config>(table.last, table.last_type, first, count);
       *reinterpret_cast<float4*>(to->b[half] + 4) =
@@ -202,7 +207,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
         const int32_t slice = __shfl_sync(kAllLanes, id.last, from + row / 2);
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
-          last.read(piece, slice, last_column, c * 32, values + c);
+          last.read(piece, from + row / 2 < limit, slice, last_column, c * 32, values + c);
         }
       };
       if constexpr (kHolds) read(0);
@@ -220,7 +225,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
             constexpr int kInSlice = Config::kSlice / 32;
             held[0].template read<Config>(prefix + c / kInSlice * Config::kSliceStep +
                                           c % kInSlice * 32);
-            last.read(piece, slice, last_column, c * 32, values);
+            last.read(piece, from + row / 2 < limit, slice, last_column, c * 32, values);
             add_rows(sums, held[0], values[0]);
           }
         }
@@ -237,7 +242,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
 template <typename Config>
 __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t source) {
   const bool slot = (source & kSlotBit) != 0;
-  const size_t step = slot ? in.widest : Config::kExact ? 4 : in.unit;
+  const size_t step = slot ? in.widest : Config::kVectors ? 4 : in.unit;
   return (slot ? in.slot_grads : in.grad) + static_cast<size_t>(source & ~kSlotBit) * step;
 }
 
@@ -272,7 +277,7 @@ struct LastGradInMemory {
                 last_column * last_r + r;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
+      const int left = Config::kVectors || last_column + half < piece.last_q() ? last_r - r : 0;
       float* line = to + half * last_r;
       add_to_four<Config>(
           piece, kLastPart, line,
@@ -315,8 +320,10 @@ struct FourGrads {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float* at = line + e * piece.head_step();
-      if constexpr (Config::kExact) {
-        other[e] = has_other ? *reinterpret_cast<const float2*>(at) : make_float2(0.0f, 0.0f);
+      if constexpr (Config::kVectors) {
+        const bool exists =
+            has_other && (Config::kExact || (piece.has_head(e) && piece.has_middle(column)));
+        other[e] = exists ? *reinterpret_cast<const float2*>(at) : make_float2(0.0f, 0.0f);
       } else {
         const int left =
             has_other && piece.has_head(e) && piece.has_middle(column) ? count - row % 2 * 2 : 0;
@@ -351,7 +358,7 @@ struct FourLasts {
         last_column * last_r + first_r + row * 4;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const bool exists = Config::kExact || last_column + e < last_q;
+      const bool exists = Config::kVectors || last_column + e < last_q;
       *reinterpret_cast<float4*>(b[e]) = load_four<Config>(
           table.last, table.last_type, at + e * last_r, exists ? last_r - first_r - row * 4 : 0);
     }

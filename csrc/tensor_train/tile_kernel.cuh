@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
     const int4* mine = prefixes + first;
     const int slices =
-        Config::kExact ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
+        Config::kVectors ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
     if (kBackward && thread < run) {
       if (table.head_touched != nullptr) table.head_touched[mine[thread].w] = 1;
       if (table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
@@ -181,8 +181,10 @@ void run_shapes(const TileRun& run, const TileInput& in) {
 
 template <template <int, Fit, RowType> typename Shapes, int kProducts>
 void run_class(const TileRun& run, const TileInput& in) {
-  if (!run.kernel.exact) {
+  if (!run.kernel.vectors) {
     run_shapes<Shapes<kProducts, Fit::kAny, RowType::kFloat32>>(run, in);
+  } else if (!run.kernel.exact) {
+    run_shapes<Shapes<kProducts, Fit::kRanks, RowType::kFloat32>>(run, in);
   } else if (run.kernel.type == RowType::kBFloat16) {
     run_shapes<Shapes<kProducts, Fit::kWhole, RowType::kBFloat16>>(run, in);
   } else if (run.kernel.fours) {

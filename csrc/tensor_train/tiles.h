@@ -8,7 +8,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 struct TileInput;
 
 struct TileRun {
-  KernelClass kernel;  // exact: only where places are in units of 4
+  KernelClass kernel;  // vectors and exact: only where places are in units of 4
   Precision precision;
   bool backward;
   bool few;     // prefixes: many small tiles

@@ -14,7 +14,7 @@ struct Shapes32 {
   using Few = TileConfig<32, 32, 8, 4, kProducts, kFit, kType, kAny ? 3 : 5>;
   using FewBackward = TileConfig<32, 32, 8, 4, kProducts, kFit, kType, kAny ? 2 : kLean ? 5 : 4>;
   using Many = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kAny ? 2 : 3>;
-  using ManyBackward = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kAny ? 1 : kLean ? 3 : 2>;
+  using ManyBackward = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kLean ? 3 : 2>;
 };
 
 template <int kProducts>
@@ -32,15 +32,14 @@ template <int kProducts>
 using Repeatable32 = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
 // The lookup in tf32 has registers for three blocks a multiprocessor.
-template <int kProducts>
+template <int kProducts, Fit kFit>
 void run_shares(const TileRun& run, const TileInput& in) {
   constexpr int kLookupBlocks = kProducts == 1 ? 3 : 2;
   constexpr RowType kType = RowType::kFloat32;
   if (run.backward) {
-    launch_shares<TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, kType, 2>, true>(run, in);
+    launch_shares<TileConfig<32, 32, 8, 8, kProducts, kFit, kType, 2>, true>(run, in);
   } else {
-    launch_shares<TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, kType, kLookupBlocks>, false>(
-        run, in);
+    launch_shares<TileConfig<32, 32, 8, 8, kProducts, kFit, kType, kLookupBlocks>, false>(run, in);
   }
 }
 
@@ -48,7 +47,11 @@ void run_shares(const TileRun& run, const TileInput& in) {
 
 void run_tiles_32(const TileRun& run, const TileInput& in) {
   if (run.shares) {
-    return run.precision == Precision::kTf32 ? run_shares<1>(run, in) : run_shares<3>(run, in);
+    const bool tf32 = run.precision == Precision::kTf32;
+    if (run.kernel.fours) {
+      return tf32 ? run_shares<1, Fit::kFours>(run, in) : run_shares<3, Fit::kFours>(run, in);
+    }
+    return tf32 ? run_shares<1, Fit::kNarrow>(run, in) : run_shares<3, Fit::kNarrow>(run, in);
   }
   if (run.backward && run.deterministic) return run_fixed_point<Repeatable32>(run, in);
   if (!run.may_be_dense || !run.kernel.fours) {

@@ -8,7 +8,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 
 // The same sum to all threads of the block.
 __device__ __forceinline__ float block_sum(float value) {
