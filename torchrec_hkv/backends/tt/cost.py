@@ -30,18 +30,21 @@ def tt_work(shape: TTShape, load: Workload, device_type: str) -> Work:
         device_type: of the tables.
     """
     kind = next((rank for rank in _RANKS if max(shape.ranks) <= rank), _RANKS[-1])
-    ranks, factor = list(shape.full_ranks), 1.0
+    ranks, q, factor = list(shape.full_ranks), list(shape.q), 1.0
     if device_type == "cuda":
         kind = max(kind, 32)
-        is_even = shape.num_cores == 3 and set(shape.ranks) == {kind}
-        factor = 1.0 if is_even and all(q % 4 == 0 for q in shape.q) else _BOUNDS
+        if shape.num_cores == 3 and set(shape.ranks) == {kind} and q[-1] % 4 == 0:
+            # Kernels take columns of prefixes by fours.
+            q[:-1] = [-(-own // 4) * 4 for own in q[:-1]]
+        else:
+            factor = _BOUNDS
         # Kernels fill the ranks beside the last two cores up to the kind's.
         ranks[-3:-1] = [1 if rank == 1 else max(kind, rank) for rank in ranks[-3:-1]]
-    row = 2.0 * shape.embedding_dim * ranks[-2]
+    row = 2.0 * math.prod(q) * ranks[-2]
     heads, prefixes, prefix, slice_bytes = 0.0, 0.0, 0.0, 0.0
     if shape.num_cores >= 3:
         prefixes = _occupied(load.distinct, math.prod(shape.p[:-1]))
-        prefix = 2.0 * math.prod(shape.q[:-1]) * ranks[-3] * ranks[-2]
+        prefix = 2.0 * math.prod(q[:-1]) * ranks[-3] * ranks[-2]
         slice_bytes = 4.0 * ranks[-3] * shape.q[-2] * ranks[-2]
     if shape.num_cores == 4:
         pairs = shape.p[0] * shape.p[1]
