@@ -16,7 +16,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kNeighbours = 8;  // of the sorted order, a warp's
+constexpr int kNeighbours = 8;         // of the sorted order, a warp's
 constexpr int64_t kManyIds = 1 << 19;  // of one bag each: see updates_in_batch_order
 
 bool is_quick(const GroupShape& shape) { return shape.four_wide && shape.widest <= kQuickColumns; }
