@@ -171,7 +171,8 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   at::Tensor scratch;
   bool batch_order = false;
   if (group.device().is_cuda()) {
-    batch_order = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
+    batch_order = hash_table::cuda::updates_in_batch_order(
+        group.update_hint(), group.shape(), group.optimizer(), batch.num_ids, batch.num_bags);
     const size_t bytes = hash_table::cuda::update_rows_scratch(
         batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), pooling.weights != nullptr,
         batch_order);

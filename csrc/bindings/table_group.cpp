@@ -91,6 +91,8 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     const int64_t width = state_width_of(config);
     shape_.four_wide = shape_.four_wide && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
     shape_.float32_rows = shape_.float32_rows && config.row_type == RowType::kFloat32;
+    shape_.rows_in_hbm =
+        shape_.rows_in_hbm && !memory_.back().rows_on_host(memory_.back().full_slots());
     has_frames_ = has_frames_ || memory_.back().num_sets() > 0;
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;

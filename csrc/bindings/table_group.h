@@ -209,7 +209,7 @@ class TableGroup {
   int64_t num_slots_ = 0;
   int64_t total_dim_ = 0;
   std::optional<int64_t> state_dim_;
-  hash_table::GroupShape shape_{0, true, true};
+  hash_table::GroupShape shape_{0, true, true, true};
   bool needs_scores_ = false;
   bool has_frames_ = false;
   bool remembers_evicted_ = false;

@@ -205,17 +205,21 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const char> grad, float* weights_grad, cudaStream_t stream);
 
-// Whether rows that stand at one position of the batch are best updated in its order, as the device
-// has found some batches ago: it is not waited for.
+// Whether most rows stand at one position of the batch, as the device has found some batches ago:
+// it is not waited for.
 bool wants_batch_order(const UpdateHint* hint, const GroupShape& shape);
+
+// Whether such rows are best updated in the order of a batch of num_ids in num_bags.
+bool updates_in_batch_order(const UpdateHint* hint, const GroupShape& shape,
+                            const OptimizerConfig& optimizer, int64_t num_ids, int64_t num_bags);
 
 // Bytes of scratch that update_rows needs for a batch of num_ids in num_bags, slot numbers below
 // num_slots, and tables of this shape; weighted: whether ids have weights.
 size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                            const GroupShape& shape, bool weighted, bool batch_order);
 
-// batch_order: what wants_batch_order has said. hint: the group's, in host memory that the GPU can
-// write. `scratch` must be aligned to 256 bytes.
+// batch_order: what updates_in_batch_order has said. hint: the group's, in host memory that the GPU
+// can write. `scratch` must be aligned to 256 bytes.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,

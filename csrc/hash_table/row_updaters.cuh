@@ -129,25 +129,35 @@ inline bool is_plain(const OptimizerConfig& optimizer, const GroupShape& shape) 
          optimizer.clip_value == kInfinity && optimizer.coupled_decay == 0.0f;
 }
 
-// Calls with_updater.template operator()<Updater>() for the updater of an optimizer. Kernels are
-// compiled once for each, so few have one of their own.
+// Calls with_updater.template operator()<Updater>() for the plain updater of an optimizer. Returns
+// whether there is one. Kernels are compiled once for each, so few have one.
+template <typename WithUpdater>
+bool choose_plain_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
+                          const WithUpdater& with_updater) {
+  if (!is_plain(optimizer, shape)) return false;
+  switch (optimizer.kind) {
+    case Optimizer::kSgd:
+      with_updater.template operator()<PlainUpdater<Optimizer::kSgd>>();
+      return true;
+    case Optimizer::kRowWiseAdagrad:
+      with_updater.template operator()<PlainUpdater<Optimizer::kRowWiseAdagrad>>();
+      return true;
+    case Optimizer::kAdagrad:
+      with_updater.template operator()<PlainUpdater<Optimizer::kAdagrad>>();
+      return true;
+    case Optimizer::kAdam:
+      with_updater.template operator()<PlainUpdater<Optimizer::kAdam>>();
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The same for any optimizer.
 template <typename WithUpdater>
 void choose_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
                     const WithUpdater& with_updater) {
-  if (is_plain(optimizer, shape)) {
-    switch (optimizer.kind) {
-      case Optimizer::kSgd:
-        return with_updater.template operator()<PlainUpdater<Optimizer::kSgd>>();
-      case Optimizer::kRowWiseAdagrad:
-        return with_updater.template operator()<PlainUpdater<Optimizer::kRowWiseAdagrad>>();
-      case Optimizer::kAdagrad:
-        return with_updater.template operator()<PlainUpdater<Optimizer::kAdagrad>>();
-      case Optimizer::kAdam:
-        return with_updater.template operator()<PlainUpdater<Optimizer::kAdam>>();
-      default:
-        break;
-    }
-  }
+  if (choose_plain_updater(optimizer, shape, with_updater)) return;
   if (has_column_states(optimizer)) {
     with_updater.template operator()<AnyUpdater<true>>();
   } else {

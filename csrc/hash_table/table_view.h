@@ -114,6 +114,7 @@ struct GroupShape {
   int32_t widest;  // columns of the widest table
   bool four_wide;  // dims and state widths are multiples of four, or states have one value or none
   bool float32_rows;  // of all tables
+  bool rows_in_hbm;   // of a GPU's tables, also at their full capacities
 };
 
 // How low an entry ranks: the lowest leaves a full bucket.

@@ -2,8 +2,9 @@
 // added up in the order of the batch, and its row updated once. Runs that are too long are cut in
 // pieces whose sums are added up by a block. Where most rows stand at one position of the batch
 // only, these are updated before, in the order of the batch, since then the rows of a bag share its
-// gradient (update_alone_cuda.cu). What the last batches were like decides. No gradient is stored
-// for each id. Deterministic: both ways add up the same numbers in the same order.
+// gradient (update_alone_cuda.cu). What the last batches were like decides. Plain updaters take the
+// sorted order as a stream (update_stream_cuda.cu), others run by run. No gradient is stored for
+// each id. Deterministic: all ways add up the same numbers in the same order.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>
@@ -15,7 +16,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kNeighbours = 8;  // of the sorted order, a warp's
+constexpr int kNeighbours = 8;         // of the sorted order, a warp's
+constexpr int64_t kManyIds = 1 << 19;  // of one bag each: see updates_in_batch_order
 
 bool is_quick(const GroupShape& shape) { return shape.four_wide && shape.widest <= kQuickColumns; }
 
@@ -284,6 +286,17 @@ bool wants_batch_order(const UpdateHint* hint, const GroupShape& shape) {
   return is_quick(shape) && static_cast<const volatile UpdateHint*>(hint)->batch_order != 0;
 }
 
+bool updates_in_batch_order(const UpdateHint* hint, const GroupShape& shape,
+                            const OptimizerConfig& optimizer, int64_t num_ids, int64_t num_bags) {
+  if (!wants_batch_order(hint, shape)) return false;
+  // What the batch order gains is that the rows of a bag share its gradient. Where each has one of
+  // its own, and so many that the sort's passes are worth their launch, the stream is faster, but
+  // for rows with large states (docs/hash_table.md).
+  const bool shared = num_ids >= 2 * num_bags;
+  return shared || num_ids < kManyIds || has_column_states(optimizer) ||
+         !streams_runs(optimizer, shape);
+}
+
 size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                            const GroupShape& shape, bool weighted, bool batch_order) {
   return Scratch().place(size_of(num_ids, num_bags, num_slots, shape, weighted, batch_order),
@@ -326,7 +339,9 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   scratch.begin_runs(size);
   const bool column_states = has_column_states(optimizer);
   const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
-  if (size.quick) {
+  if (!batch_order && streams_runs(optimizer, shape)) {
+    stream_runs(tables, update, scratch, shape, stream);
+  } else if (size.quick) {
     update_runs(tables, update, scratch, shape, stream);
   } else {
     choose_element(grad.type, [&]<typename Element>() {

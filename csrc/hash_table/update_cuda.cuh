@@ -218,6 +218,12 @@ void split_repeated(const TableView* tables, int32_t num_tables, const Update& u
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
 
+// Whether there is stream_runs for an optimizer and such tables.
+bool streams_runs(const OptimizerConfig& optimizer, const GroupShape& shape);
+// update_runs where all positions are sorted, as a stream (update_stream_cuda.cu).
+void stream_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                 const GroupShape& shape, cudaStream_t stream);
+
 // Blocks of which so many are on a multiprocessor at once, but no more than there is work for.
 unsigned resident_grid(int blocks_of_processor, int64_t threads);
 

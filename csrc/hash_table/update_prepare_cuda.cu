@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
     if (threadIdx.x == 0) {
       *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
-      *scratch.runs.number = *scratch.runs.singles = 0;
+      *scratch.runs.number = *scratch.runs.singles = *scratch.ticket = 0;
     }
   }
   check_offsets(batch);  // the first kernel to read them

@@ -88,11 +88,12 @@ PairFormat UpdateSize::format() const {
 size_t Scratch::place(const UpdateSize& size, char* base) {
   *this = Scratch{};
   Carver carver(base);
-  auto* const counts = carver.take<uint32_t>(5);
+  auto* const counts = carver.take<uint32_t>(6);
   runs.number = counts;
   runs.singles = counts + 1;
   long_runs.number = counts + 2;
   long_runs.pieces = counts + 3;
+  ticket = counts + 5;
   long_runs.widest = size.widest;
   if (size.batch_order) sorted = counts + 4;
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);

@@ -115,6 +115,7 @@ struct Scratch {
   uint32_t* bags;  // by position; null where values are bags
   // How many positions are sorted; null: all.
   uint32_t* sorted;
+  uint32_t* ticket;  // of update_stream_cuda.cu: tasks that have been begun, but for the first ones
   Repeats repeats;
   // Of the sort of the repeated positions (update_split_cuda.cu).
   SmallSort small_sort;

@@ -1,0 +1,85 @@
+// Copies from global to shared memory that take no registers on their way. Those of 4, 8 or 16
+// bytes a lane are waited for in groups, by the lane that began them. On sm_90 one lane has many
+// bytes copied at once, and a barrier in shared memory counts them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace torchrec_hkv::hash_table::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// kBytes: 4, 8 or 16; both addresses are multiples of them. Rows of 16 bytes a lane pass L1 by.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
+                 "n"(kBytes)
+                 : "memory");
+  }
+}
+// Ends a group of the lane's copies.
+__device__ __forceinline__ void end_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until all of the lane's groups have come but for the latest kLeft.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// What bulk copies arrive at. Its phases end one after the other, each when one lane has said how
+// many bytes are to come (expect_bytes) and they are there.
+struct CopyBarrier {
+  unsigned long long state;
+
+  __device__ __forceinline__ void init() {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
+  }
+  __device__ __forceinline__ void expect_bytes(uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
+        "r"(bytes)
+        : "memory");
+  }
+  // Until the phase of this parity has ended.
+  __device__ __forceinline__ void wait(uint32_t parity) {
+    uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{\n"
+          ".reg .pred p;\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n"
+          "}\n"
+          : "=r"(done)
+          : "r"(shared_address(&state)), "r"(parity)
+          : "memory");
+    }
+  }
+};
+
+// Orders what the lane has read and written in shared memory before bulk copies to there.
+__device__ __forceinline__ void fence_before_bulk() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Bytes and addresses are multiples of 16.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes,
+                                          CopyBarrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier->state))
+      : "memory");
+}
+#endif
+
+}  // namespace torchrec_hkv::hash_table::cuda
