@@ -101,6 +101,29 @@ def test_tables_of_one_class(size, spread, precision, kind):
         check(shapes, bags, precision, weights=bags.weights, mean=kind == "mean")
 
 
+#: Of which not all factors of the columns are fours: some have kernels of their own.
+COLUMNS = [
+    TTShape(20_000, 32, (25, 20, 40), (4, 2, 4), (32, 32)),
+    TTShape(20_000, 48, (25, 20, 40), (4, 3, 4), (32, 32)),
+    TTShape(20_000, 16, (25, 20, 40), (2, 2, 4), (32, 32)),
+    TTShape(20_000, 120, (25, 20, 40), (5, 3, 8), (64, 64)),
+    TTShape(20_000, 32, (40, 13, 40), (4, 2, 4), (128, 128)),
+    TTShape(20_000, 24, (25, 20, 40), (4, 3, 2), (32, 32)),
+]
+
+
+@pytest.mark.parametrize("size", [300, 6000, 2**14 + 1, 100_000, 2**18 + 8])
+@pytest.mark.parametrize("shape", COLUMNS, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_other_columns(size, shape, precision):
+    bags = bags_of(SPREADS["uniform" if size % 2 else "power law"](shape.num_embeddings, size))
+    check([shape], bags, precision)
+    if size == 6000:
+        check([shape], bags, precision, weights=bags.weights, mean=True)
+        ids = torch.cat([bags.ids, bags.ids]).cpu()
+        check([shape, shape], bags_of(ids, 2), precision)
+
+
 @pytest.mark.parametrize("times", [127, 128, 129, 130, 700])
 @pytest.mark.parametrize("shape", [SHAPE, TTShape(64, 64, (4, 4, 4), (4, 4, 4), (16, 16))], ids=str)
 def test_an_id_of_a_small_batch_that_repeats(times, shape):
