@@ -127,9 +127,9 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
   return answer;
 }
 
-// Feature of each lane's position, as Batch::feature_of has it. Mostly that is one for all lanes; it
-// then takes one look at the offsets in place of a search. Of offsets that decrease, features are
-// searched for: kernels must agree on them. All lanes.
+// Feature of each lane's position, as Batch::feature_of has it. Mostly that is one for all lanes;
+// it then takes one look at the offsets in place of a search. Of offsets that decrease, features
+// are searched for: kernels must agree on them. All lanes.
 __device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t at) {
   const int lane = threadIdx.x % kWarp;
   const int64_t first = at - lane;
