@@ -24,10 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import SEQUENCE_SHARDINGS
-from torchrec_hkv.sharding.exchange_groups import codecs_of
+from torchrec_hkv.sharding.exchange_groups import codecs_of, needs_ours
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.index_dedup import deduplicate
-from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.streams import FollowsExchange, SequenceContext
 
 
@@ -50,8 +49,7 @@ class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbe
         """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
         qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
         sharding_type = sharding_type.partition("/")[0]  # of one of several groups
-        shardings = [info.param_sharding for info in sharding_infos]
-        if not any(isinstance(sharding, BackendParameterSharding) for sharding in shardings):
+        if not needs_ours(sharding_infos):
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
             )

@@ -27,10 +27,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
-from torchrec_hkv.sharding.exchange_groups import codecs_of
+from torchrec_hkv.sharding.exchange_groups import codecs_of, needs_ours
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
+from torchrec_hkv.sharding.joint_input import JointInput
 from torchrec_hkv.sharding.means import Means, divide
-from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.streams import BagContext, FollowsExchange
 from torchrec_hkv.sharding.validation import PlannedTable
 
@@ -39,7 +39,7 @@ _PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.valu
 
 
 class BackendEmbeddingBagCollection(
-    BackendCollection, FollowsExchange, ShardedEmbeddingBagCollection
+    BackendCollection, FollowsExchange, JointInput, ShardedEmbeddingBagCollection
 ):
     """TorchRec's sharded collection, closing what it leaves open for kernels from outside."""
 
@@ -72,12 +72,11 @@ class BackendEmbeddingBagCollection(
     ) -> EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
         """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
         qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
-        shardings = [info.param_sharding for info in sharding_infos]
-        if not any(isinstance(sharding, BackendParameterSharding) for sharding in shardings):
+        if not needs_ours(sharding_infos):
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
-        sharding_type = shardings[0].sharding_type
+        sharding_type = sharding_infos[0].param_sharding.sharding_type
         keywords: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
         if sharding_type in _PERMUTED:
             keywords["permute_embeddings"] = permute_embeddings

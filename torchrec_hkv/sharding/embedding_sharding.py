@@ -72,7 +72,7 @@ class _Sequence(MakesLookup):
         )
 
 
-def _feature_is_hashed(groups: Iterable[GroupedEmbeddingConfig]) -> list[bool]:
+def feature_is_hashed(groups: Iterable[GroupedEmbeddingConfig]) -> list[bool]:
     """For each feature of groups of tables, whether its ids are routed by their hash."""
     return [
         (tag := tag_of(table)) is not None and registry.get(tag.backend).routes_by_hash(tag.options)
@@ -94,7 +94,7 @@ class _RowWise:
         return RowWiseFeaturesDist(
             pg=self._pg,
             feature_hash_sizes=self._get_feature_hash_sizes(),
-            feature_is_hashed=_feature_is_hashed(self._grouped_embedding_configs),
+            feature_is_hashed=feature_is_hashed(self._grouped_embedding_configs),
             is_sequence=self.is_sequence,
             device=device if device is not None else self._device,
         )
@@ -114,7 +114,7 @@ class _RowWiseOnHosts:
             local_size=self._intra_pg.size(),
             features_per_rank=self._features_per_rank(self._grouped_embedding_configs_per_rank),
             feature_hash_sizes=self._get_feature_hash_sizes(),
-            feature_is_hashed=_feature_is_hashed(
+            feature_is_hashed=feature_is_hashed(
                 itertools.chain.from_iterable(self._grouped_embedding_configs_per_node)
             ),
             device=device if device is not None else self._device,

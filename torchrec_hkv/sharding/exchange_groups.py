@@ -19,6 +19,8 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingType
 
+from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
+
 Info = TypeVar("Info")
 Codecs = dict[str, QuantizedCommCodecs]
 
@@ -39,9 +41,11 @@ class ExchangeGroup(list[Any]):
 
     Attributes:
         codecs: of the wire, None where the sharder's are meant.
+        is_part: whether the tables of its sharding type may be in several groups.
     """
 
     codecs: Codecs | None = None
+    is_part: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,7 @@ class Exchange:
                 for part in _parts(own, self.num_groups, [weights[id(info)] for info in own]):
                     group = ExchangeGroup(part)
                     group.codecs = None if wire is None else codecs_at(wire)
+                    group.is_part = True
                     key = f"{sharding_type}/{number}" if number else sharding_type
                     found[key] = group
                     number += 1
@@ -148,6 +153,15 @@ def wire_dtypes(
         table: _BY_DTYPE.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype
         for table, dtype in given.items()
     }
+
+
+def needs_ours(infos: Sequence[Any]) -> bool:
+    """Whether shardings of ours serve these tables: where one is of ours, and where stock tables
+    are in groups. With TorchRec's own, a rank that has no table of a group sends float32 although
+    the others expect what the tables give."""
+    if isinstance(infos, ExchangeGroup) and infos.is_part:
+        return True
+    return any(isinstance(info.param_sharding, BackendParameterSharding) for info in infos)
 
 
 def codecs_of(infos: Sequence[Any], default: Codecs | None) -> Codecs | None:
