@@ -7,7 +7,7 @@ batch is cut once it has come, when the host knows that anyway.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -76,17 +76,15 @@ class JointInput:
 def _contexts(context: EmbeddingShardingContext, sizes: list[int]) -> list[Any]:
     if len(sizes) == 1:
         return [context]
-    bounds = [0, *itertools.accumulate(sizes)]
-    return [
-        dataclasses.replace(
-            context,
-            batch_size_per_rank_per_feature=[
-                of_rank[begin:end] for of_rank in context.batch_size_per_rank_per_feature
-            ],
-            batch_size_per_feature_pre_a2a=context.batch_size_per_feature_pre_a2a[begin:end],
-        )
-        for begin, end in itertools.pairwise(bounds)
-    ]
+    parts = []
+    for begin, end in itertools.pairwise([0, *itertools.accumulate(sizes)]):
+        part = copy.copy(context)  # TorchRec 1.6 has it as a class of its own, later as a dataclass
+        part.batch_size_per_rank_per_feature = [
+            of_rank[begin:end] for of_rank in context.batch_size_per_rank_per_feature
+        ]
+        part.batch_size_per_feature_pre_a2a = context.batch_size_per_feature_pre_a2a[begin:end]
+        parts.append(part)
+    return parts
 
 
 def _joined(
