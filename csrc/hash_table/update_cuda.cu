@@ -291,7 +291,7 @@ bool updates_in_batch_order(const UpdateHint* hint, const GroupShape& shape,
   if (!wants_batch_order(hint, shape)) return false;
   // What the batch order gains is that the rows of a bag share its gradient. Where each has one of
   // its own, and so many that the sort's passes are worth their launch, the stream is faster, but
-  // for rows with large states (docs/hash_table.md).
+  // for rows with large states (docs/measurements/training_step_gpu.md).
   const bool shared = num_ids >= 2 * num_bags;
   return shared || num_ids < kManyIds || has_column_states(optimizer) ||
          !streams_runs(optimizer, shape);
