@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.entries import Entries, GroupEntries
-from torchrec_hkv.hash_table.group_calls import GroupCalls
+from torchrec_hkv.hash_table.groups.calls import GroupCalls
 
 _ops = torch.ops.torchrec_hkv
 _UINT64_MAX = (1 << 64) - 1

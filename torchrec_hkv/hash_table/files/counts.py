@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table.admission import (
     MinFrequency,
     admission_bytes,
 )
-from torchrec_hkv.hash_table.manifest import OWNERS
+from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.ops import owner_rank
 
 #: Bytes of a cell: the id, and its count and step.

@@ -10,21 +10,20 @@ from typing import Any
 import torch
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.counts_files import (
+from torchrec_hkv.hash_table.files.counts_files import (
     SavedCounts,
     load_counts,
     verify_counts,
     write_counts,
 )
-from torchrec_hkv.hash_table.file_tables import (
+from torchrec_hkv.hash_table.files.file_tables import (
     Source,
     Target,
     plan_shards,
     verify_shard,
     write_shards,
 )
-from torchrec_hkv.hash_table.initializers import initializer_from_fields
-from torchrec_hkv.hash_table.manifest import (
+from torchrec_hkv.hash_table.files.manifest import (
     OWNERS,
     Manifest,
     counts_name,
@@ -32,8 +31,9 @@ from torchrec_hkv.hash_table.manifest import (
     remove_others,
     sync_folder,
 )
-from torchrec_hkv.hash_table.shard_files import ShardReader, entry_bytes
-from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 #: What a save or a load may take of host memory, and as much of a GPU's.

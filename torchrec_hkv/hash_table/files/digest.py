@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.counts import mix64
-from torchrec_hkv.hash_table.file_tables import SAVED_PARTS, Source
-from torchrec_hkv.hash_table.manifest import OWNERS
-from torchrec_hkv.hash_table.state_columns import StateColumns
-from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.files.counts import mix64
+from torchrec_hkv.hash_table.files.file_tables import SAVED_PARTS, Source
+from torchrec_hkv.hash_table.files.manifest import OWNERS
+from torchrec_hkv.hash_table.files.state_columns import StateColumns
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 _MASK = (1 << 64) - 1
 # What a hashed value is; numbers of states follow.

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.block_files import copy_to_host
-from torchrec_hkv.hash_table.manifest import OWNERS, Manifest, Shard, shard_name
-from torchrec_hkv.hash_table.shard_files import (
+from torchrec_hkv.hash_table.files.block_files import copy_to_host
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, shard_name
+from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     ShardWriter,
     Staging,
     entry_bytes,
     fields_of,
 )
-from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
 # read, what it displaces, and what that displaces.

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.devices import known_device
-from torchrec_hkv.hash_table.accumulation import Accumulator
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
-from torchrec_hkv.hash_table.call_arguments import CallArguments
-from torchrec_hkv.hash_table.group_contents import GroupContents
-from torchrec_hkv.hash_table.group_counters import GroupCounters
-from torchrec_hkv.hash_table.group_rows import GroupRows
-from torchrec_hkv.hash_table.group_selection import GroupSelection
+from torchrec_hkv.hash_table.groups.accumulation import Accumulator
+from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
+from torchrec_hkv.hash_table.groups.contents import GroupContents
+from torchrec_hkv.hash_table.groups.counters import GroupCounters
+from torchrec_hkv.hash_table.groups.rows import GroupRows
+from torchrec_hkv.hash_table.groups.selection import GroupSelection
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.hash_table.table_config import check_types, table_config
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -29,8 +29,9 @@ Pin = _C.Pin
 class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
     """Hash tables of any dims and capacities behind one lookup.
 
-    :class:`torchrec_hkv.hash_table.group_calls.GroupCalls` has HierarchicalKV's operations on them,
-    :class:`torchrec_hkv.hash_table.group_selection.GroupSelection` what goes by score and age.
+    :class:`torchrec_hkv.hash_table.groups.calls.GroupCalls` has HierarchicalKV's operations on
+    them, :class:`torchrec_hkv.hash_table.groups.selection.GroupSelection` what goes by score and
+    age.
 
     Args:
         tables: the tables.

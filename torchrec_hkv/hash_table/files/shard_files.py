@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.block_files import BLOCK, BlockFile, block_memory, host_memory
-from torchrec_hkv.hash_table.manifest import Shard
+from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
+from torchrec_hkv.hash_table.files.manifest import Shard
 
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchrec_hkv.hash_table.signed_json import read_signed, write_signed
+from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 
 MANIFEST = "manifest.json"
 FORMAT = "torchrec_hkv.hash_table"

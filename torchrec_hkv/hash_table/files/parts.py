@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.counts_files import SavedCounts, load_counts
-from torchrec_hkv.hash_table.file_tables import Target
-from torchrec_hkv.hash_table.files import BATCH_BYTES, SAFE_LOAD, describe
-from torchrec_hkv.hash_table.initial_rows import initial_rows
-from torchrec_hkv.hash_table.manifest import OWNERS, Manifest, Shard
-from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.hash_table.shard_files import (
+from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
+from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard
+from torchrec_hkv.hash_table.files.save_load import BATCH_BYTES, SAFE_LOAD, describe
+from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
     Staging,
     entry_bytes,
     fields_of,
 )
-from torchrec_hkv.hash_table.state_columns import Columns, StateColumns, copy_columns
-from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.initial_rows import initial_rows
+from torchrec_hkv.hash_table.ops import owner_rank
 
 _ops = torch.ops.torchrec_hkv
 

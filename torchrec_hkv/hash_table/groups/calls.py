@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.call_arguments import CallArguments
 from torchrec_hkv.hash_table.entries import Evicted, GroupEvicted
-from torchrec_hkv.hash_table.group_strictness import GroupStrictness
+from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
+from torchrec_hkv.hash_table.groups.strictness import GroupStrictness
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _ops = torch.ops.torchrec_hkv

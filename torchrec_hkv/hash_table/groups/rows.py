@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.call_arguments import CallArguments
+from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 

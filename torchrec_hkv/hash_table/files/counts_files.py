@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.block_files import host_memory
-from torchrec_hkv.hash_table.counts import (
+from torchrec_hkv.hash_table.files.block_files import host_memory
+from torchrec_hkv.hash_table.files.counts import (
     SET_BYTES,
     Kind,
     cells_in,
@@ -25,8 +25,8 @@ from torchrec_hkv.hash_table.counts import (
     placed_cells,
     set_of,
 )
-from torchrec_hkv.hash_table.manifest import Counts, counts_name
-from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.files.manifest import Counts, counts_name
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.group_counters import COUNTERS
+from torchrec_hkv.hash_table.groups.counters import COUNTERS
 from torchrec_hkv.hash_table.spec_checks import crowded_message
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
