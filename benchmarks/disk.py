@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torchrec_hkv.hash_table.block_files import BLOCK, BlockFile, block_memory, host_memory
+from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
 
 PIECE = 16 << 20
 

@@ -3,7 +3,7 @@
 // seen one stream only, nothing is recorded.
 //
 // Calls that are captured in a CUDA graph are not ordered with those outside: whoever replays the
-// graph orders the replay (docs/hash_table.md).
+// graph orders the replay (docs/hash_table_order.md).
 #pragma once
 
 #include <c10/core/Device.h>

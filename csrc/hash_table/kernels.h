@@ -1,6 +1,6 @@
 // The hash table's kernels. Each is declared once here and implemented for both devices: in
-// *_cpu.cpp on `threads` threads, in *_cuda.cu on a stream. `tables` is an array in the memory of
-// the device that runs the kernel; so is every pointer in a batch.
+// cpu/ on `threads` threads, in cuda/ on a stream. `tables` is an array in the memory of the device
+// that runs the kernel; so is every pointer in a batch.
 #pragma once
 
 #include <cstddef>

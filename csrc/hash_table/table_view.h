@@ -87,7 +87,7 @@ struct TableView {
   }
   // Whether what is in the frame, or, for kNoFrame, at home, is worth bringing into a GPU's cache.
   HKV_HOST_DEVICE bool in_hbm(int64_t frame) const { return frame != kNoFrame || !homes_on_host; }
-  // Where they are now, to be read. What is written must be marked: frames_cuda.cuh.
+  // Where they are now, to be read. What is written must be marked: cuda/frames.cuh.
   HKV_HOST_DEVICE char* row(int64_t slot) const { return rows.at(slot, frames.frame_of(slot)); }
   HKV_HOST_DEVICE float* state(int64_t slot) const {
     return reinterpret_cast<float*>(states.at(slot, frames.frame_of(slot)));

@@ -10,7 +10,7 @@ import torch
 from tests.support.checkpointed import make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import Adam, TableGroup, TableSpec, Uniform
-from torchrec_hkv.hash_table.digest import table_digest
+from torchrec_hkv.hash_table.files.digest import table_digest
 
 
 def _group(device, eviction="lfu"):

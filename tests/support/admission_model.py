@@ -1,4 +1,7 @@
-"""Python models of admission, by the formulas of docs/hash_table.md; they share no code with it."""
+"""Python models of admission, by the formulas of docs/hash_table_lifecycle.md.
+
+They share no code with it.
+"""
 
 from __future__ import annotations
 

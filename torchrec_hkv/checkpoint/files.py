@@ -33,7 +33,7 @@ from torchrec_hkv.checkpoint.tensors import (
     verify_file,
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
-from torchrec_hkv.hash_table.manifest import sync_folder
+from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import tables_with_files_aside
 
 #: Host memory that a save or a load takes on a rank, and as much of its GPU's.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchrec_hkv.checkpoint.exchange import exchange
 from torchrec_hkv.checkpoint.record import RECORD
-from torchrec_hkv.hash_table.manifest import sync_folder
+from torchrec_hkv.hash_table.files.manifest import sync_folder
 
 
 class Place:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from torchrec_hkv.hash_table.signed_json import read_signed, write_signed
+from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 
 #: Its file; the last that is written.
 RECORD = "checkpoint.json"

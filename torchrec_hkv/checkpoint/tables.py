@@ -12,7 +12,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.saved import FileOptions, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.record import TableRecord, TableShardRecord
-from torchrec_hkv.hash_table.manifest import sync_folder
+from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import FoundTable
 
 _FOLDER = "tables"

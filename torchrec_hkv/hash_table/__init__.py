@@ -5,6 +5,7 @@ Knows nothing of TorchRec.
 
 from torchrec_hkv.hash_table.admission import Admission, MinFrequency, Probability
 from torchrec_hkv.hash_table.entries import Entries, Evicted, GroupEntries, GroupEvicted
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.hash_table import HashTable
 from torchrec_hkv.hash_table.initial_rows import initial_rows, table_seed
 from torchrec_hkv.hash_table.initializers import (
@@ -26,7 +27,6 @@ from torchrec_hkv.hash_table.optimizers import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
-from torchrec_hkv.hash_table.table_group import TableGroup
 from torchrec_hkv.hash_table.table_memory import (
     TableMemory,
     gpu_table_bytes,

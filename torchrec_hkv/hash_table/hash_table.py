@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.entries import Entries, Evicted
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.saved_table import SavedTable
-from torchrec_hkv.hash_table.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]

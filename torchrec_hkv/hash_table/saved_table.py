@@ -11,7 +11,7 @@ import torch
 
 from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.admission import Admission
-from torchrec_hkv.hash_table.table_group import TableGroup
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.hash_table import HashTable, TableGroup
-from torchrec_hkv.hash_table.group_counters import DEVICE_COUNTS
+from torchrec_hkv.hash_table.groups.counters import DEVICE_COUNTS
 from torchrec_hkv.metrics.table_metrics import TableMetrics
 from torchrec_hkv.nn.table_module import TableModule
 from torchrec_hkv.sharding.collection import BackendCollection

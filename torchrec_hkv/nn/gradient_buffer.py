@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import TableGroup
-from torchrec_hkv.hash_table.accumulation import Round, slots_at_present
+from torchrec_hkv.hash_table.groups.accumulation import Round, slots_at_present
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Interval:
     are, as long as a graph or a held gradient refers to this.
 
     Attributes:
-        pin: a :class:`torchrec_hkv.hash_table.table_group.Pin`; None once its rows may go.
+        pin: a :class:`torchrec_hkv.hash_table.groups.table_group.Pin`; None once its rows may go.
     """
 
     pin: Any

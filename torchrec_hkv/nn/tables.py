@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import Initializer, Optimizer, TableGroup, TableSpec
-from torchrec_hkv.hash_table.accumulation import Round, as_one_batch
+from torchrec_hkv.hash_table.groups.accumulation import Round, as_one_batch
 from torchrec_hkv.nn import contents
 from torchrec_hkv.nn.capacity import HbmLimits, Shape, free_memory
 from torchrec_hkv.nn.contents import Contents

@@ -19,7 +19,7 @@ from torchrec_hkv.hash_table import (
     TableSpec,
     Uniform,
 )
-from torchrec_hkv.hash_table.digest import table_digest
+from torchrec_hkv.hash_table.files.digest import table_digest
 
 BATCH, STEPS = 300, 40
 CAPACITIES, DIMS = (2000, 320, 1000), (32, 8, 20)

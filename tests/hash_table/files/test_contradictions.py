@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.saved_tables import assert_refused, filled, like
-from torchrec_hkv.hash_table.manifest import Manifest
-from torchrec_hkv.hash_table.shard_files import ShardReader, ShardWriter, Staging, fields_of
+from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.shard_files import ShardReader, ShardWriter, Staging, fields_of
 
 
 def rewrite(folder, change):

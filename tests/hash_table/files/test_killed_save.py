@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from tests.support.saved_tables import assert_same, filled, like, shard_files, snapshot
-from torchrec_hkv.hash_table import block_files, files, manifest
-from torchrec_hkv.hash_table import shard_files as shard_module
+from torchrec_hkv.hash_table import files
+from torchrec_hkv.hash_table.files import block_files, manifest, save_load
+from torchrec_hkv.hash_table.files import shard_files as shard_module
 
 KILLS = 60
-SOURCES = {Path(module.__file__).name for module in (files, manifest, shard_module, block_files)}
+MODULES = (save_load, manifest, shard_module, block_files)
+SOURCES = {Path(module.__file__).name for module in MODULES}
 
 
 def save_until(table, path, line):

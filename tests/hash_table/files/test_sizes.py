@@ -7,6 +7,7 @@ import torch
 
 from tests.support.saved_tables import assert_same, filled, like, shard_files, snapshot
 from torchrec_hkv.hash_table import files
+from torchrec_hkv.hash_table.files.file_tables import plan_shards
 
 
 def test_an_empty_table(device_type, tmp_path):
@@ -75,7 +76,7 @@ def test_ranges_of_owner_buckets():
         counts = torch.randint(0, 6, (200,), generator=generator)
         counts[50:60] = 0
         counts[70] = 25
-        plan = files.plan_shards(counts, most)
+        plan = plan_shards(counts, most)
         assert sum(entries for _, _, entries in plan) == int(counts.sum())
         assert all(1 <= entries <= most for _, _, entries in plan)
         for begin, end in {(begin, end) for begin, end, _ in plan}:
@@ -83,4 +84,4 @@ def test_ranges_of_owner_buckets():
             assert held == int(counts[begin:end].sum())
         ranges = sorted({(begin, end) for begin, end, _ in plan})
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
-    assert files.plan_shards(torch.zeros(9, dtype=torch.int64), 5) == []
+    assert plan_shards(torch.zeros(9, dtype=torch.int64), 5) == []

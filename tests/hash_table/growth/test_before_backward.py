@@ -8,7 +8,7 @@ import torch
 
 from tests.support.batches import Bags, find, insert, random_ids, rate, rows_by_id
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
-from torchrec_hkv.hash_table.table_group import Pin
+from torchrec_hkv.hash_table.groups.table_group import Pin
 
 
 def make(device: str, initial: int | None) -> TableGroup:

@@ -15,7 +15,7 @@ from torchrec_hkv.backends.protocol import TableShard, TensorSpec
 from torchrec_hkv.backends.saved import COUNTS
 from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.admission import Admission
-from torchrec_hkv.hash_table.counts import (
+from torchrec_hkv.hash_table.files.counts import (
     SET_BYTES,
     Kind,
     cells_in,

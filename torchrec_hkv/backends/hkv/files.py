@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torchrec_hkv.backends.saved import FileOptions, SavedShard, TablesLoad
 from torchrec_hkv.hash_table import TableGroup, files
-from torchrec_hkv.hash_table.counts_files import verify_counts
-from torchrec_hkv.hash_table.file_tables import verify_shard
-from torchrec_hkv.hash_table.manifest import Manifest
-from torchrec_hkv.hash_table.parts import Part, PartsLoad
+from torchrec_hkv.hash_table.files.counts_files import verify_counts
+from torchrec_hkv.hash_table.files.file_tables import verify_shard
+from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
 
 
 def save_table(group: TableGroup, table: int, folder: Path, options: FileOptions) -> None:

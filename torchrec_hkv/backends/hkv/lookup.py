@@ -18,8 +18,8 @@ from torchrec_hkv.backends.optimizers import hash_table_optimizer
 from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec, StorageBytes, TableShard
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.hash_table import TableGroup
-from torchrec_hkv.hash_table.digest import table_digest
-from torchrec_hkv.hash_table.manifest import OWNERS
+from torchrec_hkv.hash_table.files.digest import table_digest
+from torchrec_hkv.hash_table.files.manifest import OWNERS
 
 
 class HKVLookup(RowsById, GroupLookup):

@@ -60,8 +60,8 @@ class HKVOptions(BackendOptions):
             that the counters tell how many came back (``returned``); 1 to 2^32. None: not counted.
         deterministic: on GPUs, too, equal batches give equal tables, bit for bit, and column shards
             keep and evict the same rows; a training step takes a little longer
-            (``docs/hash_table.md``). All tables of the same lookup then do so. False: only while
-            ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
+            (``docs/hash_table_order.md``). All tables of the same lookup then do so. False: only
+            while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
     """
 
     eviction: Literal["lru", "lfu"] = "lru"

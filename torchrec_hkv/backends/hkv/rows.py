@@ -12,8 +12,8 @@ from torchrec_hkv.backends.hkv.dense import DenseRows
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows
-from torchrec_hkv.hash_table.file_tables import Target
-from torchrec_hkv.hash_table.manifest import OWNERS
+from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.ops import owner_rank
 
 _ops = torch.ops.torchrec_hkv

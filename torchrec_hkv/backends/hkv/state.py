@@ -20,10 +20,10 @@ from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
 from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
 from torchrec_hkv.hash_table.admission import Admission
-from torchrec_hkv.hash_table.file_tables import Target
-from torchrec_hkv.hash_table.manifest import OWNERS
+from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.manifest import OWNERS
+from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.ops import owner_rank
-from torchrec_hkv.hash_table.state_columns import StateColumns
 
 _FORMAT = 1
 #: What is said of the whole table: format, layout of states, updates and clock.

@@ -1,0 +1,28 @@
+#include "hash_table/expiry.h"
+
+#include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+void expire(const TableView& table, const Sweep& sweep, const Visit& visit, int threads) {
+  const int64_t buckets = sweep_items(sweep, table.num_buckets) / kBucketDigests;
+  parallel_for(buckets, 1024, threads, [&](int64_t begin, int64_t end) {
+    uint64_t expired = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t bucket = sweep.first + i * sweep.every;
+      uint16_t* digests = table.digests + bucket * kBucketDigests;
+      uint32_t* steps = table.last_steps + bucket * table.bucket_slots;
+      for (int32_t p = 0; p < table.bucket_slots; ++p) {
+        // A free slot's last step may be anything here.
+        if (digests[p] == kEmptyDigest || !is_expired(sweep, visit, steps[p])) continue;
+        digests[p] = kEmptyDigest;
+        steps[p] = kFreeStep;
+        ++expired;
+      }
+    }
+    count(table, kExpired, expired);
+  });
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

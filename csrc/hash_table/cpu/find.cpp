@@ -1,0 +1,180 @@
+#include "hash_table/cpu/find.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "common/parallel.h"
+#include "common/select.h"
+#include "common/stream.h"
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+// An id goes through four steps, each kAhead ids behind the one before, so that what a step reads
+// has arrived in the cache when it is the id's turn. Whether an id is there, and in which bucket,
+// is not to be foreseen: no step branches on it. What an id has no use for reads and writes `idle`.
+constexpr int kAhead = 12;
+constexpr int kInFlight = 64;  // a power of two, at least 3 * kAhead + 1
+
+struct InFlight {
+  BucketChoice choice;
+  uint32_t bucket;  // the one that may hold it
+  uint64_t mask;    // the digest's matches there
+};
+
+template <bool kTouch>
+class Finder {
+ public:
+  // Of the ids at positions [begin, end), all of one table.
+  Finder(const TableView& table, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit,
+         int64_t* slots, bool* found_at)
+      : table_(table),
+        ids_(ids),
+        begin_(begin),
+        end_(end),
+        visit_(visit),
+        slots_(slots),
+        found_at_(found_at),
+        now_(kTouch ? visit.now() : 0) {}
+
+  // Returns how many it found.
+  int64_t run() {
+    int64_t at = begin_;
+    const int64_t filled = std::min(end_, begin_ + 3 * kAhead);
+    for (; at < filled; ++at) steps<true>(at);
+    for (; at < end_; ++at) steps<false>(at);
+    for (; at < end_ + 3 * kAhead; ++at) steps<true>(at);
+    return found_;
+  }
+
+ private:
+  // kEnds: near an end of the range, where not every step has an id.
+  template <bool kEnds>
+  void steps(int64_t at) {
+    const auto has = [&](int64_t position) {
+      return !kEnds || (position >= begin_ && position < end_);
+    };
+    if (has(at)) choose(at);
+    if (has(at - kAhead)) look_in_first(at - kAhead);
+    if (has(at - 2 * kAhead)) look_in_bucket(at - 2 * kAhead);
+    if (has(at - 3 * kAhead)) finish(at - 3 * kAhead);
+  }
+
+  InFlight& flying(int64_t at) { return flying_[static_cast<uint64_t>(at) % kInFlight]; }
+
+  void choose(int64_t at) {
+    InFlight& it = flying(at);
+    it.choice = choose_buckets(ids_[at], table_.num_buckets);
+    prefetch_line(table_, it.choice.first);
+  }
+
+  // Without a match there it can only be in its second bucket.
+  void look_in_first(int64_t at) {
+    InFlight& it = flying(at);
+    const uint64_t mask = match_digests(digest_line(table_, it.choice.first), it.choice.digest);
+    const bool maybe = mask != 0;
+    it.bucket = static_cast<uint32_t>(select(maybe, it.choice.first, it.choice.second));
+    const int64_t slot = first_slot_of(table_, it.choice.first) + lowest_bit(mask);
+    const auto* const second = reinterpret_cast<const char*>(digest_line(table_, it.choice.second));
+    __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second));
+    if (kTouch) {
+      __builtin_prefetch(select(maybe, bytes(&table_.last_steps[slot]), second + kLineBytes), 1);
+    } else {
+      __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), second + kLineBytes));
+    }
+  }
+
+  void look_in_bucket(int64_t at) {
+    InFlight& it = flying(at);
+    it.mask = match_digests(digest_line(table_, it.bucket), it.choice.digest);
+    const bool maybe = it.mask != 0;
+    const int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
+    __builtin_prefetch(select(maybe, bytes(&table_.ids[slot]), bytes(&idle_id_)));
+    if (kTouch) {
+      __builtin_prefetch(select(maybe, bytes(&table_.last_steps[slot]), bytes(&idle_step_)), 1);
+      if (table_.scores != nullptr) {
+        __builtin_prefetch(select(maybe, bytes(&table_.scores[slot]), bytes(&idle_id_)), 1);
+      }
+    }
+  }
+
+  void finish(int64_t at) {
+    const InFlight& it = flying(at);
+    const int64_t id = ids_[at];
+    const bool maybe = it.mask != 0;
+    int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
+    const bool same = *select(maybe, &table_.ids[slot], &idle_id_) == id;
+    bool there = maybe & same;
+    if (maybe & !same) [[unlikely]] {  // another id's digest
+      slot = find_slot(table_, id, it.choice);
+      there = slot != kNoSlot;
+    }
+    slots_[at] = static_cast<int64_t>(select(there, table_.first_slot + slot, kNoSlot));
+    if (kTouch) {
+      if (found_at_ != nullptr) found_at_[at] = there;
+      if (table_.scores != nullptr) {
+        if (there) touch(table_, slot, visit_, visit_.given(at));
+      } else {
+        touch_step(select(there, &table_.last_steps[slot], &idle_step_));
+      }
+    }
+    found_ += there;
+  }
+
+  // Written only where that changes it: threads may touch one slot at once.
+  void touch_step(uint32_t* step) {
+    const bool done = std::atomic_ref<uint32_t>(*step).load(std::memory_order_relaxed) == now_;
+    std::atomic_ref<uint32_t>(*select(done, &idle_step_, step))
+        .store(now_, std::memory_order_relaxed);
+  }
+
+  static const char* bytes(const void* of) { return static_cast<const char*>(of); }
+
+  static int64_t lowest_bit(uint64_t mask) { return __builtin_ctzll(mask | uint64_t{1} << 63); }
+
+  const TableView& table_;
+  const int64_t* const ids_;
+  const int64_t begin_, end_;
+  const Visit& visit_;
+  int64_t* const slots_;
+  bool* const found_at_;
+  const uint32_t now_;
+  int64_t found_ = 0;
+  int64_t idle_id_ = 0;
+  uint32_t idle_step_ = 0;
+  InFlight flying_[kInFlight];
+};
+
+template <bool kTouch>
+void find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+              bool* found_at, int threads) {
+  parallel_for(batch.num_ids, 1024, threads, [&](int64_t begin, int64_t end) {
+    for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
+      const int64_t stop = std::min(end, batch.feature_start(feature + 1));
+      if (stop <= begin) continue;
+      const TableView& table = tables[batch.feature_tables[feature]];
+      const int64_t found =
+          Finder<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at).run();
+      if (kTouch) {
+        count(table, kLookups, stop - begin);
+        count(table, kMisses, stop - begin - found);
+      }
+      begin = stop;
+    }
+  });
+}
+
+}  // namespace
+
+void find(const TableView* tables, const Batch& batch, int64_t* slots, int threads) {
+  find_all<false>(tables, batch, Visit{}, slots, nullptr, threads);
+}
+
+void find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
+                    bool* found, int threads) {
+  find_all<true>(tables, batch, visit, slots, found, threads);
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

@@ -1,0 +1,354 @@
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "common/parallel.h"
+#include "hash_table/admission_kernels.h"
+#include "hash_table/aging.h"
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/cpu/find.h"
+#include "hash_table/cpu/highest_given.h"
+#include "hash_table/cpu/missing.h"
+#include "hash_table/cpu/new_rows.h"
+#include "hash_table/cpu/place.h"
+#include "hash_table/cpu/row_matrix.h"
+#include "hash_table/cpu/victims.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+struct Place {
+  int64_t slot;  // kNoSlot: none
+  bool evicts;
+  bool outranked;  // there is none for so low a score
+};
+
+// All but the row and the state, which come when all ids are placed.
+void place_new(const TableView& table, int64_t id, const BucketChoice& choice, int64_t slot,
+               uint32_t step, uint64_t score) {
+  const int64_t bucket = slot / table.bucket_slots;
+  table.digests[bucket * kBucketDigests + slot % table.bucket_slots] = choice.digest;
+  table.ids[slot] = id;
+  table.last_steps[slot] = step;
+  if (table.scores != nullptr) table.scores[slot] = score;
+}
+
+// What a missing id made leave: the old id of its slot, or itself.
+struct Leaver {
+  int64_t id;
+  uint64_t score;
+  int32_t table;
+  bool left;          // false: nothing did
+  const char* row;    // of an entry, in its table; null: the id itself was refused
+  uint32_t position;  // that it came with
+};
+
+// What of an id's two buckets its placing reads.
+enum class Reach { kFirst, kSecond, kRanks };
+
+struct Counts {
+  uint64_t inserted = 0, evicted = 0, refused = 0, crowded = 0;
+};
+
+// Places missing ids as one thread would in the order of the batch. Threads take groups in that
+// order, and a group waits for the earlier ones that may look at its buckets. The first group that
+// is not done waits for none, so that one always goes on.
+class Placing {
+ public:
+  Placing(const TableView* tables, const Batch& batch, const Visit& visit,
+          const Placement& placement, const MissingIds& missing, int64_t* slots, Leaver* leavers)
+      : tables_(tables),
+        batch_(batch),
+        visit_(visit),
+        placement_(placement),
+        missing_(missing),
+        slots_(slots),
+        leavers_(leavers),
+        highest_(batch, visit, slots),
+        victims_(tables, batch, missing.size(), visit.pinned_from()),
+        done_(new std::atomic<bool>[missing.groups()]()) {}
+
+  void run(int threads) {
+    const int64_t workers = std::min<int64_t>(threads, missing_.groups());
+    parallel_for(workers, 1, threads, [this](int64_t, int64_t) { work(); });
+  }
+
+ private:
+  void work() {
+    const int64_t groups = missing_.groups();
+    std::vector<Counts> counts(1);
+    Reach reach = Reach::kFirst;
+    int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
+    if (group < groups) {
+      for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
+        prefetch_buckets(*it, reach);
+      }
+    }
+    while (group < groups) {
+      const int64_t following = next_.fetch_add(1, std::memory_order_relaxed);
+      for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
+        wait_for(it->after_first);
+        wait_for(it->after_second);
+      }
+      reach = insert_group(group, following, reach, counts);
+      done_[group].store(true, std::memory_order_release);
+      group = following;
+    }
+    for (size_t t = 0; t < counts.size(); ++t) {
+      count(tables_[t], kInserted, counts[t].inserted);
+      count(tables_[t], kEvicted, counts[t].evicted);
+      count(tables_[t], kRefused, counts[t].refused);
+      count(tables_[t], kCrowded, counts[t].crowded);
+    }
+  }
+
+  void wait_for(uint32_t group) const {
+    if (group == kNoGroup) return;
+    for (int tries = 0; !done_[group].load(std::memory_order_acquire); ++tries) {
+      if (tries > 1000) std::this_thread::yield();
+    }
+  }
+
+  // Places a group and meanwhile has the next one's buckets brought near, an id at a time: a
+  // processor drops prefetches that come in bursts. Returns how far it had to look.
+  Reach insert_group(int64_t group, int64_t following, Reach reach, std::vector<Counts>& counts) {
+    constexpr int64_t kAhead = 6;
+    Missing* const first = missing_.begin(group);
+    const int64_t n = missing_.end(group) - first;
+    const bool more = following < missing_.groups();
+    const int64_t next = more ? missing_.end(following) - missing_.begin(following) : 0;
+    int64_t seen[MissingIds::kGroup];
+    Reach farthest = Reach::kFirst;
+    for (int64_t i = 0; i < n + kAhead; ++i) {
+      if (i < next) prefetch_buckets(missing_.begin(following)[i], reach);
+      if (i < n) {
+        seen[i] = look_ahead(first[i], farthest);
+      }
+      if (i >= kAhead) insert_missing(first[i - kAhead], seen[i - kAhead], counts);
+    }
+    return farthest;
+  }
+
+  void prefetch_buckets(const Missing& it, Reach reach) const {
+    const TableView& table = tables_[it.table];
+    prefetch_line(table, it.choice.first);
+    if (reach == Reach::kFirst) return;
+    prefetch_line(table, it.choice.second);
+    if (reach == Reach::kSecond) return;
+    victims_.prefetch(it.table, it.choice);
+  }
+
+  // Has the slot brought near that an id is likely to get. Where that is another id's, returns it;
+  // else kNoSlot.
+  int64_t look_ahead(const Missing& it, Reach& farthest) {
+    const TableView& table = tables_[it.table];
+    const uint64_t free_first = free_positions(table, it.choice.first);
+    const int64_t free = free_slot(table, it.choice, free_first);
+    if (!takes_first(table, free_first)) {
+      farthest = std::max(farthest, free != kNoSlot ? Reach::kSecond : Reach::kRanks);
+    }
+    const int64_t victim = free != kNoSlot ? kNoSlot : victims_.lowest(it.table, it.choice);
+    const int64_t slot = free != kNoSlot ? free : victim;
+    if (slot != kNoSlot) {
+      __builtin_prefetch(&table.ids[slot], 1);
+      __builtin_prefetch(&table.last_steps[slot], 1);
+      if (table.scores != nullptr) __builtin_prefetch(&table.scores[slot], 1);
+    }
+    return victim;
+  }
+
+  void insert_missing(Missing& it, int64_t seen, std::vector<Counts>& counts) {
+    const TableView& table = tables_[it.table];
+    if (counts.size() <= static_cast<size_t>(it.table)) counts.resize(it.table + 1);
+    Counts& counted = counts[it.table];
+    const int64_t id = batch_.ids[it.position];
+    const uint64_t given = visit_.given(it.position);
+    // Where an earlier position of this batch may have placed it.
+    const uint64_t free_first = free_positions(table, it.choice.first);
+    int64_t slot = takes_first(table, free_first)
+                       ? find_in_bucket(table, id, it.choice.first, it.choice.digest)
+                       : find_slot(table, id, it.choice);
+    if (slot != kNoSlot) {
+      touch(table, slot, visit_, given);
+    } else {
+      const uint64_t score = first_score(table.eviction, visit_.now(), visit_.epoch(), given);
+      Place place = choose_place(it, score, free_first, seen);
+      if (place.outranked && visit_.scores != nullptr) {
+        const uint64_t best =
+            first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(it.table, id));
+        place = choose_place(it, best, free_first, seen);
+      }
+      if (place.slot == kNoSlot) {
+        ++counted.refused;
+        counted.crowded += !place.outranked;
+        note_leaver(it, id, score, nullptr);
+        return;
+      }
+      slot = place.slot;
+      if (place.evicts) {
+        note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.row(slot));
+        victims_.leaves(it.table, slot);
+      }
+      place_new(table, id, it.choice, slot, visit_.now(), score);
+      it.placed = true;
+      ++counted.inserted;
+      counted.evicted += place.evicts;
+    }
+    slots_[it.position] = table.first_slot + slot;
+  }
+
+  // `seen`: the slot of who was to leave earlier in this call, or no slot. What has been touched
+  // since then is pinned, so it is still the one if it is not pinned.
+  Place choose_place(const Missing& it, uint64_t own_score, uint64_t free_first, int64_t seen) {
+    const TableView& table = tables_[it.table];
+    const int64_t free = free_slot(table, it.choice, free_first);
+    if (free != kNoSlot) return Place{free, false, false};
+    const bool holds = seen != kNoSlot && table.last_steps[seen] < visit_.pinned_from();
+    const int64_t victim = holds ? seen : victims_.lowest(it.table, it.choice);
+    const bool outranked =
+        placement_.refuse_lower && victim != kNoSlot && own_score < rank_of(table, victim).score;
+    return Place{outranked ? kNoSlot : victim, true, outranked};
+  }
+
+  void note_leaver(const Missing& it, int64_t id, uint64_t score, const char* row) const {
+    if (leavers_ == nullptr) return;
+    leavers_[&it - missing_.begin()] = Leaver{id, score, it.table, true, row, it.position};
+  }
+
+  const TableView* tables_;
+  const Batch& batch_;
+  const Visit& visit_;
+  const Placement& placement_;
+  const MissingIds& missing_;
+  int64_t* slots_;
+  Leaver* leavers_;  // by missing id; null: not wanted
+  HighestGiven highest_;
+  Victims victims_;
+  std::unique_ptr<std::atomic<bool>[]> done_;
+  std::atomic<int64_t> next_{0};
+};
+
+// Where Placement::believed is given: touches what is there and should be, and passes over ids that
+// are not as believed.
+void find_and_choose(const TableView* tables, const Batch& batch, const Visit& visit,
+                     const bool* believed, int64_t* slots, bool* found, int threads) {
+  find(tables, batch, slots, threads);
+  for (int64_t at = 0; at < batch.num_ids; ++at) {
+    const TableView& table = tables[batch.feature_tables[batch.feature_of(at)]];
+    const bool there = slots[at] != kNoSlot;
+    if (found != nullptr) found[at] = there;
+    if (there != believed[at]) {
+      slots[at] = kPassedOver;
+      continue;
+    }
+    count(table, kLookups, 1);
+    count(table, kMisses, !there);
+    if (there) touch(table, slots[at] - table.first_slot, visit, visit.given(at));
+  }
+}
+
+// Hands out what left, in the order of the batch.
+void write_leavers(const TableView* tables, const std::vector<Leaver>& all,
+                   const Placement& placement, int threads) {
+  std::vector<Leaver> gone;
+  std::copy_if(all.begin(), all.end(), std::back_inserter(gone),
+               [](const Leaver& leaver) { return leaver.left; });
+  const Leavers& out = placement.leavers;
+  const RowMatrix& given = placement.given_rows;
+  const uint64_t first = *out.number;
+  parallel_for(static_cast<int64_t>(gone.size()), 256, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Leaver& leaver = gone[i];
+      const RowStore& rows = tables[leaver.table].rows;
+      out.ids[first + i] = leaver.id;
+      out.scores[first + i] = leaver.score;
+      if (out.tables != nullptr) out.tables[first + i] = leaver.table;
+      const char* const row = leaver.row != nullptr ? leaver.row : given.at(leaver.position);
+      const RowType type = leaver.row != nullptr ? rows.type : given.type;
+      copy_to_matrix(out.rows, static_cast<int64_t>(first) + i, type, row, rows.width);
+    }
+  });
+  *out.number = first + gone.size();
+}
+
+// Counts the ids that this call has placed and that are remembered, then remembers what it has
+// evicted: in the order of the batch, whatever the number of threads.
+void remember_evicted(const TableView* tables, const Batch& batch, const MissingIds& missing,
+                      const std::vector<Leaver>& leavers) {
+  for (const Missing* it = missing.begin(); it != missing.begin() + missing.size(); ++it) {
+    const EvictedMemory& evicted = tables[it->table].evicted;
+    if (!it->placed || evicted.marks == nullptr) continue;
+    const EvictedMemory::Place place = evicted.place_of(batch.ids[it->position]);
+    count(tables[it->table], kReturned, evicted.marks[place.entry] == place.mark);
+  }
+  for (int64_t i = 0; i < missing.size(); ++i) {
+    const Missing& it = missing.begin()[i];
+    const EvictedMemory& evicted = tables[it.table].evicted;
+    if (!it.placed || !leavers[i].left || evicted.marks == nullptr) continue;
+    const EvictedMemory::Place place = evicted.place_of(leavers[i].id);
+    evicted.marks[place.entry] = place.mark;
+  }
+}
+
+}  // namespace
+
+void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
+                    int threads) {
+  age(tables, aging, visit, threads);
+  if (placement.believed == nullptr) {
+    find_and_touch(tables, batch, visit, slots, found, threads);
+  } else {
+    find_and_choose(tables, batch, visit, placement.believed, slots, found, threads);
+  }
+  if (placement.admissions != nullptr) {
+    admit(tables, batch, visit, *placement.admissions, slots, threads);
+  }
+  const MissingIds missing(tables, batch, slots, threads);
+  const bool wanted = placement.leavers.number != nullptr;
+  const bool noted = wanted || placement.remembers;
+  std::vector<Leaver> leavers(noted ? missing.size() : 0, Leaver{});
+  Placing(tables, batch, visit, placement, missing, slots, noted ? leavers.data() : nullptr)
+      .run(threads);
+  if (placement.remembers) remember_evicted(tables, batch, missing, leavers);
+  // Before rows are written: what leaves still has its own.
+  if (wanted && missing.size() > 0) {
+    write_leavers(tables, leavers, placement, threads);
+  }
+  start_rows(tables, batch, missing, slots, placement.rows != NewRows::kUntouched, threads);
+  if (placement.admissions != nullptr) {
+    finish_admission(tables, batch, visit, placement, slots, threads);
+  }
+}
+
+int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,
+                        int32_t bucket_slots, uint16_t* digests) {
+  TableView table{};
+  table.digests = digests;
+  table.ids = const_cast<int64_t*>(ids);
+  table.num_buckets = num_buckets;
+  table.bucket_slots = bucket_slots;
+  table.num_slots = static_cast<int64_t>(num_buckets) * bucket_slots;
+  const auto digest_at = [&](int64_t slot) -> uint16_t& {
+    return digests[slot / bucket_slots * kBucketDigests + slot % bucket_slots];
+  };
+  for (uint32_t bucket = 0; bucket < num_buckets; ++bucket) {
+    uint16_t* line = digests + static_cast<int64_t>(bucket) * kBucketDigests;
+    std::fill_n(line, bucket_slots, kEmptyDigest);
+    std::fill(line + bucket_slots, line + kBucketDigests, kClosedDigest);
+  }
+  for (int64_t slot = 0; slot < table.num_slots; ++slot) {
+    if (occupied[slot]) digest_at(slot) = choose_buckets(ids[slot], num_buckets).digest;
+  }
+  int64_t lost = 0;
+  for (int64_t slot = 0; slot < table.num_slots; ++slot) {
+    if (!occupied[slot]) continue;
+    lost += find_slot(table, ids[slot], choose_buckets(ids[slot], num_buckets)) != slot;
+  }
+  return lost;
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

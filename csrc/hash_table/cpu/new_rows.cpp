@@ -1,0 +1,104 @@
+// Initial rows are made in the cache and then copied past it, many at a time. In their places, the
+// stores of a row that is on its way from memory hold up those of the next row's arithmetic: a
+// processor's stores leave in order. Nor do rows have to come from memory to be overwritten.
+#include "hash_table/cpu/new_rows.h"
+
+#include <algorithm>
+
+#include "common/initial_rows_cpu.h"
+#include "common/parallel.h"
+#include "common/stream.h"
+#include "hash_table/cpu/bucket.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+// New rows of a call that are fewer bytes stay in the cache, where the forward reads them.
+constexpr int64_t kFitsCache = 1 << 20;
+
+// Rows of one thread on their way to their places.
+class Stage {
+ public:
+  // Room for a row, which begins at `to` and goes there at the latest with flush().
+  char* add(char* to, int64_t bytes) {
+    if (used_ + bytes > kBytes) flush();
+    char* const room = buffer_ + used_;
+    rows_[count_++] = {to, bytes};
+    used_ += bytes;
+    return room;
+  }
+
+  void flush() {
+    const char* from = buffer_;
+    for (int64_t i = 0; i < count_; ++i) {
+      stream_copy(rows_[i].to, from, rows_[i].bytes);
+      from += rows_[i].bytes;
+    }
+    used_ = count_ = 0;
+  }
+
+  static bool takes(const void* to, int64_t bytes) {
+    return bytes <= kBytes && whole_lines(to, bytes);
+  }
+
+ private:
+  struct Row {
+    char* to;
+    int64_t bytes;
+  };
+
+  static constexpr int64_t kBytes = 8192;  // a quarter of a first-level cache
+  alignas(kLineBytes) char buffer_[kBytes];
+  Row rows_[kBytes / kLineBytes];
+  int64_t used_ = 0, count_ = 0;
+};
+
+int64_t most_row_bytes(const TableView* tables, const Batch& batch) {
+  int64_t most = 0;
+  for (int32_t f = 0; f < batch.num_features; ++f) {
+    const TableView& table = tables[batch.feature_tables[f]];
+    most = std::max(most, row_bytes(table) + table.states.bytes());
+  }
+  return most;
+}
+
+}  // namespace
+
+void start_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
+                const int64_t* slots, bool initialize, int threads) {
+  const bool streams = missing.size() * most_row_bytes(tables, batch) > kFitsCache;
+  parallel_for(missing.size(), 256, threads, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kAhead = 8;
+    Stage stage;
+    for (int64_t i = begin; i < end; ++i) {
+      const Missing& it = missing.begin()[i];
+      if (const int64_t then = i + kAhead; initialize && !streams && then < end) {
+        const Missing& that = missing.begin()[then];
+        const TableView& table = tables[that.table];
+        const int64_t slot = slots[that.position] - table.first_slot;
+        if (that.placed) prefetch_bytes(table.row(slot), row_bytes(table));
+      }
+      if (!it.placed) continue;
+      const TableView& table = tables[it.table];
+      const int64_t slot = slots[it.position] - table.first_slot;
+      if (initialize) {
+        char* const row = table.row(slot);
+        const int64_t bytes = row_bytes(table);
+        char* const to = streams && Stage::takes(row, bytes) ? stage.add(row, bytes) : row;
+        store_initial_row(table.initial_rows, batch.ids[it.position],
+                          static_cast<uint32_t>(table.column_offset), table.dim(), table.rows.type,
+                          to);
+      }
+      float* const state = table.state(slot);
+      if (streams && whole_lines(state, table.states.bytes())) {
+        stream_zeros(state, table.states.bytes());
+      } else {
+        std::fill_n(state, table.states.width, 0.0f);
+      }
+    }
+    stage.flush();
+    finish_streams();
+  });
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

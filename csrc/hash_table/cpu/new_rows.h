@@ -1,0 +1,16 @@
+// Rows and states of ids that were placed, on the CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cpu/missing.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+
+// Of each id that was placed: its state becomes zero and, with `initialize`, its row the initial
+// one. slots: of the batch.
+void start_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
+                const int64_t* slots, bool initialize, int threads);
+
+}  // namespace torchrec_hkv::hash_table::cpu

@@ -1,0 +1,127 @@
+// Entries of a file back into a table, on the CPU.
+#include <atomic>
+#include <cstring>
+
+#include "common/parallel.h"
+#include "hash_table/cpu/bucket.h"
+#include "hash_table/cpu/lowest_rank.h"
+#include "hash_table/cpu/place.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+struct Widths {
+  int64_t row;    // bytes
+  int64_t state;  // bytes
+};
+
+Widths widths_of(const TableView& table) {
+  return Widths{static_cast<int64_t>(table.dim()) * element_size(table.rows.type),
+                static_cast<int64_t>(table.states.width) * static_cast<int64_t>(sizeof(float))};
+}
+
+uint16_t& digest_at(const TableView& table, int64_t slot) {
+  return table.digests[slot / table.bucket_slots * kBucketDigests + slot % table.bucket_slots];
+}
+
+// All but the digest.
+void write_entry(const TableView& table, const Widths& widths, int64_t slot, const Entries& entries,
+                 int64_t i) {
+  table.ids[slot] = entries.ids[i];
+  table.last_steps[slot] = entries.last_steps[i];
+  if (table.scores != nullptr) table.scores[slot] = entries.scores[i];
+  std::memcpy(table.row(slot), entries.rows + i * widths.row, widths.row);
+  if (widths.state == 0) return;
+  std::memcpy(table.state(slot), entries.states + i * table.states.width, widths.state);
+}
+
+void note_displaced(const TableView& table, const Widths& widths, int64_t slot,
+                    const Displaced& displaced) {
+  const uint64_t at = displaced.counts[0]++;
+  displaced.ids[at] = table.ids[slot];
+  displaced.last_steps[at] = table.last_steps[slot];
+  if (table.scores != nullptr) displaced.scores[at] = table.scores[slot];
+  std::memcpy(displaced.rows + at * widths.row, table.row(slot), widths.row);
+  if (widths.state == 0) return;
+  std::memcpy(displaced.states + at * table.states.width, table.state(slot), widths.state);
+}
+
+}  // namespace
+
+void slot_owners(const TableView& table, int64_t first, int64_t n, int32_t* owners, int threads) {
+  parallel_for(n, 4096, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t slot = first + i;
+      owners[i] = digest_at(table, slot) == kEmptyDigest
+                      ? -1
+                      : static_cast<int32_t>(owner_bucket(table.ids[slot]));
+    }
+  });
+}
+
+void restore_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                   bool* placed, int threads) {
+  const Widths widths = widths_of(table);
+  parallel_for(entries.n, 1024, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t slot = slots[i];
+      const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
+      const int64_t bucket = slot < 0 ? -1 : slot / table.bucket_slots;
+      placed[i] = false;
+      if (bucket != choice.first && bucket != choice.second) continue;
+      // Two entries may name one slot: the first to claim it has it.
+      uint16_t expected = kEmptyDigest;
+      placed[i] = std::atomic_ref<uint16_t>(digest_at(table, slot))
+                      .compare_exchange_strong(expected, choice.digest, std::memory_order_relaxed);
+      if (placed[i]) write_entry(table, widths, slot, entries, i);
+    }
+  });
+}
+
+void overwrite_slots(const TableView& table, const Entries& entries, const int64_t* slots,
+                     int threads) {
+  const Widths widths = widths_of(table);
+  parallel_for(entries.n, 1024, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t slot = slots[i];
+      if (slot < 0 || slot >= table.num_slots || table.ids[slot] != entries.ids[i]) continue;
+      if (digest_at(table, slot) != kEmptyDigest) write_entry(table, widths, slot, entries, i);
+    }
+  });
+}
+
+void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced) {
+  const Widths widths = widths_of(table);
+  for (int64_t i = 0; i < entries.n; ++i) {
+    const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
+    int64_t slot = free_slot(table, choice);
+    if (slot == kNoSlot) {
+      const Victim victim = lowest_rank(table, choice, UINT32_MAX);
+      if (victim.slot == kNoSlot || !(victim.rank < entries.rank(i))) {
+        ++displaced.counts[1];
+        continue;
+      }
+      slot = victim.slot;
+      note_displaced(table, widths, slot, displaced);
+    }
+    write_entry(table, widths, slot, entries, i);
+    digest_at(table, slot) = choice.digest;
+  }
+}
+
+void find_misplaced(const int64_t* ids, const int64_t* slots, int64_t n, uint32_t num_buckets,
+                    int32_t bucket_slots, int64_t owner_begin, int64_t owner_end, bool* misplaced,
+                    int threads) {
+  parallel_for(n, 4096, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const BucketChoice choice = choose_buckets(ids[i], num_buckets);
+      const int64_t bucket = slots[i] < 0 ? -1 : slots[i] / bucket_slots;
+      const int64_t owner = owner_bucket(ids[i]);
+      misplaced[i] = (bucket != choice.first && bucket != choice.second) || owner < owner_begin ||
+                     owner >= owner_end;
+    }
+  });
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

@@ -1,0 +1,121 @@
+// Entries at slots on the GPU: touched, freed, selected and given back, for the tables of a group
+// in one launch.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/row_matrix.cuh"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kRowLanes = 8;            // that copy one entry
+constexpr int64_t kMostTables = 65535;  // that the grid's second dimension takes
+constexpr int64_t kMostBlocks = 4096;   // of a table that is looked through
+
+// kOneTable: the view comes with the launch and not from memory. So below.
+template <bool kOneTable>
+__global__ void __launch_bounds__(kThreads)
+    touch_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
+                 const Batch batch, const int64_t* __restrict__ slots, const Visit visit) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= batch.num_ids || slots[i] == kNoSlot) return;
+  const TableView& table = kOneTable ? only : table_at(tables, batch, i);
+  touch(table, slots[i] - table.first_slot, visit, visit.given(i));
+}
+
+template <bool kOneTable>
+__global__ void __launch_bounds__(kThreads)
+    erase_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
+                 int32_t num_tables, const int64_t* __restrict__ slots, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n || slots[i] == kNoSlot) return;
+  const TableView& table = kOneTable ? only : tables[table_of_slot(tables, num_tables, slots[i])];
+  const int64_t slot = slots[i] - table.first_slot;
+  const int64_t bucket = slot / table.bucket_slots;
+  store_l2(&table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)],
+           kEmptyDigest);
+  store_l2(&table.last_steps[slot], kFreeStep);
+}
+
+// Blocks of one table have one blockIdx.y.
+__global__ void __launch_bounds__(kThreads)
+    select_kernel(const TableView* __restrict__ tables, int32_t num_tables,
+                  const Selection selection, bool* __restrict__ chosen) {
+  for (int32_t t = static_cast<int32_t>(blockIdx.y); t < num_tables;
+       t += static_cast<int32_t>(gridDim.y)) {
+    if (selection.starts[t] < 0) continue;
+    const TableView& table = tables[t];
+    bool* const out = chosen + selection.starts[t];
+    for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+         slot < table.num_slots; slot += static_cast<int64_t>(gridDim.x) * kThreads) {
+      const int64_t bucket = slot / table.bucket_slots;
+      const uint16_t digest =
+          table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)];
+      const uint32_t step = table.last_steps[slot];
+      const Rank rank{table.scores == nullptr ? step : table.scores[slot], step};
+      out[slot] = selection.meets(digest, rank);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    export_kernel(const TableView* __restrict__ tables, int32_t num_tables,
+                  const int64_t* __restrict__ slots, int64_t n, const Exported out) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
+  if (i >= n) return;
+  const int lane = threadIdx.x % kRowLanes;
+  const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
+  const int64_t slot = slots[i] - table.first_slot;
+  if (lane == 0) {
+    out.ids[i] = table.ids[slot];
+    out.scores[i] = table.scores == nullptr ? table.last_steps[slot] : table.scores[slot];
+  }
+  const int64_t frame = table.frames.frame_of(slot);
+  copy_to_matrix<kRowLanes>(out.rows, i, table.rows.type, table.rows.at(slot, frame), table.dim(),
+                            lane);
+  if (out.states.columns == 0) return;
+  copy_to_matrix<kRowLanes>(out.states, i, table.states.type, table.states.at(slot, frame),
+                            table.states.width, lane);
+}
+
+}  // namespace
+
+void touch_slots(const TableView* tables, const TableView* only, const Batch& batch,
+                 const int64_t* slots, const Visit& visit, cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  const auto kernel = only != nullptr ? touch_kernel<true> : touch_kernel<false>;
+  kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(only != nullptr ? *only : TableView{},
+                                                           tables, batch, slots, visit);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void erase_slots(const TableView* tables, const TableView* only, int32_t num_tables,
+                 const int64_t* slots, int64_t n, cudaStream_t stream) {
+  if (n == 0) return;
+  const auto kernel = only != nullptr ? erase_kernel<true> : erase_kernel<false>;
+  kernel<<<grid_for(n), kThreads, 0, stream>>>(only != nullptr ? *only : TableView{}, tables,
+                                               num_tables, slots, n);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
+                  const Selection& selection, bool* chosen, cudaStream_t stream) {
+  if (most_slots == 0) return;
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(grid_for(most_slots), kMostBlocks)),
+                  static_cast<unsigned>(std::min<int64_t>(num_tables, kMostTables)));
+  select_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, selection, chosen);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
+                  const Exported& out, cudaStream_t stream) {
+  if (n == 0) return;
+  export_kernel<<<grid_for(n * kRowLanes), kThreads, 0, stream>>>(tables, num_tables, slots, n,
+                                                                  out);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

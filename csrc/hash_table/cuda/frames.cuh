@@ -1,0 +1,99 @@
+// Frames on the GPU: finding, taking and marking them.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// Notes that what is in a frame differs from what is at home. Testing first keeps hot rows from
+// changing one word thousands of times.
+__device__ __forceinline__ void mark_dirty(const Frames& frames, int64_t set, int place,
+                                           uint64_t tags) {
+  const unsigned long long dirty = static_cast<unsigned long long>(kTagDirty) << place * kTagBits;
+  if (!(tags & dirty)) atomicOr(&frames.tags[set], dirty);
+}
+
+// The frame of a slot whose row or state is going to be written, or kNoFrame. One of the threads
+// that write it is to be `marking`.
+__device__ __forceinline__ int64_t frame_to_write(const Frames& frames, int64_t slot,
+                                                  bool marking) {
+  if (frames.tags == nullptr) return kNoFrame;
+  const Frames::Home home = frames.home_of(slot);
+  const uint64_t tags = frames.load_tags(home.set);
+  const int place = Frames::place_of(tags, home.number);
+  if (place < 0) return kNoFrame;
+  if (marking) mark_dirty(frames, home.set, place, tags);
+  return home.set * kFramesOfSet + place;
+}
+__device__ __forceinline__ char* row_to_write(const TableView& table, int64_t slot,
+                                              bool marking = true) {
+  return table.rows.at(slot, frame_to_write(table.frames, slot, marking));
+}
+
+// What became of a slot that asked for a frame.
+struct FrameClaim {
+  int64_t frame = kNoFrame;  // kNoFrame: the row stays at home
+  int64_t leaver = kNoSlot;  // whose row must be written home first
+  bool taken = false;        // the frame is new to the slot
+};
+
+// Gives a slot that the present call has touched a frame, if it has none. No slot may be touched or
+// filled meanwhile. kNew: the slot's id is new, its row at home means nothing, and its frame
+// becomes dirty. The caller has to move the rows.
+template <bool kNew>
+__device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
+                                                  const Visit& visit) {
+  const Frames& frames = table.frames;
+  const Frames::Home home = frames.home_of(slot);
+  const int64_t set = home.set;
+  const uint32_t pinned_from = visit.pinned_from();
+  unsigned long long tags = load_l2(&frames.tags[set]);
+  for (;;) {
+    FrameClaim claim;
+    int place = Frames::place_of(tags, home.number);
+    if (place >= 0) {
+      if (kNew) mark_dirty(frames, set, place, tags);
+      claim.frame = set * kFramesOfSet + place;
+      return claim;
+    }
+    Rank lowest{~0ull, kFreeStep};
+    const bool blocked = !kNew && load_l2(&frames.crowded[set]) >= pinned_from;
+    for (int p = 0; p < kFramesOfSet && !blocked; ++p) {
+      const uint32_t tag = Frames::tag_at(tags, p);
+      Rank rank{0, 0};
+      int64_t leaver = kNoSlot;
+      if (tag & kTagTaken) {
+        const int64_t other = frames.slot_of(set, tag);
+        const uint32_t step = load_l2(&table.last_steps[other]);
+        if (step != kFreeStep) {  // else its entry is gone, and nobody wants its row
+          if (step >= pinned_from) continue;
+          rank = Rank{table.scores == nullptr ? step : load_score(table, other), step};
+          if (tag & kTagDirty) leaver = other;
+        }
+      }
+      if (place >= 0 && !(rank < lowest)) continue;
+      place = p;
+      lowest = rank;
+      claim.leaver = leaver;
+    }
+    if (place < 0 || (table.scores != nullptr && rank_of(table, slot) < lowest)) {
+      store_l2(&frames.crowded[set], visit.now());
+      return FrameClaim{};
+    }
+    const unsigned long long mask = 0xffffull << place * kTagBits;
+    const unsigned long long tag = kTagTaken | home.number | (kNew ? kTagDirty : 0u);
+    const unsigned long long seen =
+        atomicCAS(&frames.tags[set], tags, (tags & ~mask) | tag << place * kTagBits);
+    if (seen == tags) {
+      claim.frame = set * kFramesOfSet + place;
+      claim.taken = true;
+      return claim;
+    }
+    tags = seen;
+  }
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

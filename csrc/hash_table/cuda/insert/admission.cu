@@ -1,0 +1,193 @@
+// Admission on the GPU, up to three passes over the positions of a call:
+//   1. tally: ids drawn by probability are decided; those of a sketch are added to it; those of a
+//      table that counts in cells are deduplicated in a scratch table: an entry has the first
+//      position of its id, the owner, and how often the call asks for it; all remember the entry.
+//   2. count, where a table counts in cells: owners add to their ids' counts. As each id has one
+//      owner, a cell is taken by a compare-and-swap of its meta, which then names the present step:
+//      a cell of this step is nobody else's, so its id is written without a lock. Where the result
+//      must not depend on chance, ids of one set are counted in the order of the batch
+//      (admission_ordered.cu).
+//   3. mark, where something was counted: every position asks its entry, or the sketch.
+// What a call asks for is counted before the first id is decided, as on the CPU.
+#include "common/cuda_check.h"
+#include "hash_table/admission_kernels.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/admission.cuh"
+#include "hash_table/cuda/insert/leavers.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+// The entry of the id of a position, which names its first position when all have asked.
+__device__ uint32_t find_entry(const Batch& batch, const TallyScratch& scratch, int32_t table,
+                               int64_t position) {
+  const int64_t id = batch.ids[position];
+  const auto mine = static_cast<uint32_t>(position + 1);
+  auto at = static_cast<uint32_t>(
+      mix64(static_cast<uint64_t>(id) + static_cast<uint64_t>(table) * 0x9e3779b97f4a7c15ull));
+  for (;; ++at) {
+    const uint32_t entry = at & scratch.mask;
+    uint32_t there = load_l2(&scratch.owners[entry]);
+    if (there == 0) there = atomicCAS(&scratch.owners[entry], 0u, mine);
+    if (there == 0) return entry;
+    const int64_t other = static_cast<int64_t>(there) - 1;
+    if (batch.ids[other] == id && batch.feature_tables[batch.feature_of(other)] == table) {
+      if (mine < there) atomicMin(&scratch.owners[entry], mine);
+      return entry;
+    }
+  }
+}
+
+__device__ void add_to_sketch(const Admission& admission, int64_t id, uint32_t times) {
+  for (int row = 0; row < kSketchRows; ++row) {
+    const uint64_t cell = sketch_cell(admission, id, row);
+    const int shift = sketch_shift(admission, cell);
+    uint32_t* word = &admission.sketch[sketch_word(admission, cell)];
+    for (uint32_t old = load_l2(word);;) {
+      const uint32_t next = sketch_sum(admission, old, shift, times);
+      if (next == old) break;
+      const uint32_t seen = atomicCAS(word, old, next);
+      if (seen == old) break;
+      old = seen;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    tally_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                 const Admission* __restrict__ admissions, int64_t* __restrict__ slots,
+                 const TallyScratch scratch) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool missing = position < batch.num_ids && is_missing(slots[position]);
+  if (!__ballot_sync(kAllLanes, missing)) return;
+  const int lane = threadIdx.x % kWarp;
+  const int32_t table = missing ? batch.feature_tables[batch.feature_of(position)] : 0;
+  const AdmissionKind kind = missing ? admissions[table].kind : AdmissionKind::kEvery;
+  const int64_t id = missing ? batch.ids[position] : 0;
+
+  const bool counted = kind == AdmissionKind::kCounted;
+  if (const unsigned all = __ballot_sync(kAllLanes, counted); counted) {
+    const uint32_t entry = find_entry(batch, scratch, table, position);
+    slots[position] = remember(entry);
+    // Equal neighbours count together: a hot id is not one atomic a position.
+    const unsigned equal = __match_any_sync(all, entry);
+    if (lane == __ffs(static_cast<int>(equal)) - 1) atomicAdd(&scratch.times[entry], __popc(equal));
+  }
+  const bool sketched = kind == AdmissionKind::kSketched;
+  if (const unsigned all = __ballot_sync(kAllLanes, sketched); sketched) {
+    const unsigned equal = __match_any_sync(all, static_cast<unsigned long long>(id)) &
+                           __match_any_sync(all, static_cast<uint32_t>(table));
+    if (lane == __ffs(static_cast<int>(equal)) - 1) {
+      add_to_sketch(admissions[table], id, static_cast<uint32_t>(__popc(equal)));
+    }
+  }
+  const bool unadmitted =
+      kind == AdmissionKind::kProbability && !drawn(admissions[table], id, visit.now());
+  if (unadmitted) slots[position] = kNotAdmitted;
+  __syncwarp();
+  count_warp(tables + table, kUnadmitted, unadmitted);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const Batch batch, const Visit visit, const Admission* __restrict__ admissions,
+                 const int64_t* __restrict__ slots, const TallyScratch scratch) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (position >= batch.num_ids || !owns_its_id(scratch, slots, position)) return;
+  const Admission& admission = admissions[batch.feature_tables[batch.feature_of(position)]];
+  uint32_t* const times = &scratch.times[remembered(slots[position])];
+  *times = count_in_cell(admission, batch.ids[position], *times, visit.now());
+}
+
+__global__ void __launch_bounds__(kThreads)
+    mark_kernel(const TableView* __restrict__ tables, const Batch batch,
+                const Admission* __restrict__ admissions, int64_t* __restrict__ slots,
+                const TallyScratch scratch) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t slot = position < batch.num_ids ? slots[position] : 0;
+  const bool undecided = is_missing(slot) || is_remembered(slot);
+  if (!__ballot_sync(kAllLanes, undecided)) return;
+  const int32_t table = undecided ? batch.feature_tables[batch.feature_of(position)] : 0;
+  bool admitted = true;
+  if (is_remembered(slot)) {
+    admitted = scratch.times[remembered(slot)] != 0;
+    slots[position] = admitted ? kNoSlot : kNotAdmitted;
+  } else if (undecided && admissions[table].kind == AdmissionKind::kSketched) {
+    admitted = sketch_admits(admissions[table], batch.ids[position]);
+    if (!admitted) slots[position] = kNotAdmitted;
+  }
+  __syncwarp();
+  count_warp(tables + table, kUnadmitted, !admitted);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                  const Placement placement, int64_t* __restrict__ slots) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (position >= batch.num_ids || slots[position] != kNotAdmitted) return;
+  slots[position] = kNoSlot;
+  const Leavers& leavers = placement.leavers;
+  if (leavers.number == nullptr) return;
+  give_back(placement, table_at(tables, batch, position), tables, batch, visit, position);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    halve_kernel(const Admission* __restrict__ admissions, int32_t num_tables, const Visit visit) {
+  for (int32_t t = 0; t < num_tables; ++t) {
+    const Admission& admission = admissions[t];
+    if (admission.halve_every == 0 || visit.now() % admission.halve_every != 0) continue;
+    const int64_t parts = halved_parts(admission);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < parts;
+         i += static_cast<int64_t>(gridDim.x) * kThreads) {
+      halve_part(admission, i);
+    }
+  }
+}
+
+}  // namespace
+
+size_t admission_scratch(const Admissions& admissions, int64_t num_ids, bool ordered) {
+  return admissions.counted ? tally_layout(num_ids, ordered, nullptr).bytes : 0;
+}
+
+void admit(const TableView* tables, const Batch& batch, const Visit& visit,
+           const Admissions& admissions, bool ordered, int64_t* slots, void* memory,
+           cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  const Admission* of_tables = admissions.of_tables;
+  TallyScratch scratch{};
+  if (admissions.counted) {
+    scratch = tally_layout(batch.num_ids, ordered, static_cast<char*>(memory));
+    HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zero_bytes, stream));
+  }
+  const unsigned grid = grid_for(batch.num_ids);
+  tally_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, of_tables, slots, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+  if (admissions.counted && ordered) {
+    count_in_order(batch, visit, of_tables, slots, scratch, stream);
+  } else if (admissions.counted) {
+    count_kernel<<<grid, kThreads, 0, stream>>>(batch, visit, of_tables, slots, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+  if (admissions.counted || admissions.sketched) {
+    mark_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, of_tables, slots, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+}
+
+void finish_admission(const TableView* tables, const Batch& batch, const Visit& visit,
+                      const Placement& placement, int64_t* slots, cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  finish_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, placement,
+                                                                  slots);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void halve_counts(const Admissions& admissions, const Visit& visit, cudaStream_t stream) {
+  constexpr unsigned kBlocks = 1024;
+  halve_kernel<<<kBlocks, kThreads, 0, stream>>>(admissions.of_tables, admissions.num_tables,
+                                                 visit);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

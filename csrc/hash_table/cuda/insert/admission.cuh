@@ -1,0 +1,113 @@
+// What admission's kernels on the GPU share.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "hash_table/admission.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/small_sort.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// Of ids that are counted in cells. What is zeroed comes first.
+struct TallyScratch {
+  uint32_t* owners;  // [mask + 1] 1 + first position, 0: free
+  uint32_t mask;
+  uint32_t* times;  // [mask + 1] how often the id is asked for; then, whether it is admitted
+  // Where ids are counted in the order of the batch:
+  uint32_t* number;  // of ids
+  SmallSort sort;
+  BlockOrder blocks;
+  SortedPairs pairs;  // a number that stands for the id's set, and its owner
+  int queue_bits;
+  size_t zero_bytes;
+  size_t bytes;
+};
+
+inline TallyScratch tally_layout(int64_t n, bool ordered, char* base) {
+  TallyScratch scratch{};
+  size_t at = 0;
+  const auto take = [&](size_t bytes) {
+    char* const place = base + at;
+    at += (bytes + 255) / 256 * 256;
+    return place;
+  };
+  uint32_t size = 1024;
+  while (size < 2 * n && size < (1u << 31)) size *= 2;
+  scratch.mask = size - 1;
+  scratch.owners = reinterpret_cast<uint32_t*>(take(size * sizeof(uint32_t)));
+  scratch.times = reinterpret_cast<uint32_t*>(take(size * sizeof(uint32_t)));
+  scratch.zero_bytes = scratch.bytes = at;
+  if (!ordered) return scratch;
+  scratch.queue_bits = 1;
+  while ((int64_t{2} << scratch.queue_bits) <= n) ++scratch.queue_bits;
+  scratch.sort = SmallSort::of(n, scratch.queue_bits);
+  scratch.number = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
+  scratch.sort.digits = reinterpret_cast<uint32_t*>(take(scratch.sort.digit_bytes()));
+  scratch.blocks.ticket = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t)));
+  scratch.blocks.states =
+      reinterpret_cast<unsigned long long*>(take(listing_blocks(n) * sizeof(unsigned long long)));
+  scratch.zero_bytes = at;
+  const size_t bytes = static_cast<size_t>(n) * sizeof(uint32_t);
+  for (Pairs* const half : {&scratch.pairs.pairs, &scratch.pairs.other}) {
+    half->keys = take(bytes);
+    half->values = take(bytes);
+  }
+  scratch.bytes = at;
+  return scratch;
+}
+
+// Whether a position stands for its id, which is counted in cells, when all have asked.
+__device__ __forceinline__ bool owns_its_id(const TallyScratch& scratch, const int64_t* slots,
+                                            int64_t position) {
+  return is_remembered(slots[position]) &&
+         scratch.owners[remembered(slots[position])] == static_cast<uint32_t>(position + 1);
+}
+
+// Adds to an id's count; returns whether that admits it, which frees its cell. Nobody else does so
+// for the same id in this call.
+__device__ inline bool count_in_cell(const Admission& admission, int64_t id, uint32_t times,
+                                     uint32_t now) {
+  CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;
+  for (;;) {  // a failed compare-and-swap means that another id has got that cell
+    int chosen = -1;
+    bool is_own = false;
+    uint64_t old = 0;
+#pragma unroll
+    for (int c = 0; c < kCellsOfSet; ++c) {
+      const uint4 loaded = load_vector_l2(&cells[c]);
+      const auto cell_id = static_cast<int64_t>(static_cast<uint64_t>(loaded.y) << 32 | loaded.x);
+      const uint64_t meta = static_cast<uint64_t>(loaded.w) << 32 | loaded.z;
+      // Whose cell names the present step has just got it, and its id may be still to be written.
+      if (is_own || (meta != 0 && cell_step(meta) == now)) continue;
+      is_own = meta != 0 && cell_id == id;
+      if (is_own || chosen < 0 || replaced_before(meta, old)) {
+        chosen = c;
+        old = meta;
+      }
+    }
+    const uint64_t sum = (is_own ? cell_count(old) : 0ull) + times;
+    const bool admitted = sum >= admission.count;
+    // Without a cell an id is admitted, or forgotten again.
+    if (chosen < 0 || (admitted && !is_own)) return admitted;
+    auto* meta = reinterpret_cast<unsigned long long*>(&cells[chosen].meta);
+    const unsigned long long next = admitted ? 0ull : cell_meta(sum, now);
+    const unsigned long long seen = atomicCAS(meta, static_cast<unsigned long long>(old), next);
+    // An id that is admitted needs its cell no more, whoever has it.
+    if (admitted) return true;
+    if (seen == old) {
+      if (!is_own) cells[chosen].id = id;
+      return false;
+    }
+  }
+}
+
+// Owners add to their ids' counts, those of one set in the order of the batch. In
+// admission_ordered.cu.
+void count_in_order(const Batch& batch, const Visit& visit, const Admission* admissions,
+                    const int64_t* slots, const TallyScratch& scratch, cudaStream_t stream);
+
+}  // namespace torchrec_hkv::hash_table::cuda

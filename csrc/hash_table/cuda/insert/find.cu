@@ -1,0 +1,267 @@
+// Finding on the GPU. A warp works on 32 ids. What an id needs once is done by a lane of its own,
+// so that 32 loads are on their way at once: the hash, the look at the id that stands where a
+// digest matches, the touch. Only digests are compared by tiles of four lanes, each lane reading 32
+// of a line's 128 bytes, two lines of a tile at once. Ids that are not in their first bucket are
+// dealt out to the tiles anew, which then are full again.
+//
+// Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
+// would be asked for thousands of times, one after the other.
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/find.cuh"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kFindLanes = 4;
+constexpr int kTilesOfWarp = kWarp / kFindLanes;
+constexpr int kLinesAhead = 2;  // of a tile
+constexpr int kFindBlocks = 6;  // of a multiprocessor, which bound the registers of a thread
+constexpr int kTouchers = 512;  // entries of a block's table of who touches a slot
+
+constexpr uint32_t kNowhere = ~0u;
+
+// What an id's lane asks of a tile, the line's address in two words and the digest in both halves
+// of a third; and, in place of that, what each of the tile's lanes answers: see compare.
+struct alignas(16) Look {
+  uint32_t words[kFindLanes];
+};
+constexpr int kAskedDigest = 2;
+constexpr uint32_t kFreeSeen = 0x80000000u;  // in an answer: the lane has seen a free slot
+
+// Which of a lane's digests differ from the one in both halves of `pair`: bit 7 - j stands for the
+// lower half of word j, bit 23 - j for its upper half.
+__device__ __forceinline__ uint32_t compare(const uint4& first, const uint4& last, uint32_t pair) {
+  const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
+  uint32_t differ = 0;
+#pragma unroll
+  for (uint32_t word : words) differ = differ * 2 + __vminu2(word ^ pair, 0x00010001u);
+  return differ;
+}
+__device__ __forceinline__ bool has_free(const uint4& first, const uint4& last) {
+  uint32_t least = __vimin3_u16x2(first.x, first.y, first.z);
+  least = __vimin3_u16x2(least, first.w, last.x);
+  least = __vimin3_u16x2(least, last.y, last.z);
+  least = __vminu2(least, last.w);
+  static_assert(kEmptyDigest == 0);
+  return ((least - 0x00010001u) & ~least & 0x80008000u) != 0;  // a half is zero
+}
+
+// The digests of a line that match, taken one by one.
+struct Matches {
+  uint32_t low;   // of the tile's lanes 0 and 1
+  uint32_t high;  // of lanes 2 and 3
+
+  // From a tile's answers: bytes 0 and 2 of each word.
+  __device__ __forceinline__ explicit Matches(const uint4& answer) {
+    low = ~__byte_perm(answer.x, answer.y, 0x6240);
+    high = ~__byte_perm(answer.z, answer.w, 0x6240);
+  }
+  __device__ __forceinline__ bool any() const { return (low | high) != 0; }
+  // Position in the bucket of one of them.
+  __device__ __forceinline__ uint32_t position() const {
+    const uint32_t bit =
+        low != 0 ? __ffs(static_cast<int>(low)) - 1 : __ffs(static_cast<int>(high)) + 31;
+    const uint32_t word = 7 - (bit & 7);
+    const uint32_t lane = (bit >> 5) * 2 + (bit >> 3 & 1);
+    return (word / 4 * kFindLanes + lane) * kVectorDigests + word % 4 * 2 + (bit >> 4 & 1);
+  }
+  __device__ __forceinline__ void drop() {
+    if (low != 0) {
+      low &= low - 1;
+    } else {
+      high &= high - 1;
+    }
+  }
+};
+
+// Has the tiles of a warp look at the lines that its lanes ask for, and returns the answers of a
+// lane's tile. All lanes. kFree: free slots are looked for too.
+template <bool kFree>
+__device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const TableView& table,
+                                               uint32_t bucket, uint16_t digest) {
+  const int warp_lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kFindLanes;
+  const int tile = warp_lane / kFindLanes;
+  const unsigned asking = __ballot_sync(kAllLanes, asks);
+  const int n = __popc(asking);
+  const int number = __popc(asking & ((1u << warp_lane) - 1));
+  auto* const mine = reinterpret_cast<uint4*>(&looks[number]);
+  if (asks) {
+    const auto line = reinterpret_cast<uint64_t>(digest_line(table, bucket));
+    *mine = uint4{static_cast<uint32_t>(line), static_cast<uint32_t>(line >> 32),
+                  digest * 0x00010001u, 0};
+  }
+  __syncwarp();
+  // Tiles that are left over read what the last one reads, and say nothing.
+  const auto look = [&](int at) -> Look& { return looks[min(at, n - 1)]; };
+#pragma unroll 1
+  for (int base = 0; base < n; base += kLinesAhead * kTilesOfWarp) {
+    uint4 first[kLinesAhead], last[kLinesAhead];
+#pragma unroll
+    for (int k = 0; k < kLinesAhead; ++k) {
+      if (k == 0 || base + k * kTilesOfWarp < n) {
+        const Look& it = look(base + k * kTilesOfWarp + tile);
+        const auto address = *reinterpret_cast<const uint64_t*>(it.words);
+        const uint4* const line = reinterpret_cast<const uint4*>(address) + lane;
+        first[k] = load_vector_cached(line);
+        last[k] = load_vector_cached(line + kFindLanes);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kLinesAhead; ++k) {
+      if (k == 0 || base + k * kTilesOfWarp < n) {
+        const int at = base + k * kTilesOfWarp + tile;
+        Look& it = look(at);
+        uint32_t answer = compare(first[k], last[k], it.words[kAskedDigest]);
+        if (kFree && has_free(first[k], last[k])) answer |= kFreeSeen;
+        __syncwarp();  // all lanes have read what was asked
+        if (at < n) it.words[lane] = answer;
+      }
+    }
+  }
+  __syncwarp();
+  const uint4 answer = asks ? *mine : uint4{~0u, ~0u, ~0u, ~0u};
+  __syncwarp();  // the next call writes there
+  return answer;
+}
+
+// Feature of each lane's position, as Batch::feature_of has it. Mostly that is one for all lanes;
+// it then takes one look at the offsets in place of a search. Of offsets that decrease, features
+// are searched for: kernels must agree on them. All lanes.
+__device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t at) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t first = at - lane;
+  const int64_t last = min(first + kWarp, batch.num_ids) - 1;
+  if (batch.num_features <= kWarp) {
+    const int64_t start = lane < batch.num_features ? batch.feature_start(lane) : INT64_MAX;
+    const int64_t before = __shfl_up_sync(kAllLanes, start, 1);
+    const bool in_order = __all_sync(kAllLanes, lane == 0 || before <= start);
+    const int begun = __popc(__ballot_sync(kAllLanes, start <= first));
+    const int begun_later = __popc(__ballot_sync(kAllLanes, start <= last));
+    if (in_order && begun == begun_later) return max(begun - 1, 0);
+  }
+  return at < batch.num_ids ? batch.feature_of(at) : 0;
+}
+
+// tested: one that has the step already is not written again; L1 may show an older step, never a
+// newer one. exclusive: as in touch.
+__device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool tested,
+                                           bool exclusive) {
+  if (tested && load_cached(last_step) == now) return false;
+  if (exclusive) return atomicExch(last_step, now) != now;
+  store_l2(last_step, now);
+  return false;
+}
+
+// kOneTable: the view comes with the launch and not from memory. early: last steps are brought near
+// before it is known that their ids are the right ones, and tested before they are written. That
+// gains where the ids of many tables are spread. Elsewhere they are written untested: waiting for a
+// hot id's step, which many write, costs more than the writes that are saved. Of a block's threads
+// that touch one slot mostly one writes.
+template <bool kTouch, bool kOneTable>
+__global__ void __launch_bounds__(kThreads, kFindBlocks)
+    find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
+                const Batch batch, const Visit visit, int64_t* __restrict__ slots,
+                const Found found, const Missing missing, bool early) {
+  __shared__ Look looks_of_block[kThreads];
+  // By thread: its id, which would take registers; later, of those that touch, the slot.
+  __shared__ int64_t of_thread[kThreads];
+  // By slot, modulo their number: of the threads that touch it, one.
+  __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
+  Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool given = at < batch.num_ids;
+  const int64_t id = given ? batch.ids[at] : 0;
+  of_thread[threadIdx.x] = id;
+  // The scratch of the kernels to come, which has at most four entries a thread.
+  if (kTouch && at * 4 <= missing.mask) {
+    reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
+  }
+  const TableView& table =
+      kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
+  const BucketChoice choice = choose_buckets(id, table.num_buckets);
+  uint32_t bucket = choice.first;
+  uint32_t position = kNowhere;
+  bool searching = given;
+  bool room = false;
+#pragma unroll 1
+  for (int turn = 0; turn < 2 && __any_sync(kAllLanes, searching); ++turn) {
+    const uint4 answer = look_at_lines<kTouch>(looks, searching, table, bucket, choice.digest);
+    if (searching) {
+      if (kTouch) room |= ((answer.x | answer.y | answer.z | answer.w) & kFreeSeen) != 0;
+      const int64_t first_slot = static_cast<int64_t>(bucket) * table.bucket_slots;
+      for (Matches matches(answer); matches.any(); matches.drop()) {
+        const uint32_t candidate = matches.position();
+        const int64_t slot = first_slot + candidate;
+        // A find in one table gains 4 % if its ids leave L1 to the lines.
+        const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
+        if (kTouch && early) prefetch_l2(&table.last_steps[slot]);  // most are hits
+        if (stored == of_thread[threadIdx.x]) {
+          position = candidate;
+          break;
+        }
+      }
+      // A table of one bucket has no second one to look at.
+      searching = position == kNowhere && bucket != choice.second;
+      if (searching) bucket = choice.second;
+    }
+  }
+  const bool there = position != kNowhere;
+  const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
+  if (kTouch) {
+    if (there) {
+      of_thread[threadIdx.x] = table.first_slot + slot;
+      atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
+    }
+    if (__syncthreads_or(given && !there) && threadIdx.x == 0) *missing.any = 1;
+  }
+  if (!given) return;
+  int64_t result = kTouch && !room ? kMissingFromFull : kNoSlot;
+  bool writer = false;
+  if (there) {
+    result = table.first_slot + slot;
+    if (kTouch) {
+      const uint32_t toucher = touchers[static_cast<uint32_t>(slot) % kTouchers];
+      if (toucher == threadIdx.x || of_thread[toucher] != result) {
+        writer = write_step(&table.last_steps[slot], visit.now(), early, found.writer != nullptr);
+      }
+      if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
+    }
+  }
+  slots[at] = result;
+  if (kTouch && found.there != nullptr) found.there[at] = there;
+  if (kTouch && found.writer != nullptr) found.writer[at] = writer;
+}
+
+template <bool kTouch>
+void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
+                 const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
+                 bool spread, cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  const unsigned grid = grid_for(batch.num_ids);
+  if (only != nullptr) {
+    find_kernel<kTouch, true>
+        <<<grid, kThreads, 0, stream>>>(*only, nullptr, batch, visit, slots, found, missing, false);
+  } else {
+    find_kernel<kTouch, false><<<grid, kThreads, 0, stream>>>(TableView{}, tables, batch, visit,
+                                                              slots, found, missing, spread);
+  }
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace
+
+void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
+          cudaStream_t stream) {
+  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, stream);
+}
+
+void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
+                    const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
+                    bool spread, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, stream);
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,25 @@
+// The first part of find_or_insert on the GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// What a find that touches says of each position besides its slot. Null: not wanted.
+struct Found {
+  bool* there;   // whether the id is in the table
+  bool* writer;  // whether it is, and this position is the first of the id's to touch it
+};
+
+// As find, and touches what it finds; of what is missing, kMissingFromFull tells apart what can
+// only take the place of another. Prepares `missing`. spread: most ids stand at one position.
+void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
+                    const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
+                    bool spread, cudaStream_t stream);
+
+}  // namespace torchrec_hkv::hash_table::cuda

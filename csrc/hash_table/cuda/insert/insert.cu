@@ -1,0 +1,330 @@
+// find_or_insert on the GPU, without locks:
+//   1. the clock goes on, and entries expire; find and touch (find.cu); where the group has
+//      admission, positions of ids that are not admitted are marked (admission.cu).
+//   2. a thread looks at each position; of several positions with one missing id, one stands for
+//      all (missing.cuh) and claims a free slot (place.cuh). Tiles of lanes write the
+//      rows.
+//   3. ids whose buckets are full take the places of others (evict.cu).
+//      Where the result must not depend on chance, both are done in the order of the batch
+//      (ordered.cu).
+//   4. the other positions take the slots of those they remember; marked ones have none.
+//   5. in tables with frames, rows come into these (cuda/frames.cu).
+// In tables that remember what they evict, 2. looks which ids have come back, and whatever places
+// them counts them; in the order of the batch returned.cu does.
+#include "common/cuda_check.h"
+#include "hash_table/admission_kernels.h"
+#include "hash_table/aging.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/clock.cuh"
+#include "hash_table/cuda/insert/find.cuh"
+#include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/cuda/insert/leavers.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/new_row.cuh"
+#include "hash_table/cuda/insert/ordered.cuh"
+#include "hash_table/cuda/insert/place.cuh"
+#include "hash_table/frames_kernels.h"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+// Blocks of a multiprocessor, which bound the registers: an insertion waits for memory most of the
+// time, so many must be on their way.
+constexpr int kInsertBlocks = 5;
+
+// One block: the clock goes on, and the flags are cleared.
+__global__ void __launch_bounds__(2 * kWarp)
+    begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing) {
+  if (threadIdx.x < kWarp) {
+    tick_warp(clock, tick);
+  } else if (threadIdx.x == kWarp) {
+    *missing.any = *missing.full = *missing.waiting = 0;
+  }
+}
+
+// Where scores are given: of several positions of an id the one with the highest score is to be
+// inserted, so that an id is refused only if all its scores are too low. Positions remember the
+// scratch table's entry, until choose_kernel replaces it.
+__global__ void __launch_bounds__(kThreads)
+    deduplicate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                       int64_t* __restrict__ slots, const Missing missing) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (position >= batch.num_ids || !is_missing(slots[position])) return;
+  const TableView& table = table_at(tables, batch, position);
+  const int64_t id = batch.ids[position];
+  const auto mine = static_cast<uint32_t>(position + 1);
+  for (uint32_t at = scratch_hash(table, id);; ++at) {
+    const uint32_t index = at & missing.mask;
+    uint32_t there = load_l2(&missing.table[index]);
+    if (there == 0) there = atomicCAS(&missing.table[index], 0u, mine);
+    int64_t other = static_cast<int64_t>(there) - 1;
+    if (there != 0 && !same_id<false>(tables, table, batch, other, id)) continue;
+    while (there != 0 && visit.given(position) > visit.given(other)) {
+      const uint32_t seen = atomicCAS(&missing.table[index], there, mine);
+      if (seen == there) break;
+      there = seen;
+      other = static_cast<int64_t>(there) - 1;
+    }
+    slots[position] = remember(index);
+    return;
+  }
+}
+__global__ void __launch_bounds__(kThreads)
+    choose_kernel(int64_t n, int64_t* __restrict__ slots, const Missing missing) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (position >= n || !is_remembered(slots[position])) return;
+  const int64_t chosen = static_cast<int64_t>(missing.table[remembered(slots[position])]) - 1;
+  slots[position] = chosen == position ? kNoSlot : remember(chosen);
+  if (chosen != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
+}
+
+// In place of find_and_touch, after a find that touched nothing, where Placement::believed is
+// given.
+__global__ void __launch_bounds__(kThreads)
+    believe_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const bool* __restrict__ believed, int64_t* __restrict__ slots,
+                   bool* __restrict__ found, const Missing missing) {
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  for (int64_t i = position; i <= missing.mask; i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    missing.table[i] = 0;
+  }
+  const TableView* table = nullptr;
+  bool wrong = false;
+  if (position < batch.num_ids) {
+    table = &table_at(tables, batch, position);
+    const int64_t slot = slots[position];
+    const bool there = slot != kNoSlot;
+    wrong = there != believed[position];
+    if (wrong) {
+      slots[position] = kPassedOver;
+    } else if (there) {
+      touch(*table, slot - table->first_slot, visit, visit.given(position));
+    } else if (load_l2(missing.any) == 0) {
+      *missing.any = 1;
+    }
+    if (found != nullptr) found[position] = there;
+  }
+  count_warp(table, kLookups, wrong, -1);  // insert_kernel counts all positions
+}
+
+// `deduplicated`: every missing id is missing at one position only.
+template <NewRows kRows, bool kOneTable>
+__global__ void __launch_bounds__(kThreads, kInsertBlocks)
+    insert_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
+                  const Batch batch, const Visit visit, int64_t* slots, bool* writer,
+                  const Missing missing, bool deduplicated) {
+  if (blockIdx.x == 0) {  // lookups are known without looking
+    for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
+      const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
+      if (ids > 0) count(kOneTable ? only : tables[batch.feature_tables[f]], kLookups, ids);
+    }
+  }
+  if (*missing.any == 0) return;
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
+       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t position = begin + threadIdx.x;
+    const int64_t was = position < batch.num_ids ? slots[position] : 0;
+    const bool missed = is_missing(was);
+    const bool absent = missed || is_remembered(was) || was == kNotAdmitted;
+    const TableView* mine = kOneTable ? &only : tables;
+    if (!kOneTable && absent) mine = &table_at(tables, batch, position);
+    const TableView& table = kOneTable ? only : *mine;
+    count_block<kOneTable>(mine, kMisses, absent);
+    bool busy = missed;  // the thread has an id to place
+    int64_t id = 0, slot = kNoSlot;
+    uint16_t mark = 1, seen = 0;  // what the id's entry has if it returns, and what it has
+    if (missed) {
+      id = batch.ids[position];
+      const BucketChoice choice = choose_buckets(id, table.num_buckets);
+      if (missing.returns && table.evicted.marks != nullptr) {
+        const EvictedMemory::Place entry = table.evicted.place_of(id);
+        mark = entry.mark;
+        seen = table.evicted.marks[entry.entry];
+      }
+      if (was != kMissingFromFull) {
+        prefetch_l2(digest_line(table, choice.first), kBucketDigests * sizeof(uint16_t));
+      }
+      if (!deduplicated) {
+        const int64_t other =
+            representative<kOneTable>(missing, tables, table, batch, position, id);
+        busy = other == position;
+        if (!busy) {
+          slots[position] = remember(other);
+          if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+        }
+      }
+      if (busy && was != kMissingFromFull) slot = claim_free_slot(table, choice);
+    }
+    if (__syncthreads_or(busy && slot == kNoSlot) && threadIdx.x == 0) *missing.full = 1;
+    const bool placed = slot != kNoSlot;
+    if (placed) {
+      slots[position] = table.first_slot + slot;
+      if (writer != nullptr) writer[position] = true;
+      if (missing.placed != nullptr) missing.placed[position] = true;
+      table.ids[slot] = id;
+      store_l2(&table.last_steps[slot], visit.now());
+      if (table.scores != nullptr) {
+        table.scores[slot] =
+            first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
+      }
+    } else if (busy) {
+      slots[position] = seen == mark ? kReturningToFull : kMissingFromFull;
+    }
+    count_block<kOneTable>(mine, kInserted, placed);
+    if (missing.returns) count_warp(mine, kReturned, placed && seen == mark);
+    write_rows_of_warp<kRows, kOneTable>(mine, placed, id, slot);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
+  if (*missing.waiting == 0) return;  // no id was missing twice
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
+       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t position = begin + threadIdx.x;
+    const bool waiting = position < batch.num_ids && is_remembered(slots[position]);
+    const TableView* table = nullptr;
+    bool refused = false;
+    if (waiting) {
+      table = &table_at(tables, batch, position);
+      const int64_t slot = slots[remembered(slots[position])];
+      slots[position] = slot;
+      refused = slot == kNoSlot;
+      if (!refused) touch(*table, slot - table->first_slot, visit, visit.given(position));
+    }
+    if (!__ballot_sync(kAllLanes, refused)) continue;
+    count_warp(table, kRefused, refused);
+    // A refused id's other copies were given too, and are given back.
+    if (!refused || placement.leavers.number == nullptr) continue;
+    give_back(placement, *table, tables, batch, visit, position);
+  }
+}
+
+using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
+                              bool*, const Missing, bool);
+
+InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
+  switch (rows) {
+    case NewRows::kUntouched:
+      return one_table ? insert_kernel<NewRows::kUntouched, true>
+                       : insert_kernel<NewRows::kUntouched, false>;
+    case NewRows::kUniform:
+      return one_table ? insert_kernel<NewRows::kUniform, true>
+                       : insert_kernel<NewRows::kUniform, false>;
+    default:
+      return one_table ? insert_kernel<NewRows::kInitial, true>
+                       : insert_kernel<NewRows::kInitial, false>;
+  }
+}
+
+// Whether positions whose ids were placed for them are noted.
+bool notes_places(const Placement& placement) {
+  return placement.frames || (placement.remembers && placement.ordered);
+}
+
+// Where parts of the scratch begin, behind what Missing says.
+struct ScratchLayout {
+  size_t admission;
+  size_t order;   // of an insertion in the order of the batch
+  size_t placed;  // which positions' ids were placed for them
+  size_t bytes;
+
+  ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
+    const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
+    const Admissions* const admissions = placement.admissions;
+    admission = aligned(missing_layout(num_ids, nullptr).bytes);
+    order = admission + (admissions != nullptr
+                             ? aligned(admission_scratch(*admissions, num_ids, placement.ordered))
+                             : 0);
+    placed = order;
+    if (placement.ordered) {
+      placed += aligned(insertion_order(num_ids, placement, scored, nullptr).bytes);
+    }
+    bytes = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
+  }
+};
+
+}  // namespace
+
+size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool scored) {
+  return ScratchLayout(num_ids, placement, scored).bytes;
+}
+
+void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
+                    Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
+                    const Placement& placement, int64_t* slots, bool* there, bool* writer,
+                    void* scratch, cudaStream_t stream) {
+  const Visit visit{clock, scores};
+  if (batch.num_ids == 0) {
+    cuda::tick(clock, tick, stream);
+    age(tables, aging, visit, stream);
+    return;
+  }
+  const bool by_score = visit.scores != nullptr;
+  char* const memory = static_cast<char*>(scratch);
+  const ScratchLayout layout(batch.num_ids, placement, by_score);
+  Missing missing = missing_layout(batch.num_ids, memory);
+  missing.returns = placement.remembers && !placement.ordered;
+  if (notes_places(placement)) {
+    missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
+    HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
+  }
+  begin_kernel<<<1, 2 * kWarp, 0, stream>>>(clock, tick, missing);
+  HKV_CUDA_CHECK_LAUNCH();
+  age(tables, aging, visit, stream);
+  const unsigned grid = grid_for(batch.num_ids);
+  if (placement.believed == nullptr) {
+    find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing,
+                   placement.spread, stream);
+  } else {
+    find(tables, only, batch, slots, stream);
+    believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
+                                                  there, missing);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+  if (placement.admissions != nullptr) {
+    // Behind the scratch of insertions, which the find has prepared.
+    admit(tables, batch, visit, *placement.admissions, placement.ordered, slots,
+          memory + layout.admission, stream);
+  }
+  Placement rest = placement;  // what is left to do after placing
+  InsertionOrder order{};
+  if (placement.ordered) {
+    order = insertion_order(batch.num_ids, placement, by_score, memory + layout.order);
+    insert_in_order(tables, batch, visit, placement, slots, missing, &order, stream);
+    if (placement.remembers) {
+      count_returned(tables, batch, missing.placed, missing.any, stream);
+      remember_in_order(tables, batch, missing, order, stream);
+    }
+    rest.leavers = {};
+  } else {
+    if (by_score) {
+      deduplicate_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, slots, missing);
+      HKV_CUDA_CHECK_LAUNCH();
+      choose_kernel<<<grid, kThreads, 0, stream>>>(batch.num_ids, slots, missing);
+      HKV_CUDA_CHECK_LAUNCH();
+    }
+    const InsertKernel insert = choose_insert_kernel(placement.rows, only != nullptr);
+    insert<<<std::min(grid, resident_blocks(insert)), kThreads, 0, stream>>>(
+        only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer, missing,
+        by_score);
+    HKV_CUDA_CHECK_LAUNCH();
+    evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, stream);
+  }
+  resolve_kernel<<<std::min(grid, resident_blocks(resolve_kernel)), kThreads, 0, stream>>>(
+      tables, batch, visit, rest, slots, missing);
+  HKV_CUDA_CHECK_LAUNCH();
+  if (placement.ordered && placement.leavers.number != nullptr) {
+    write_leavers_in_order(tables, batch, visit, placement, slots, order, stream);
+  }
+  if (placement.admissions != nullptr) {
+    finish_admission(tables, batch, visit, rest, slots, stream);
+  }
+  if (placement.frames) {
+    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.any, stream);
+  }
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,395 @@
+// An insertion in the order of the batch, without waiting for the host:
+//   1. the first position of each missing id stands for it, and the ids are listed in the order of
+//      these.
+//   2. each id waits in the queues of its two buckets; a sort brings each queue together, in the
+//      order of the list, so that an id knows its place in both.
+//   3. tiles of lanes take ids in the order of the list. Whose turn it is in both queues is placed,
+//      as a CPU would place it, and calls the next ones. Of the ids in hand the first never waits,
+//      so that one always goes on.
+//   4. what does not depend on the order follows: entries are completed, rows written.
+// Where nothing is missing the kernels leave at once.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/ordered.cuh"
+#include "hash_table/cuda/insert/place.cuh"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kPlaceBlocks = 4;  // of a multiprocessor, which bound the registers
+
+// The scratch table's entry for an id, which names its first position when all have asked.
+__device__ __forceinline__ uint32_t first_position_entry(const Missing& missing,
+                                                         const TableView* tables,
+                                                         const TableView& table, const Batch& batch,
+                                                         int64_t position, int64_t id) {
+  const auto mine = static_cast<uint32_t>(position + 1);
+  for (uint32_t at = scratch_hash(table, id);; ++at) {
+    const uint32_t index = at & missing.mask;
+    // Looking first keeps a hot new id from swapping at one address thousands of times.
+    uint32_t there = load_l2(&missing.table[index]);
+    if (there == 0) there = atomicCAS(&missing.table[index], 0u, mine);
+    if (there == 0) return index;
+    if (!same_id<false>(tables, table, batch, static_cast<int64_t>(there) - 1, id)) continue;
+    if (mine < there) atomicMin(&missing.table[index], mine);
+    return index;
+  }
+}
+
+// Counts the call's ids; missing ones remember their entry of the scratch table.
+__global__ void __launch_bounds__(kThreads)
+    first_positions_kernel(const TableView* __restrict__ tables, const Batch batch,
+                           int64_t* __restrict__ slots, const Missing missing,
+                           const __grid_constant__ InsertionOrder order) {
+  if (blockIdx.x == 0) {  // lookups are known without looking
+    for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
+      const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
+      if (ids > 0) count(tables[batch.feature_tables[f]], kLookups, ids);
+    }
+  }
+  if (*missing.any == 0) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *order.places = 0;  // the sort looks at nothing else
+    return;
+  }
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  const auto words = static_cast<int64_t>(order.zero_bytes / sizeof(uint4));
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < words;
+       i += stride) {
+    reinterpret_cast<uint4*>(order.zeros)[i] = uint4{0, 0, 0, 0};
+  }
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
+       begin += stride) {
+    const int64_t position = begin + threadIdx.x;
+    const int64_t was = position < batch.num_ids ? slots[position] : 0;
+    const bool missed = is_missing(was);
+    const bool absent = missed || was == kNotAdmitted;
+    const TableView* const mine = absent ? &table_at(tables, batch, position) : tables;
+    count_warp(mine, kMisses, absent);
+    if (missed) {
+      slots[position] = remember(
+          first_position_entry(missing, tables, *mine, batch, position, batch.ids[position]));
+    }
+  }
+}
+
+__device__ __forceinline__ uint32_t queue_of(const InsertionOrder& order, const TableView& table,
+                                             uint32_t bucket) {
+  const auto number =
+      static_cast<uint64_t>(table.first_slot + static_cast<int64_t>(bucket) * table.bucket_slots);
+  return static_cast<uint32_t>(number * 0x9e3779b97f4a7c15ull >> (64 - order.queue_bits));
+}
+
+// Numbers the missing ids and has them queue up. Positions remember the one that stands for their
+// id, which remembers itself.
+__global__ void __launch_bounds__(kListThreads, 2)
+    queue_kernel(const TableView* __restrict__ tables, const Batch batch,
+                 int64_t* __restrict__ slots, const Missing missing,
+                 const __grid_constant__ InsertionOrder order) {
+  if (*missing.any == 0) return;
+  const auto stands_for_its_id = [&](int64_t position) {
+    if (!is_remembered(slots[position])) return false;
+    const int64_t first = static_cast<int64_t>(missing.table[remembered(slots[position])]) - 1;
+    slots[position] = remember(first);
+    if (first != position && load_l2(missing.waiting) == 0) *missing.waiting = 1;
+    return first == position;
+  };
+  const auto queue_up = [&](uint32_t number, int64_t position) {
+    const TableView& table = table_at(tables, batch, position);
+    const BucketChoice choice = choose_buckets(batch.ids[position], table.num_buckets);
+    order.positions[number] = static_cast<uint32_t>(position);
+    for (uint32_t which = 0; which < 2; ++which) {
+      const uint32_t place = 2 * number + which;
+      const uint32_t queue = queue_of(order, table, which == 0 ? choice.first : choice.second);
+      order.pairs.pairs.set(place, queue, place);
+      order.sort.count(0, place, queue);
+    }
+  };
+  list_in_order(batch.num_ids, take_block(order.blocks), order.blocks, stands_for_its_id, queue_up,
+                [&](uint32_t number) {
+                  *order.number = number;
+                  *order.places = 2 * number;
+                });
+}
+
+// The highest score that is given for a missing id decides whether it is refused.
+__global__ void __launch_bounds__(kThreads)
+    highest_kernel(const Batch batch, const Visit visit, const int64_t* __restrict__ slots,
+                   const Missing missing, unsigned long long* __restrict__ highest) {
+  if (*missing.any == 0) return;
+  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (position >= batch.num_ids || !is_remembered(slots[position])) return;
+  atomicMax(&highest[remembered(slots[position])],
+            static_cast<unsigned long long>(visit.given(position)));
+}
+
+// Tells each id its places in the sorted queues, and each queue who is its first.
+__global__ void __launch_bounds__(kThreads)
+    deal_kernel(const Missing missing, const __grid_constant__ InsertionOrder order) {
+  if (*missing.any == 0) return;
+  const uint32_t places = *order.places;
+  for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < places; i += gridDim.x * kThreads) {
+    const Pairs& sorted = order.pairs.pairs;
+    const auto queue = static_cast<uint32_t>(sorted.key(i));
+    order.tickets()[sorted.value(i)] = i;
+    if (i == 0 || sorted.key(i - 1) != queue) order.turns()[queue] = i;
+  }
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// The free slots of a bucket, a bit each. By a tile of eight lanes.
+__device__ __forceinline__ uint64_t free_slots_of_tile(const TableView& table, uint32_t bucket,
+                                                       unsigned tile, int lane) {
+  static_assert(kVictimLanes == kLineVectors && kVictimLanes * kVectorDigests == kBucketDigests);
+  const uint32_t mine = match_vector(
+      load_vector_l2(digest_line(table, bucket) + lane * kVectorDigests), kEmptyDigest);
+  const uint32_t half = mine << (lane % 4 * kVectorDigests);
+  const uint64_t low = __reduce_or_sync(tile, lane < 4 ? half : 0u);
+  const uint64_t high = __reduce_or_sync(tile, lane < 4 ? 0u : half);
+  return high << 32 | low;
+}
+
+// A place for an id, while nobody else looks at its buckets; cpu::choose_place chooses alike. By a
+// tile, whose lanes all get the answer.
+__device__ __forceinline__ Place choose_place(const TableView& table, const BucketChoice& choice,
+                                              uint64_t score, const Visit& visit, bool refuse_lower,
+                                              unsigned tile, int lane) {
+  uint32_t bucket = choice.first;
+  uint64_t free = free_slots_of_tile(table, choice.first, tile, lane);
+  const int number_first = __popcll(free);
+  if (!prefers_first(table.bucket_slots, number_first, kBucketDigests)) {
+    const uint64_t free_second = free_slots_of_tile(table, choice.second, tile, lane);
+    if (!prefers_first(table.bucket_slots, number_first, __popcll(free_second))) {
+      bucket = choice.second;
+      free = free_second;
+    }
+  }
+  if (free != 0) {
+    const int position = __ffsll(static_cast<long long>(free)) - 1;
+    return Place{kPlaced, static_cast<int64_t>(bucket) * table.bucket_slots + position, 0};
+  }
+  const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
+  if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
+  if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
+  return Place{kReplaced, victim.slot, victim.rank.score};
+}
+
+// A missing id in the hands of a tile.
+struct InHand {
+  const TableView* table;
+  BucketChoice choice;
+  uint64_t score;  // that decides whether it is refused
+  uint32_t position;
+  uint32_t queues[2];
+  uint32_t tickets[2];
+
+  __device__ InHand(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const InsertionOrder& order, uint32_t number)
+      : position(order.positions[number]) {
+    table = &table_at(tables, batch, position);
+    choice = choose_buckets(batch.ids[position], table->num_buckets);
+    if (threadIdx.x % kVictimLanes == 0) {  // while others have their turns
+      prefetch_l2(digest_line(*table, choice.first), kBucketDigests * sizeof(uint16_t));
+    }
+    score = first_score(table->eviction, visit.now(), visit.epoch(),
+                        order.highest != nullptr ? order.highest[position] : visit.given(position));
+    queues[0] = queue_of(order, *table, choice.first);
+    queues[1] = queue_of(order, *table, choice.second);
+    tickets[0] = order.tickets()[2 * number];
+    tickets[1] = order.tickets()[2 * number + 1];
+  }
+
+  __device__ __forceinline__ bool has_its_turn(const uint32_t* turns) const {
+    return load_acquire(&turns[queues[0]]) == tickets[0] &&
+           (queues[1] == queues[0] || load_acquire(&turns[queues[1]]) == tickets[1]);
+  }
+  // By the thread that has written what the next ones are to see.
+  __device__ __forceinline__ void call_next(uint32_t* turns) const {
+    __threadfence();
+    // Two places in one queue follow each other.
+    store_l2(&turns[queues[1]], tickets[1] + 1);
+    if (queues[0] != queues[1]) store_l2(&turns[queues[0]], tickets[0] + 1);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, kPlaceBlocks)
+    place_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                 bool refuse_lower, int64_t* __restrict__ slots, const Missing missing,
+                 const __grid_constant__ InsertionOrder order) {
+  if (*missing.any == 0) return;
+  constexpr int kTiles = kWarp / kVictimLanes;
+  const int lane = threadIdx.x % kVictimLanes;
+  const int tile = threadIdx.x % kWarp / kVictimLanes;
+  const unsigned lanes = ((1u << kVictimLanes) - 1) << (tile * kVictimLanes);
+  const uint32_t number = *order.number;
+  uint32_t* const turns = order.turns();
+  for (;;) {
+    uint32_t first = 0;
+    if (threadIdx.x % kWarp == 0) first = atomicAdd(order.next, kTiles);
+    first = __shfl_sync(kAllLanes, first, 0);
+    if (first >= number) return;
+    const uint32_t mine = first + tile;
+    bool waiting = mine < number;
+    const InHand it(tables, batch, visit, order, waiting ? mine : first);
+    while (__any_sync(kAllLanes, waiting)) {
+      // Every lane sees for itself that it is its turn, and so all that came before.
+      const bool turn = waiting && it.has_its_turn(turns);
+      const bool ready = (__ballot_sync(kAllLanes, turn) & lanes) == lanes;
+      if (ready) {
+        const TableView& table = *it.table;
+        const Place place =
+            choose_place(table, it.choice, it.score, visit, refuse_lower, lanes, lane);
+        if (lane == 0) {
+          if (place.slot != kNoSlot) {
+            const int64_t bucket = place.slot / table.bucket_slots;
+            store_l2(
+                &table
+                     .digests[bucket * kBucketDigests + (place.slot - bucket * table.bucket_slots)],
+                it.choice.digest);
+            store_l2(&table.last_steps[place.slot], visit.now());
+          }
+          it.call_next(turns);
+          slots[it.position] = place.slot == kNoSlot ? kNoSlot : table.first_slot + place.slot;
+          order.fates[mine] = static_cast<uint8_t>(place.fate);
+          if (order.left_scores != nullptr) order.left_scores[it.position] = place.replaced_score;
+        }
+        waiting = false;
+      } else {
+        __nanosleep(20);
+      }
+      __syncwarp();
+    }
+  }
+}
+
+// Completes the entries of the ids that were placed.
+template <NewRows kRows>
+__global__ void __launch_bounds__(kThreads)
+    complete_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                    const int64_t* __restrict__ slots, const Missing missing,
+                    const __grid_constant__ InsertionOrder order) {
+  if (*missing.any == 0) return;
+  const uint32_t number = *order.number;
+  for (uint32_t begin = blockIdx.x * kThreads; begin < number; begin += gridDim.x * kThreads) {
+    const uint32_t mine = begin + threadIdx.x;
+    const bool listed = mine < number;
+    const int64_t position = listed ? order.positions[mine] : 0;
+    const int fate = listed ? order.fates[mine] : kPlaced;
+    const TableView* const its = listed ? &table_at(tables, batch, position) : tables;
+    const bool placed = listed && (fate == kPlaced || fate == kReplaced);
+    int64_t id = 0, slot = kNoSlot;
+    if (placed) {
+      id = batch.ids[position];
+      slot = slots[position] - its->first_slot;
+      if (missing.placed != nullptr) missing.placed[position] = true;
+      if (order.left_ids != nullptr) order.left_ids[position] = its->ids[slot];
+      if (order.replaced != nullptr) order.replaced[position] = fate == kReplaced;
+      its->ids[slot] = id;
+      if (its->scores != nullptr) {
+        its->scores[slot] =
+            first_score(its->eviction, visit.now(), visit.epoch(), visit.given(position));
+      }
+    }
+    count_warp(its, kInserted, placed);
+    count_warp(its, kEvicted, placed && fate == kReplaced);
+    count_warp(its, kRefused, listed && !placed);
+    count_warp(its, kCrowded, listed && fate == kNoRoom);
+    write_rows_of_warp<kRows, false>(its, placed, id, slot);
+  }
+}
+
+}  // namespace
+
+InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool scored,
+                               char* base) {
+  InsertionOrder order{};
+  size_t at = 0;
+  const auto take = [&](size_t bytes) {
+    char* const place = base + at;
+    at += (bytes + 255) / 256 * 256;
+    return place;
+  };
+  const auto n = static_cast<size_t>(num_ids);
+  const bool leaves = placement.leavers.number != nullptr;
+  order.queue_bits = 1;
+  while ((int64_t{2} << order.queue_bits) <= 2 * num_ids) ++order.queue_bits;
+  order.sort = SmallSort::of(2 * num_ids, order.queue_bits);
+  order.zeros = base;
+  order.number = reinterpret_cast<uint32_t*>(take(4 * sizeof(uint32_t)));
+  order.places = order.number + 1;
+  order.next = order.number + 2;
+  order.leaving = order.number + 3;
+  order.sort.digits = reinterpret_cast<uint32_t*>(take(order.sort.digit_bytes()));
+  // The ticket and the states are zeroed together for further listings.
+  order.blocks.ticket =
+      reinterpret_cast<uint32_t*>(take((listing_blocks(num_ids) + 1) * sizeof(unsigned long long)));
+  order.blocks.states = reinterpret_cast<unsigned long long*>(order.blocks.ticket) + 1;
+  order.zero_bytes = at;
+  order.positions = reinterpret_cast<uint32_t*>(take(n * sizeof(uint32_t)));
+  order.fates = reinterpret_cast<uint8_t*>(take(n));
+  for (Pairs* const half : {&order.pairs.pairs, &order.pairs.other}) {
+    half->keys = take(2 * n * sizeof(uint32_t));
+    half->values = take(2 * n * sizeof(uint32_t));
+  }
+  if (scored) {
+    order.highest = reinterpret_cast<unsigned long long*>(take(n * sizeof(unsigned long long)));
+  }
+  if (leaves || placement.remembers) {
+    order.left_ids = reinterpret_cast<int64_t*>(take(n * sizeof(int64_t)));
+  }
+  if (leaves) {
+    order.left_scores = reinterpret_cast<uint64_t*>(take(n * sizeof(uint64_t)));
+    order.replaced = reinterpret_cast<bool*>(take(n * sizeof(bool)));
+    order.leavers_before = reinterpret_cast<unsigned long long*>(take(sizeof(unsigned long long)));
+  }
+  order.bytes = at;
+  return order;
+}
+
+void insert_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
+                     const Placement& placement, int64_t* slots, const Missing& missing,
+                     InsertionOrder* order, cudaStream_t stream) {
+  const int64_t n = batch.num_ids;
+  const unsigned grid = grid_for(n);
+  if (order->highest != nullptr) {
+    HKV_CUDA_CHECK(cudaMemsetAsync(order->highest, 0, n * sizeof(*order->highest), stream));
+  }
+  if (order->replaced != nullptr) {
+    HKV_CUDA_CHECK(cudaMemsetAsync(order->replaced, 0, n * sizeof(bool), stream));
+  }
+  first_positions_kernel<<<std::min(grid, resident_blocks(first_positions_kernel)), kThreads, 0,
+                           stream>>>(tables, batch, slots, missing, *order);
+  HKV_CUDA_CHECK_LAUNCH();
+  queue_kernel<<<static_cast<unsigned>(listing_blocks(n)), kListThreads, 0, stream>>>(
+      tables, batch, slots, missing, *order);
+  HKV_CUDA_CHECK_LAUNCH();
+  if (order->highest != nullptr) {
+    highest_kernel<<<grid, kThreads, 0, stream>>>(batch, visit, slots, missing, order->highest);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+  sort_small(&order->pairs, order->places, order->sort, stream);
+  deal_kernel<<<std::min(grid_for(2 * n), resident_blocks(deal_kernel)), kThreads, 0, stream>>>(
+      missing, *order);
+  HKV_CUDA_CHECK_LAUNCH();
+  const unsigned tiles = grid_for(n * kVictimLanes);
+  place_kernel<<<std::min(tiles, resident_blocks(place_kernel)), kThreads, 0, stream>>>(
+      tables, batch, visit, placement.refuse_lower, slots, missing, *order);
+  HKV_CUDA_CHECK_LAUNCH();
+  const auto complete = placement.rows == NewRows::kUntouched ? complete_kernel<NewRows::kUntouched>
+                        : placement.rows == NewRows::kUniform ? complete_kernel<NewRows::kUniform>
+                                                              : complete_kernel<NewRows::kInitial>;
+  complete<<<std::min(grid, resident_blocks(complete)), kThreads, 0, stream>>>(
+      tables, batch, visit, slots, missing, *order);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

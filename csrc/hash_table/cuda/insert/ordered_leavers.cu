@@ -1,0 +1,159 @@
+// What leaves a table, or is refused, in an insertion in the order of the batch.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "hash_table/admission.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/new_row.cuh"
+#include "hash_table/cuda/insert/ordered.cuh"
+#include "hash_table/cuda/insert/place.cuh"
+#include "hash_table/cuda/row_matrix.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+// Lists the positions of leavers: those that are not admitted, or the others.
+__global__ void __launch_bounds__(kListThreads, 2)
+    list_leavers_kernel(int64_t n, const int64_t* __restrict__ slots, bool unadmitted,
+                        uint64_t* __restrict__ number_of_leavers,
+                        const __grid_constant__ InsertionOrder order) {
+  const auto leaves = [&](int64_t position) {
+    if (unadmitted) return slots[position] == kNotAdmitted;
+    return slots[position] == kNoSlot || order.replaced[position];
+  };
+  list_in_order(
+      n, take_block(order.blocks), order.blocks, leaves,
+      [&](uint32_t place, int64_t position) {
+        order.listed()[place] = static_cast<uint32_t>(position);
+      },
+      [&](uint32_t number) {
+        *order.leaving = number;
+        *order.leavers_before = *number_of_leavers;
+        *number_of_leavers += number;
+      });
+}
+
+// A tile a leaver.
+__global__ void __launch_bounds__(kThreads)
+    write_leavers_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                         const Placement placement, const int64_t* __restrict__ slots,
+                         const __grid_constant__ InsertionOrder order) {
+  const Leavers& leavers = placement.leavers;
+  const RowMatrix& given = placement.given_rows;
+  const uint32_t number = *order.leaving;
+  const int lane = threadIdx.x % kTile;
+  const uint32_t stride = gridDim.x * (kThreads / kTile);
+  for (uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / kTile; i < number; i += stride) {
+    const int64_t position = order.listed()[i];
+    const int64_t to = static_cast<int64_t>(*order.leavers_before) + i;
+    const bool left = slots[position] >= 0;  // another has taken its place
+    const TableView& table = table_at(tables, batch, position);
+    if (lane == 0) {
+      if (leavers.tables != nullptr) leavers.tables[to] = static_cast<int32_t>(&table - tables);
+      leavers.ids[to] = left ? order.left_ids[position] : batch.ids[position];
+      leavers.scores[to] =
+          left ? order.left_scores[position]
+               : first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
+    }
+    copy_to_matrix<kTile>(leavers.rows, to, left ? table.rows.type : given.type,
+                          left ? table.row(slots[position] - table.first_slot) : given.at(position),
+                          table.dim(), lane);
+  }
+}
+
+// One of the ids that were evicted, by the number of the id that has its place.
+struct Evicted {
+  const TableView* table;
+  EvictedMemory::Place to;
+  bool given = false;  // whether its table remembers it
+
+  __device__ Evicted(const TableView* tables, const Batch& batch, const InsertionOrder& order,
+                     uint32_t number) {
+    if (order.fates[number] != kReplaced) return;
+    const int64_t position = order.positions[number];
+    table = &table_at(tables, batch, position);
+    given = table->evicted.marks != nullptr;
+    if (given) to = table->evicted.place_of(order.left_ids[position]);
+  }
+  // Whether both write the same entry.
+  __device__ bool same_entry(const Evicted& other) const {
+    return table == other.table && to.entry == other.to.entry;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) clear_claims_kernel(const Missing missing) {
+  if (*missing.any == 0) return;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i <= missing.mask;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    missing.table[i] = 0;
+  }
+}
+
+// The scratch table, which nobody needs any more, keeps 1 + the number of the last id that writes
+// an entry. kClaim: claims; otherwise the last one writes its mark.
+template <bool kClaim>
+__global__ void __launch_bounds__(kThreads)
+    remember_kernel(const TableView* __restrict__ tables, const Batch batch, const Missing missing,
+                    const __grid_constant__ InsertionOrder order) {
+  if (*missing.any == 0) return;
+  const uint32_t number = *order.number;
+  for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < number; i += gridDim.x * kThreads) {
+    const Evicted mine(tables, batch, order, i);
+    if (!mine.given) continue;
+    const uint32_t begin = scratch_hash(*mine.table, static_cast<int64_t>(mine.to.entry));
+    for (uint32_t at = begin;; ++at) {
+      uint32_t* const claim = &missing.table[at & missing.mask];
+      uint32_t there = load_l2(claim);
+      if (kClaim && there == 0) there = atomicCAS(claim, 0u, i + 1);
+      if (there == 0) break;
+      if (there != i + 1 && !mine.same_entry(Evicted(tables, batch, order, there - 1))) continue;
+      if (kClaim) {
+        if (there < i + 1) atomicMax(claim, i + 1);
+      } else if (there == i + 1) {
+        mine.table->evicted.marks[mine.to.entry] = mine.to.mark;
+      }
+      break;
+    }
+  }
+}
+
+}  // namespace
+
+void write_leavers_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
+                            const Placement& placement, const int64_t* slots,
+                            const InsertionOrder& order, cudaStream_t stream) {
+  const int64_t n = batch.num_ids;
+  const int64_t blocks = listing_blocks(n);
+  for (const bool unadmitted : {false, true}) {
+    if (unadmitted && placement.admissions == nullptr) break;
+    HKV_CUDA_CHECK(
+        cudaMemsetAsync(order.blocks.ticket, 0, (blocks + 1) * sizeof(unsigned long long), stream));
+    list_leavers_kernel<<<static_cast<unsigned>(blocks), kListThreads, 0, stream>>>(
+        n, slots, unadmitted, placement.leavers.number, order);
+    HKV_CUDA_CHECK_LAUNCH();
+    const unsigned grid = std::min(grid_for(n * kTile), resident_blocks(write_leavers_kernel));
+    write_leavers_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement, slots,
+                                                        order);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+}
+
+void remember_in_order(const TableView* tables, const Batch& batch, const Missing& missing,
+                       const InsertionOrder& order, cudaStream_t stream) {
+  const unsigned grid = grid_for(batch.num_ids);
+  clear_claims_kernel<<<std::min(grid, resident_blocks(clear_claims_kernel)), kThreads, 0,
+                        stream>>>(missing);
+  HKV_CUDA_CHECK_LAUNCH();
+  const auto claim = remember_kernel<true>;
+  claim<<<std::min(grid, resident_blocks(claim)), kThreads, 0, stream>>>(tables, batch, missing,
+                                                                         order);
+  HKV_CUDA_CHECK_LAUNCH();
+  const auto write = remember_kernel<false>;
+  write<<<std::min(grid, resident_blocks(write)), kThreads, 0, stream>>>(tables, batch, missing,
+                                                                         order);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,191 @@
+// Finding a place for a new id on the GPU, without locks: a free slot by one thread, the place of
+// another entry by a tile of lanes. As each id is placed by itself, whoever claims a slot has it: a
+// free slot by compare-and-swap on its digest, a victim's by compare-and-swap on its last step,
+// which becomes the present one and so is no victim any more. Free slots hold the last step
+// kFreeStep, which is no victim's either. What is read may be stale: it then fails to be claimed,
+// and is read again.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/bucket.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// kOutranked: its score is too low. kNoRoom: all that stand there are pinned.
+enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom };
+
+// A place that is claimed, its digest written; the rest of the entry is still to be written.
+struct Place {
+  Fate fate;
+  int64_t slot;             // kNoSlot: kOutranked or kNoRoom
+  uint64_t replaced_score;  // of the entry that leaves
+};
+
+// A first look may come from L1, since two vectors share one of its sectors.
+__device__ __forceinline__ uint4 look(const void* from, bool again) {
+  if (!again) return load_vector_cached(from);
+  return load_vector_l2(from);
+}
+
+// Bit p: slot p of the bucket is free.
+__device__ __forceinline__ uint64_t free_slots(const TableView& table, uint32_t bucket,
+                                               bool again) {
+  const uint4* line = reinterpret_cast<const uint4*>(digest_line(table, bucket));
+  uint64_t free = 0;
+#pragma unroll 4
+  for (int v = 0; v < kLineVectors; ++v) {
+    free |= static_cast<uint64_t>(match_vector(look(line + v, again), kEmptyDigest))
+            << (v * kVectorDigests);
+  }
+  return free;
+}
+
+// Claims a free slot, one of `free`, of a bucket; kNoSlot where others were faster.
+__device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t bucket,
+                                              uint64_t free, uint16_t digest) {
+  const int position = __ffsll(static_cast<long long>(free)) - 1;
+  // Two digests share a word; a neighbour that changes meanwhile is no reason to give up.
+  auto* word = reinterpret_cast<uint32_t*>(table.digests) +
+               (static_cast<int64_t>(bucket) * kBucketDigests + position) / 2;
+  const int shift = position % 2 * 16;
+  uint32_t old = load_l2(word);
+  while ((old >> shift & 0xffffu) == kEmptyDigest) {
+    const uint32_t seen = atomicCAS(word, old, old | static_cast<uint32_t>(digest) << shift);
+    if (seen == old) return static_cast<int64_t>(bucket) * table.bucket_slots + position;
+    old = seen;
+  }
+  return kNoSlot;
+}
+
+// Claims a free slot of an id's buckets; kNoSlot where there is none. By one thread.
+__device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
+                                                   const BucketChoice& choice) {
+  for (bool again = false;; again = true) {
+    uint32_t bucket = choice.first;
+    uint64_t free = free_slots(table, choice.first, again);
+    const int number_first = __popcll(free);
+    // An id that has room enough in its first bucket need not look at the second.
+    if (!prefers_first(table.bucket_slots, number_first, kBucketDigests)) {
+      const uint64_t free_second = free_slots(table, choice.second, again);
+      if (!prefers_first(table.bucket_slots, number_first, __popcll(free_second))) {
+        bucket = choice.second;
+        free = free_second;
+      }
+    }
+    // What comes from L1 decides nothing by itself: before an id evicts another it has seen in L2
+    // that both of its buckets are full.
+    if (free == 0 && again) return kNoSlot;
+    if (free == 0) continue;
+    const int64_t slot = claim_free(table, bucket, free, choice.digest);
+    if (slot != kNoSlot) return slot;
+  }
+}
+
+constexpr int kVictimLanes = 8;  // a tile that looks for a victim
+
+struct Victim {
+  int64_t slot;  // kNoSlot: none
+  Rank rank;
+};
+
+// The lowest rank that a lane has seen. Places 0 to 63 are in the first bucket, 64 to 127 in the
+// second.
+struct Lowest {
+  Rank rank{~0ull, kFreeStep};
+  uint32_t place = 2 * kBucketDigests;
+
+  __device__ __forceinline__ void look_at(const TableView& table, int64_t slot, uint32_t step,
+                                          uint32_t at, uint32_t pinned_from) {
+    if (step >= pinned_from) return;
+    const Rank other{table.scores == nullptr ? step : load_score(table, slot), step};
+    if (other < rank) {
+      rank = other;
+      place = at;
+    }
+  }
+};
+
+// The slot of the lowest rank in both buckets that is not pinned. Among equals one of the first
+// bucket, where finds see it with one line less. By a tile; `lane` is the thread's in it.
+__device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
+                                              uint32_t pinned_from, unsigned tile, int lane) {
+  Lowest lowest;
+  const int64_t starts[2] = {static_cast<int64_t>(choice.first) * table.bucket_slots,
+                             static_cast<int64_t>(choice.second) * table.bucket_slots};
+  constexpr int kVectorsOfLane = kBucketDigests / 4 / kVictimLanes;
+  if (table.bucket_slots == kBucketDigests) {
+    uint4 steps[2 * kVectorsOfLane];
+#pragma unroll
+    for (int v = 0; v < 2 * kVectorsOfLane; ++v) {
+      const int first = (v % kVectorsOfLane * kVictimLanes + lane) * 4;
+      steps[v] = load_vector_l2(table.last_steps + starts[v / kVectorsOfLane] + first);
+    }
+#pragma unroll
+    for (int v = 0; v < 2 * kVectorsOfLane; ++v) {
+      const int bucket = v / kVectorsOfLane;
+      const uint32_t first = (v % kVectorsOfLane * kVictimLanes + lane) * 4;
+      const uint32_t at = bucket * kBucketDigests + first;
+      const int64_t slot = starts[bucket] + first;
+      lowest.look_at(table, slot, steps[v].x, at, pinned_from);
+      lowest.look_at(table, slot + 1, steps[v].y, at + 1, pinned_from);
+      lowest.look_at(table, slot + 2, steps[v].z, at + 2, pinned_from);
+      lowest.look_at(table, slot + 3, steps[v].w, at + 3, pinned_from);
+    }
+  } else {
+    for (int bucket = 0; bucket < 2; ++bucket) {
+      for (int at = lane; at < table.bucket_slots; at += kVictimLanes) {
+        const int64_t slot = starts[bucket] + at;
+        lowest.look_at(table, slot, load_l2(&table.last_steps[slot]), bucket * kBucketDigests + at,
+                       pinned_from);
+      }
+    }
+  }
+  if (table.scores == nullptr) {
+    const uint32_t step = __reduce_min_sync(tile, lowest.rank.last_step);
+    const bool mine = lowest.rank.last_step == step;
+    lowest.place = __reduce_min_sync(tile, mine ? lowest.place : 2u * kBucketDigests);
+    lowest.rank = Rank{step, step};
+  } else {
+#pragma unroll
+    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
+      const Rank other{__shfl_xor_sync(tile, lowest.rank.score, offset),
+                       __shfl_xor_sync(tile, lowest.rank.last_step, offset)};
+      const uint32_t place = __shfl_xor_sync(tile, lowest.place, offset);
+      if (other < lowest.rank || (!(lowest.rank < other) && place < lowest.place)) {
+        lowest.rank = other;
+        lowest.place = place;
+      }
+    }
+  }
+  if (lowest.place >= 2 * kBucketDigests) return Victim{kNoSlot, lowest.rank};
+  return Victim{starts[lowest.place / kBucketDigests] + lowest.place % kBucketDigests, lowest.rank};
+}
+
+// Claims the place of another entry for an id of this score whose buckets are full. By a tile,
+// whose lanes all get the answer; `refuse_lower` as in Placement.
+__device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
+                                              uint64_t score, const Visit& visit, bool refuse_lower,
+                                              unsigned tile, int lane) {
+  for (;;) {
+    const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
+    if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
+    if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
+    bool claimed = false;
+    if (lane == 0) {
+      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==
+                victim.rank.last_step;
+      if (claimed) {
+        const int64_t bucket = victim.slot / table.bucket_slots;
+        store_l2(
+            &table.digests[bucket * kBucketDigests + (victim.slot - bucket * table.bucket_slots)],
+            choice.digest);
+      }
+    }
+    if (__ballot_sync(tile, claimed) != 0) {
+      return Place{kReplaced, victim.slot, victim.rank.score};
+    }
+  }
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

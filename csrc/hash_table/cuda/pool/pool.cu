@@ -1,0 +1,196 @@
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/offsets.cuh"
+#include "hash_table/cuda/pool/pool_tiles.h"
+#include "hash_table/cuda/row_vector.cuh"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+// One bag of one feature, as a warp works on it.
+struct Bag {
+  int64_t first;  // positions [first, last)
+  int64_t last;
+  float scale;  // of the whole bag
+  int32_t feature;
+  int64_t output;  // place of its outputs
+};
+
+// A bag whose offsets can't be followed is reported, and has no ids.
+__device__ __forceinline__ Bag bag_at(const Batch& batch, int64_t number, bool mean,
+                                      int64_t stride) {
+  Bag bag;
+  bag.feature = batch.feature_of_bag(number);
+  bag.first = batch.offsets[number];
+  bag.last = batch.offsets[number + 1];
+  if (is_bad_bag(batch, number, bag.first, bag.last)) {
+    if (threadIdx.x % kWarp == 0) refuse_bag(batch, number, bag.first, bag.last);
+    bag.first = bag.last = 0;
+  }
+  bag.scale = mean && bag.last > bag.first ? 1.0f / static_cast<float>(bag.last - bag.first) : 1.0f;
+  bag.output = batch.output_of(bag.feature, number - batch.first_bag(bag.feature), stride);
+  return bag;
+}
+
+template <int kWidth>
+__device__ __forceinline__ Columns<kWidth> row_or_initial(const TableView& table, int64_t slot,
+                                                          int64_t id, int32_t column) {
+  return table.has(slot)
+             ? Columns<kWidth>::load(table.rows.type, table.row(slot - table.first_slot), column)
+             : Columns<kWidth>::initial(table.initial_rows, id, table.column_offset + column);
+}
+
+template <int kWidth>
+__device__ void pool_bag(const TableView& table, const Batch& batch, const int64_t* slots,
+                         const float* weights, const Bag& bag, const Output<char>& out) {
+  const int lane = threadIdx.x % kWarp;
+  for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
+    Columns<kWidth> sum = Columns<kWidth>::zero();
+#pragma unroll 4
+    for (int64_t at = bag.first; at < bag.last; ++at) {
+      const float scale = weights != nullptr ? weights[at] * bag.scale : bag.scale;
+      sum.add(scale, row_or_initial<kWidth>(table, slots[at], batch.ids[at], column));
+    }
+    sum.store(out.type, out.at(bag.output), column);
+  }
+}
+
+constexpr int kBagsOfWarp = 4;
+
+// Has the rows of a warp's bags brought into the second-level cache all at once: a lane an id.
+__device__ __forceinline__ void prefetch_rows(const TableView& table, const int64_t* slots,
+                                              int64_t first, int64_t last) {
+  const uint32_t bytes = static_cast<uint32_t>(table.dim()) * element_size(table.rows.type);
+  if (bytes % 16 != 0) return;
+  constexpr int64_t kMost = 2 * kWarp;  // of long bags the first ids will do
+  const int64_t end = min(last, first + kMost);
+  for (int64_t at = first + threadIdx.x % kWarp; at < end; at += kWarp) {
+    const int64_t slot = slots[at];
+    if (!table.has(slot)) continue;
+    const int64_t frame = table.frames.frame_of(slot - table.first_slot);
+    if (!table.in_hbm(frame)) continue;
+    prefetch_l2(table.rows.at(slot - table.first_slot, frame), bytes);
+  }
+}
+
+// A warp takes a few neighbouring bags.
+__global__ void __launch_bounds__(kThreads)
+    pool_kernel(const TableView* __restrict__ tables, Batch batch,
+                const int64_t* __restrict__ slots, Pooling pooling, Output<char> out) {
+  const int64_t first =
+      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kBagsOfWarp;
+  const int64_t end = min(first + kBagsOfWarp, batch.num_bags);
+  if (first >= end) return;
+  const int32_t feature = batch.feature_of_bag(first);
+  const int64_t last_of_feature = min(end, batch.first_bag(feature + 1));
+  prefetch_rows(tables[batch.feature_tables[feature]], slots, max(batch.offsets[first], int64_t{0}),
+                min(batch.offsets[last_of_feature], batch.num_ids));
+  for (int64_t number = first; number < end; ++number) {
+    const Bag bag = bag_at(batch, number, pooling.mean, out.stride);
+    const TableView& table = tables[batch.feature_tables[bag.feature]];
+    if (four_wide(table.dim(), bag.output)) {
+      pool_bag<4>(table, batch, slots, pooling.weights, bag, out);
+    } else {
+      pool_bag<1>(table, batch, slots, pooling.weights, bag, out);
+    }
+  }
+}
+
+template <int kWidth>
+__device__ void weights_grad_bag(const TableView& table, const Batch& batch, const int64_t* slots,
+                                 const Bag& bag, const Output<const char>& grad,
+                                 float* weights_grad) {
+  const int lane = threadIdx.x % kWarp;
+  for (int64_t at = bag.first; at < bag.last; ++at) {
+    float dot = 0.0f;
+    for (int32_t column = lane * kWidth; column < table.dim(); column += kWarp * kWidth) {
+      dot += Columns<kWidth>::load(grad.type, grad.at(bag.output), column)
+                 .dot(row_or_initial<kWidth>(table, slots[at], batch.ids[at], column));
+    }
+    dot = warp_sum(dot);
+    if (lane == 0) weights_grad[at] = dot * bag.scale;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    weights_grad_kernel(const TableView* __restrict__ tables, Batch batch,
+                        const int64_t* __restrict__ slots, bool mean, const Output<const char> grad,
+                        float* __restrict__ weights_grad) {
+  const int64_t number = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+  if (number >= batch.num_bags) return;
+  const Bag bag = bag_at(batch, number, mean, grad.stride);
+  const TableView& table = tables[batch.feature_tables[bag.feature]];
+  if (four_wide(table.dim(), bag.output)) {
+    weights_grad_bag<4>(table, batch, slots, bag, grad, weights_grad);
+  } else {
+    weights_grad_bag<1>(table, batch, slots, bag, grad, weights_grad);
+  }
+}
+
+// So many that the parameters of a kernel hold them: they need no memory of the host that would
+// have to stay, not even for a CUDA graph.
+constexpr int64_t kFeaturesOfCopy = 128;
+struct SomeFeatureBags {
+  FeatureBags of[kFeaturesOfCopy];
+};
+
+__global__ void __launch_bounds__(kFeaturesOfCopy)
+    feature_bags_kernel(const __grid_constant__ SomeFeatureBags from, int n, FeatureBags* to) {
+  if (static_cast<int>(threadIdx.x) < n) to[threadIdx.x] = from.of[threadIdx.x];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    initial_rows_kernel(InitialRows init, const int64_t* __restrict__ ids, int64_t values,
+                        int32_t dim, int32_t column_offset, float* __restrict__ out) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= values) return;
+  out[i] = initial_value(init, ids[i / dim], static_cast<uint32_t>(column_offset + i % dim));
+}
+
+}  // namespace
+
+void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream) {
+  for (int64_t first = 0; first < n; first += kFeaturesOfCopy) {
+    const int64_t count = std::min(kFeaturesOfCopy, n - first);
+    SomeFeatureBags some;
+    std::copy_n(from + first, count, some.of);
+    feature_bags_kernel<<<1, kFeaturesOfCopy, 0, stream>>>(some, static_cast<int>(count),
+                                                           to + first);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+}
+
+void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+               Output<char> out, const GroupShape& shape, cudaStream_t stream) {
+  const int64_t bags = batch.num_bags;
+  if (bags == 0) return;
+  if (shape.four_wide && out.stride % 4 == 0) {
+    pool_four_wide(tables, batch, slots, pooling, out, shape, stream);
+    return;
+  }
+  const int64_t warps = (bags + kBagsOfWarp - 1) / kBagsOfWarp;
+  pool_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(tables, batch, slots, pooling, out);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
+                       Output<const char> grad, float* weights_grad, cudaStream_t stream) {
+  const int64_t bags = batch.num_bags;
+  if (bags == 0) return;
+  weights_grad_kernel<<<grid_for(bags * kWarp), kThreads, 0, stream>>>(tables, batch, slots, mean,
+                                                                       grad, weights_grad);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,
+                  int32_t column_offset, float* out, cudaStream_t stream) {
+  if (n == 0) return;
+  initial_rows_kernel<<<grid_for(n * dim), kThreads, 0, stream>>>(init, ids, n * dim, dim,
+                                                                  column_offset, out);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,183 @@
+// Columns of a row in registers: four at a time where dim and alignment allow, else one.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+__device__ __forceinline__ float widen(RowType type, uint16_t bits) {
+  return type == RowType::kFloat16 ? from_float16(bits) : from_bfloat16(bits);
+}
+__device__ __forceinline__ uint16_t narrow(RowType type, float value) {
+  return type == RowType::kFloat16 ? to_float16(value) : to_bfloat16(value);
+}
+
+template <int kWidth>
+struct Columns {
+  float v[kWidth];
+
+  __device__ __forceinline__ static Columns zero() {
+    Columns c;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) c.v[k] = 0.0f;
+    return c;
+  }
+  __device__ __forceinline__ static Columns load(const float* from) {
+    Columns c;
+    if constexpr (kWidth == 4) {
+      const float4 x = *reinterpret_cast<const float4*>(from);
+      c.v[0] = x.x, c.v[1] = x.y, c.v[2] = x.z, c.v[3] = x.w;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) c.v[k] = from[k];
+    }
+    return c;
+  }
+  // Columns of a stored row of any type, the first of which is a multiple of kWidth.
+  __device__ __forceinline__ static Columns load(RowType type, const char* row, int32_t column) {
+    if (type == RowType::kFloat32) return load(reinterpret_cast<const float*>(row) + column);
+    Columns c;
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(row) + column;
+    if constexpr (kWidth == 4) {
+      const ushort4 x = *reinterpret_cast<const ushort4*>(from);
+      c.v[0] = widen(type, x.x), c.v[1] = widen(type, x.y);
+      c.v[2] = widen(type, x.z), c.v[3] = widen(type, x.w);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) c.v[k] = widen(type, from[k]);
+    }
+    return c;
+  }
+  __device__ __forceinline__ void store(RowType type, char* row, int32_t column) const {
+    if (type == RowType::kFloat32) {
+      store(reinterpret_cast<float*>(row) + column);
+      return;
+    }
+    uint16_t* to = reinterpret_cast<uint16_t*>(row) + column;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<ushort4*>(to) = make_ushort4(narrow(type, v[0]), narrow(type, v[1]),
+                                                     narrow(type, v[2]), narrow(type, v[3]));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) to[k] = narrow(type, v[k]);
+    }
+  }
+  __device__ __forceinline__ void store(float* to) const {
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) to[k] = v[k];
+    }
+  }
+  __device__ __forceinline__ static Columns initial(const InitialRows& init, int64_t id,
+                                                    int32_t column) {
+    Columns c;
+    if (kWidth == 4 && column % 4 == 0) {  // one block of the generator
+      const InitialBits bits = block_bits(id_bits(init, id), static_cast<uint32_t>(column) >> 2);
+      const bool uniform = init.distribution == Distribution::kUniform;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const uint32_t draw = draw_of(bits, k);
+        c.v[k] = uniform ? scale_uniform(init, draw) : scale_normal(init, draw);
+      }
+      return c;
+    }
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      c.v[k] = initial_value(init, id, static_cast<uint32_t>(column + k));
+    }
+    return c;
+  }
+  __device__ __forceinline__ void add(float scale, const Columns& other) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) v[k] += scale * other.v[k];
+  }
+  __device__ __forceinline__ float dot(const Columns& other) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sum += v[k] * other.v[k];
+    return sum;
+  }
+};
+
+// Four columns of a row that is not worth a place in L1, since none is read twice soon.
+__device__ __forceinline__ Columns<4> load_once(const float* from) {
+  const uint4 bits = load_vector_once(from);
+  Columns<4> c;
+  c.v[0] = __uint_as_float(bits.x), c.v[1] = __uint_as_float(bits.y);
+  c.v[2] = __uint_as_float(bits.z), c.v[3] = __uint_as_float(bits.w);
+  return c;
+}
+
+// Four neighbouring columns of a gradient as they are stored, so that nothing waits for those on
+// their way. Element: float, or uint16_t for the types of 16 bits.
+template <typename Element>
+struct StoredColumns;
+
+template <>
+struct StoredColumns<float> {
+  Columns<4> v;
+
+  __device__ __forceinline__ static StoredColumns zero() { return {Columns<4>::zero()}; }
+  __device__ __forceinline__ static StoredColumns load(const float* from) {
+    return {Columns<4>::load(from)};
+  }
+  __device__ __forceinline__ Columns<4> widened(RowType) const { return v; }
+};
+
+template <>
+struct StoredColumns<uint16_t> {
+  ushort4 v;
+
+  __device__ __forceinline__ static StoredColumns zero() { return {make_ushort4(0, 0, 0, 0)}; }
+  __device__ __forceinline__ static StoredColumns load(const uint16_t* from) {
+    return {*reinterpret_cast<const ushort4*>(from)};
+  }
+  __device__ __forceinline__ Columns<4> widened(RowType type) const {
+    return {widen(type, v.x), widen(type, v.y), widen(type, v.z), widen(type, v.w)};
+  }
+};
+
+// Columns of a gradient from a place on; four wide, the place is a multiple of four.
+template <typename Element, int kWidth>
+__device__ __forceinline__ Columns<kWidth> gradient_at(const Output<const char>& grad,
+                                                       int64_t place) {
+  const Element* from = reinterpret_cast<const Element*>(grad.data) + place;
+  if constexpr (kWidth == 4) {
+    return StoredColumns<Element>::load(from).widened(grad.type);
+  } else if constexpr (sizeof(Element) == sizeof(float)) {
+    return Columns<kWidth>::load(from);
+  } else {
+    Columns<kWidth> c;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) c.v[k] = widen(grad.type, from[k]);
+    return c;
+  }
+}
+
+// Calls with_element.template operator()<Element>() for a gradient's elements.
+template <typename WithElement>
+void choose_element(RowType type, const WithElement& with_element) {
+  if (type == RowType::kFloat32) {
+    with_element.template operator()<float>();
+  } else {
+    with_element.template operator()<uint16_t>();
+  }
+}
+
+// Whether rows of this width, and outputs at this place, can be read four columns at a time.
+__device__ __forceinline__ bool four_wide(int32_t dim, int64_t place) {
+  return ((dim | static_cast<int32_t>(place & 3)) & 3) == 0;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

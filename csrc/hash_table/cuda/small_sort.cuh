@@ -1,0 +1,155 @@
+// Listing and sorting of as many things as only the device knows: a pass over a batch lists what it
+// wants in the order of the batch, and a stable radix sort, a kernel for each digit, sorts it. Its
+// blocks leave at once when there is nothing for them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cub/block/block_scan.cuh>
+
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/pairs.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// What the sort works with.
+struct SmallSort {
+  static constexpr int kDigitBits = 9;
+  static constexpr int kDigits = 1 << kDigitBits;
+  static constexpr uint32_t kChunk = 1024;  // keys that a block ranks at once
+
+  // [passes][tiles][kDigits], how many of a tile's keys have a digit: counts of 16 bits, two a
+  // word. Zeros at first.
+  uint32_t* digits;
+  int32_t passes;
+  uint32_t tile;   // keys of a tile, whole chunks
+  uint32_t tiles;  // at most
+
+  // For at most `most` keys of so many bits; `digits` is still to be set.
+  static SmallSort of(int64_t most, int bits);
+  size_t digit_bytes() const { return sizeof(uint16_t) * passes * tiles * kDigits; }
+
+  __device__ static __forceinline__ uint32_t digit_of(uint64_t key, int pass) {
+    return static_cast<uint32_t>(key >> (pass * kDigitBits)) & (kDigits - 1);
+  }
+  // The counts of a tile's digits.
+  __device__ __forceinline__ const uint16_t* counts(int pass, uint32_t of_tile) const {
+    return reinterpret_cast<const uint16_t*>(digits) + first_count(pass, of_tile);
+  }
+  // Whoever writes a key to a place of the order that a pass reads counts it.
+  __device__ __forceinline__ void count(int pass, uint32_t place, uint64_t key) const {
+    const size_t at = first_count(pass, place / tile) + digit_of(key, pass);
+    atomicAdd(&digits[at / 2], 1u << (at % 2 * 16));
+  }
+
+ private:
+  __device__ __forceinline__ size_t first_count(int pass, uint32_t of_tile) const {
+    return (static_cast<size_t>(pass) * tiles + of_tile) * kDigits;
+  }
+};
+
+// Sorts the first *number pairs, whose keys the caller has counted for the first pass. Whether they
+// are in the other half then depends on the number of passes alone.
+void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
+                cudaStream_t stream);
+
+// How the blocks of a listing know what those before them have listed. All zeros at first.
+struct BlockOrder {
+  unsigned long long* states;  // [blocks]
+  uint32_t* ticket;
+};
+
+constexpr int kListThreads = 512;
+constexpr int kListedOfThread = 16;
+constexpr int kListed = kListThreads * kListedOfThread;  // positions of a block
+
+inline int64_t listing_blocks(int64_t n) { return (n + kListed - 1) / kListed; }
+
+// What a block says of its number, and of those before it.
+constexpr unsigned long long kOwnNumber = 1ull << 32;     // its own
+constexpr unsigned long long kPrefixNumber = 1ull << 33;  // with those of all blocks before it
+constexpr unsigned long long kNumberBits = kOwnNumber - 1;
+
+// What all blocks before this one have listed. All lanes of one warp.
+__device__ __forceinline__ uint32_t look_back(unsigned long long* states, int64_t block,
+                                              uint32_t own) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t before = 0;
+  if (block > 0) {
+    if (lane == 0) atomicExch(&states[block], kOwnNumber | own);
+    for (int64_t first = block - 1;; first -= kWarp) {
+      const int64_t at = first - lane;
+      unsigned long long state = kPrefixNumber;  // nothing is before the first
+      while (at >= 0 && (state = load_l2(&states[at])) == 0) {
+      }
+      const unsigned ends = __ballot_sync(kAllLanes, (state & kPrefixNumber) != 0);
+      const int last = ends != 0 ? __ffs(static_cast<int>(ends)) - 1 : kWarp - 1;
+      before += __reduce_add_sync(kAllLanes,
+                                  lane <= last ? static_cast<uint32_t>(state & kNumberBits) : 0u);
+      if (ends != 0) break;
+    }
+  }
+  if (lane == 0) atomicExch(&states[block], kPrefixNumber | (before + own));
+  return before;
+}
+
+// The share of a block of the listing. They are numbered as they begin, so that those before a
+// block are under way. All threads of a block.
+__device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
+  __shared__ uint32_t number;
+  if (threadIdx.x == 0) number = atomicAdd(order.ticket, 1u);
+  __syncthreads();
+  return number;
+}
+
+// Lists those of n positions that are wanted(position), in ascending order: calls emit(place,
+// position) for each of the block's, by any of its kListThreads threads, and, of the last block,
+// finish(number of all) by one thread. wanted is called once a position.
+template <typename Wanted, typename Emit, typename Finish>
+__device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const BlockOrder& order,
+                                              const Wanted& wanted, const Emit& emit,
+                                              const Finish& finish) {
+  constexpr int kWarps = kListThreads / kWarp;
+  __shared__ uint32_t firsts[kListedOfThread * kWarps];  // by round and warp
+  __shared__ uint16_t chosen[kListed];                   // counted from the block's first
+  __shared__ uint32_t block_first;
+  __shared__ typename cub::BlockScan<uint32_t, kListThreads>::TempStorage scan;
+  static_assert(kListedOfThread * kWarps <= kListThreads && kListed <= 1 << 16);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t begin = block * kListed;
+  unsigned lists[kListedOfThread];
+#pragma unroll
+  for (int k = 0; k < kListedOfThread; ++k) {
+    const int64_t at = begin + k * kListThreads + threadIdx.x;
+    lists[k] = __ballot_sync(kAllLanes, at < n && wanted(at));
+    if (lane == 0) firsts[k * kWarps + warp] = __popc(lists[k]);
+  }
+  __syncthreads();
+  const bool counts = threadIdx.x < kListedOfThread * kWarps;
+  uint32_t first = counts ? firsts[threadIdx.x] : 0;
+  uint32_t own;
+  cub::BlockScan<uint32_t, kListThreads>(scan).ExclusiveSum(first, first, own);
+  if (counts) firsts[threadIdx.x] = first;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kListedOfThread; ++k) {
+    if (lists[k] >> lane & 1) {
+      const int place = __popc(lists[k] & ((1u << lane) - 1));
+      chosen[firsts[k * kWarps + warp] + place] =
+          static_cast<uint16_t>(k * kListThreads + threadIdx.x);
+    }
+  }
+  if (warp == 0) {
+    const uint32_t before = look_back(order.states, block, own);
+    if (lane == 0) {
+      block_first = before;
+      if (begin + kListed >= n) finish(before + own);
+    }
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < own; i += kListThreads)
+    emit(block_first + i, begin + chosen[i]);
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,80 @@
+// What the update of a batch sorts: a key and a value for each position.
+#include <cub/block/block_scan.cuh>
+
+#include "common/cuda_check.h"
+#include "hash_table/cuda/offsets.cuh"
+#include "hash_table/cuda/update/update.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kPreparedOfThread = 8;
+constexpr int kPrepared = kThreads * kPreparedOfThread;  // positions of a block
+
+struct Larger {
+  __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return max(a, b); }
+};
+
+// A block finds the bags of neighbouring positions from where bags begin.
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const TableView* __restrict__ tables, int32_t num_tables, const Batch batch,
+                   const int64_t* __restrict__ slots, uint64_t no_slot, const Scratch scratch) {
+  __shared__ uint32_t bags[kPrepared];  // counted from the first
+  __shared__ int64_t first_bag;
+  __shared__ typename cub::BlockScan<uint32_t, kThreads>::TempStorage scan;
+  if (blockIdx.x == 0) {
+    for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
+    if (threadIdx.x == 0) {
+      *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
+      *scratch.runs.number = *scratch.runs.singles = *scratch.ticket = 0;
+    }
+  }
+  check_offsets(batch);  // the first kernel to read them
+  const int64_t num_bags = batch.num_bags;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPrepared;
+  const auto count =
+      static_cast<int32_t>(min(static_cast<int64_t>(kPrepared), batch.num_ids - begin));
+  if (threadIdx.x < kWarp) {
+    const int64_t bag = bag_at(batch.offsets, num_bags, begin);
+    if (threadIdx.x == 0) first_bag = bag;
+  }
+  for (int i = threadIdx.x; i < kPrepared; i += kThreads) bags[i] = 0;
+  __syncthreads();
+  for (int64_t bag = first_bag + 1 + threadIdx.x; bag < num_bags; bag += kThreads) {
+    const int64_t at = batch.offsets[bag] - begin;
+    if (at >= count) break;
+    if (at < 0) continue;                                          // offsets that decrease
+    atomicMax(&bags[at], static_cast<uint32_t>(bag - first_bag));  // empty bags give way
+  }
+  __syncthreads();
+  uint32_t mine[kPreparedOfThread];
+#pragma unroll
+  for (int k = 0; k < kPreparedOfThread; ++k) mine[k] = bags[threadIdx.x * kPreparedOfThread + k];
+  cub::BlockScan<uint32_t, kThreads>(scan).InclusiveScan(mine, mine, Larger());
+#pragma unroll
+  for (int k = 0; k < kPreparedOfThread; ++k) bags[threadIdx.x * kPreparedOfThread + k] = mine[k];
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kPreparedOfThread; ++k) {
+    const int i = k * kThreads + threadIdx.x;
+    if (i >= count) break;
+    const int64_t slot = slots[begin + i];
+    const auto bag = static_cast<uint32_t>(first_bag + bags[i]);
+    scratch.pairs.pairs.set(begin + i, slot == kNoSlot ? no_slot : static_cast<uint64_t>(slot),
+                            scratch.bags == nullptr ? bag : static_cast<uint32_t>(begin + i));
+    if (scratch.bags != nullptr) scratch.bags[begin + i] = bag;
+  }
+}
+
+}  // namespace
+
+void prepare_update(const TableView* tables, int32_t num_tables, const Update& update,
+                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream) {
+  const int64_t n = update.batch.num_ids;
+  const auto blocks = static_cast<unsigned>((n + kPrepared - 1) / kPrepared);
+  prepare_kernel<<<blocks, kThreads, 0, stream>>>(tables, num_tables, update.batch, slots,
+                                                  update.no_slot, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,168 @@
+// Updates of single rows by a warp, as kernels are compiled for them. What depends on the table
+// alone is held in registers, and computed once for all rows of a warp. Rows have at most four
+// columns a lane, in multiples of four.
+//
+// An updater has load(slot), which begins to read a row and its state, and finish(slot, row,
+// gradient), which updates them; all lanes call them together.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "hash_table/cuda/tile.cuh"
+#include "hash_table/cuda/update/apply_row.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// Any optimizer, any type of row.
+template <bool kStates>
+struct AnyUpdater {
+  static constexpr bool kColumnStates = kStates;
+  static constexpr int kLanes = kWarp;
+  using Gradient = LaneColumns<kWarp, 1>;
+  using Row = RowInFlight<4, kStates>;
+
+  const TableView* table;
+  const OptimizerConfig* optimizer;
+  float rate;
+
+  __device__ __forceinline__ AnyUpdater(const TableView& of, const OptimizerConfig& config,
+                                        float learning_rate)
+      : table(&of), optimizer(&config), rate(learning_rate) {}
+  __device__ __forceinline__ Row load(int64_t slot) const {
+    return load_row<4, kStates>(*table, slot, *optimizer);
+  }
+  __device__ __forceinline__ void finish(int64_t slot, const Row& row,
+                                         const Gradient& gradient) const {
+    finish_row<4, kStates>(*table, slot, row, *optimizer, rate,
+                           [&](int32_t) { return gradient.v[0]; });
+  }
+};
+
+// One optimizer, fp32 rows, and nothing else: see is_plain. A row takes half a warp, so that what
+// is done once a row, the division and the root above all, is done for two rows at once.
+template <Optimizer kKind>
+struct PlainUpdater {
+  static constexpr int kStates = column_states(kKind);
+  static constexpr bool kColumnStates = kStates > 0;
+  static constexpr bool kAdapts =
+      kKind == Optimizer::kRowWiseAdagrad || kKind == Optimizer::kRowWiseAdam;
+  // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
+  static constexpr Optimizer kColumns =
+      kKind == Optimizer::kRowWiseAdagrad ? Optimizer::kSgd : kKind;
+  static constexpr int kLanes = kWarp / 2;
+  static constexpr int kVectors = 2;
+  using Gradient = LaneColumns<kLanes, kVectors>;
+
+  struct Row {
+    float* values;
+    float* state;
+    float old_square;
+    Gradient value, first, second;
+  };
+
+  const OptimizerConfig* optimizer;
+  const TableView* table;
+  RowTerms terms;
+  float *rows, *states;
+  int32_t dim, state_width;
+  bool has_frames;
+
+  __device__ __forceinline__ PlainUpdater(const TableView& of, const OptimizerConfig& config,
+                                          float learning_rate)
+      : optimizer(&config),
+        table(&of),
+        terms(begin_row(config, learning_rate, static_cast<float>(*of.optimizer_step))),
+        rows(reinterpret_cast<float*>(of.rows.homes)),
+        states(reinterpret_cast<float*>(of.states.homes)),
+        dim(of.rows.width),
+        state_width(of.states.width),
+        has_frames(of.frames.tags != nullptr) {}
+
+  __device__ __forceinline__ Row load(int64_t slot) const {
+    Row row;
+    row.values = rows + slot * dim;
+    if constexpr (kColumnStates || kAdapts) row.state = states + slot * state_width;
+    if (has_frames) {
+      const int64_t frame = frame_to_write(table->frames, slot, Tile<kLanes>::lane() == 0);
+      row.values = reinterpret_cast<float*>(table->rows.at(slot, frame));
+      row.state = reinterpret_cast<float*>(table->states.at(slot, frame));
+    }
+    row.value = Gradient::load_once(row.values, dim);
+    if constexpr (kStates >= 1) row.first = Gradient::load_once(row.state, dim);
+    if constexpr (kStates >= 2) row.second = Gradient::load_once(row.state + dim, dim);
+    if constexpr (kAdapts) row.old_square = row.state[kStates * dim];
+    return row;
+  }
+
+  __device__ __forceinline__ void finish(int64_t, Row& row, const Gradient& gradient) const {
+    RowTerms its = terms;
+    if constexpr (kAdapts) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) squares += gradient.v[i].dot(gradient.v[i]);
+      const float renewed =
+          adapt_row(*optimizer, Tile<kLanes>::sum(squares), dim, row.old_square, &its);
+      if (Tile<kLanes>::lane() == 0) row.state[kStates * dim] = renewed;
+    }
+    float unused = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float& first = kStates >= 1 ? row.first.v[i].v[k] : unused;
+        float& second = kStates >= 2 ? row.second.v[i].v[k] : unused;
+        float& value = row.value.v[i].v[k];
+        value = move_column<kColumns>(*optimizer, its, value, gradient.v[i].v[k], first, second);
+      }
+    }
+    row.value.store(row.values, dim);
+    if constexpr (kStates >= 1) row.first.store(row.state, dim);
+    if constexpr (kStates >= 2) row.second.store(row.state + dim, dim);
+  }
+};
+
+// No clipping of rows' gradients, no coupled decay, and no row's own steps.
+inline bool is_plain(const OptimizerConfig& optimizer, const GroupShape& shape) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  return shape.float32_rows && !optimizer.own_steps && optimizer.clip_norm == kInfinity &&
+         optimizer.clip_value == kInfinity && optimizer.coupled_decay == 0.0f;
+}
+
+// Calls with_updater.template operator()<Updater>() for the plain updater of an optimizer. Returns
+// whether there is one. Kernels are compiled once for each, so few have one.
+template <typename WithUpdater>
+bool choose_plain_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
+                          const WithUpdater& with_updater) {
+  if (!is_plain(optimizer, shape)) return false;
+  switch (optimizer.kind) {
+    case Optimizer::kSgd:
+      with_updater.template operator()<PlainUpdater<Optimizer::kSgd>>();
+      return true;
+    case Optimizer::kRowWiseAdagrad:
+      with_updater.template operator()<PlainUpdater<Optimizer::kRowWiseAdagrad>>();
+      return true;
+    case Optimizer::kAdagrad:
+      with_updater.template operator()<PlainUpdater<Optimizer::kAdagrad>>();
+      return true;
+    case Optimizer::kAdam:
+      with_updater.template operator()<PlainUpdater<Optimizer::kAdam>>();
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The same for any optimizer.
+template <typename WithUpdater>
+void choose_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
+                    const WithUpdater& with_updater) {
+  if (choose_plain_updater(optimizer, shape, with_updater)) return;
+  if (has_column_states(optimizer)) {
+    with_updater.template operator()<AnyUpdater<true>>();
+  } else {
+    with_updater.template operator()<AnyUpdater<false>>();
+  }
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,258 @@
+// Updates of the rows of the sorted order, for quick groups: the runs are listed, and tiles of
+// lanes take one after the other. What a tile needs of the next run is under way while it works on
+// one.
+#include "common/cuda_check.h"
+#include "hash_table/cuda/offsets.cuh"
+#include "hash_table/cuda/update/row_updaters.cuh"
+#include "hash_table/cuda/update/update.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kRunBlocks = 2;  // of a multiprocessor
+
+// Positions from `at` on that have its key, found by one thread.
+__device__ __forceinline__ int64_t length_of_run(const Pairs& sorted, int64_t at, int64_t n,
+                                                 uint64_t key) {
+  int64_t low = at, step = 1;  // low is in the run
+  while (low + step < n && sorted.key(low + step) == key) {
+    low += step;
+    step *= 2;
+  }
+  int64_t high = min(low + step, n);  // high is not
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (sorted.key(middle) == key ? low : high) = middle;
+  }
+  return high - at;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    list_runs_kernel(const Batch batch, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  if (is_refused(batch)) return;  // no runs
+  const int64_t n = scratch.sorted == nullptr ? batch.num_ids : *scratch.sorted;
+  if (static_cast<int64_t>(blockIdx.x) * kThreads >= n) return;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const Pairs& sorted = scratch.pairs.pairs;
+  const uint64_t key = at < n ? sorted.key(at) : no_slot;
+  const bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
+  const int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
+  const bool is_short = begins && length <= kLongest;
+  const unsigned lists[2] = {__ballot_sync(kAllLanes, length == 1),
+                             __ballot_sync(kAllLanes, is_short && length > 1)};
+  if (lane < 2) places[lane][warp] = __popc(lists[lane]);
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    uint32_t* const mine = places[threadIdx.x];
+    uint32_t sum = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      const uint32_t before = sum;
+      sum += mine[w];
+      mine[w] = before;
+    }
+    uint32_t* const number = threadIdx.x == 0 ? scratch.runs.singles : scratch.runs.number;
+    const uint32_t begin = sum > 0 ? atomicAdd(number, sum) : 0;
+    for (int w = 0; w < kWarps; ++w) mine[w] += begin;
+  }
+  __syncthreads();
+  const unsigned lower = (1u << lane) - 1;
+  if (length == 1) {
+    const uint32_t place = places[0][warp] + __popc(lists[0] & lower);
+    *(scratch.runs.last - place) = static_cast<uint32_t>(at);
+  } else if (is_short) {
+    const uint32_t place = places[1][warp] + __popc(lists[1] & lower);
+    scratch.runs.longer[place] = Part{static_cast<uint32_t>(at), static_cast<uint32_t>(length)};
+  }
+  for (unsigned longs = __ballot_sync(kAllLanes, begins && !is_short); longs; longs &= longs - 1) {
+    const int source = __ffs(static_cast<int>(longs)) - 1;
+    note_long_run<kWarp>(scratch.long_runs, __shfl_sync(kAllLanes, at, source),
+                         __shfl_sync(kAllLanes, length, source));
+  }
+}
+
+// A tile takes as many runs of one position as it has lanes. kAhead: rows that it reads at once.
+template <typename Updater, typename Element, int kAhead>
+__global__ void __launch_bounds__(kThreads, kRunBlocks)
+    single_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+                  const __grid_constant__ Scratch scratch) {
+  using Gradient = typename Updater::Gradient;
+  constexpr int kLanes = Updater::kLanes;
+  const Tile<kLanes> tile;
+  const int lane = tile.lane();
+  const int64_t singles = *scratch.runs.singles;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  int64_t chunk = tile.number() * kLanes;
+  if (chunk >= singles) return;
+  const float rate = *update.learning_rate;
+  const Pairs& sorted = scratch.pairs.pairs;
+  uint32_t table = ~0u;
+  Updater updater(tables[0], update.optimizer, rate);
+  int32_t dim = 0;
+  for (; chunk < singles; chunk += stride) {
+    Neighbour mine{};
+    const int64_t at = chunk + lane;
+    if (at < singles) {
+      const Pair pair = sorted.load(*(scratch.runs.last - at));
+      mine = neighbour_at(tables, update, scratch, sorted.key_of(pair), sorted.value_of(pair));
+    }
+    const int count = static_cast<int>(min(static_cast<int64_t>(kLanes), singles - chunk));
+    for (int group = 0; group < count;) {
+      const uint32_t its_table = tile.of_lane(mine.table, group);
+      if (its_table != table) {
+        table = its_table;
+        updater = Updater(tables[table], update.optimizer, rate);
+        dim = tables[table].dim();
+      }
+      // Neighbours of one table.
+      const unsigned other = tile.ballot(lane >= count || mine.table != table) >> group;
+      const int take = other == 0 ? kAhead : min(kAhead, __ffs(static_cast<int>(other)) - 1);
+      typename Gradient::template Stored<Element> gradient[kAhead];
+      typename Updater::Row row[kAhead];
+      int64_t slot[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (k >= take || group + k >= count) break;
+        slot[k] = tile.of_lane(mine.slot, group + k);
+        row[k] = updater.load(slot[k]);
+        gradient[k] = Gradient::template Stored<Element>::load(
+            update.grad, tile.of_lane(mine.gradient, group + k), dim);
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (k >= take || group + k >= count) break;
+        Gradient sum = Gradient::zero();
+        sum.template add<Element>(tile.of_lane(mine.scale, group + k), gradient[k],
+                                  update.grad.type);
+        updater.finish(slot[k], row[k], sum);
+      }
+      group += take;
+    }
+  }
+}
+
+// kAhead: positions whose gradients are under way at once, beside the row.
+template <typename Updater, typename Element, int kAhead>
+__global__ void __launch_bounds__(kThreads, kRunBlocks)
+    run_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+               const __grid_constant__ Scratch scratch) {
+  using Gradient = typename Updater::Gradient;
+  constexpr uint32_t kLanes = Updater::kLanes;
+  const Tile<kLanes> tile;
+  const uint32_t lane = tile.lane();
+  const LongRuns& long_runs = scratch.long_runs;
+  // Pieces come first, as they take longest.
+  const uint32_t pieces = *long_runs.pieces;
+  const uint32_t parts = pieces + *scratch.runs.number;
+  const uint32_t stride = gridDim.x * (kThreads / kLanes);
+  const auto part_at = [&](uint32_t i) {
+    if (i >= parts) return Part{0, 0};
+    if (i >= pieces) return scratch.runs.longer[i - pieces];
+    const LongRun& run = long_runs.runs[long_runs.run_of[i]];
+    const uint32_t begin = (i - run.first_piece) * static_cast<uint32_t>(kPieceSize);
+    return Part{run.first + begin, min(run.length - begin, static_cast<uint32_t>(kPieceSize))};
+  };
+  const Pairs& sorted = scratch.pairs.pairs;
+  // Pairs stay as they are stored until they are used, since taking them apart would wait for them.
+  const auto first_pair_at = [&](const Part& part) {
+    return lane < part.length ? sorted.load(part.first + lane) : Pair{};
+  };
+  const auto key_at = [&](const Pair& stored) {  // of the part: its first position's
+    return sorted.key_of(Pair{tile.of_lane(stored.key, 0), 0});
+  };
+  const auto share_at = [&](const Part& part, uint32_t begin, const Pair& stored) {
+    if (begin + lane >= part.length) return Share{};
+    return share_of(update, scratch.bags, sorted.value_of(stored));
+  };
+  auto i = static_cast<uint32_t>(tile.number());
+  if (i >= parts) return;
+  Part part = part_at(i);
+  Part next = part_at(i + stride);
+  const Pair first_pair = first_pair_at(part);
+  uint64_t key = key_at(first_pair);
+  Share share = share_at(part, 0, first_pair);
+  const float rate = *update.learning_rate;
+  uint32_t table = tile.of_lane(share.table, 0);
+  Updater updater(tables[table], update.optimizer, rate);
+  int32_t dim = tables[table].dim();
+  int64_t first_slot = tables[table].first_slot;
+  for (;;) {
+    const Part after = part_at(i + 2 * stride);
+    const Pair next_pair = first_pair_at(next);
+    const bool whole = i >= pieces;
+    const int64_t slot = static_cast<int64_t>(key) - first_slot;
+    typename Updater::Row row;
+    if (whole) row = updater.load(slot);
+    Gradient sum = Gradient::zero();
+    for (uint32_t begin = 0; begin < part.length; begin += kLanes) {
+      if (begin > 0) {
+        const bool given = begin + lane < part.length;
+        const int64_t at = part.first + begin + lane;
+        share = share_at(part, begin, given ? sorted.load_for_value(at) : Pair{});
+      }
+      const uint32_t count = min(kLanes, part.length - begin);
+      for (uint32_t group = 0; group < count; group += kAhead) {
+        typename Gradient::template Stored<Element> gradient[kAhead];
+#pragma unroll
+        for (uint32_t k = 0; k < kAhead; ++k) {
+          if (group + k >= count) break;
+          gradient[k] = Gradient::template Stored<Element>::load(
+              update.grad, tile.of_lane(share.gradient, group + k), dim);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < kAhead; ++k) {
+          if (group + k >= count) break;
+          sum.template add<Element>(tile.of_lane(share.scale, group + k), gradient[k],
+                                    update.grad.type);
+        }
+      }
+    }
+    if (whole) {
+      updater.finish(slot, row, sum);
+    } else {
+      sum.store(long_runs.sums + static_cast<int64_t>(i) * long_runs.widest, dim);
+    }
+    i += stride;
+    if (i >= parts) return;
+    part = next;
+    next = after;
+    key = key_at(next_pair);
+    share = share_at(part, 0, next_pair);
+    const uint32_t its_table = tile.of_lane(share.table, 0);
+    if (its_table != table) {
+      table = its_table;
+      updater = Updater(tables[table], update.optimizer, rate);
+      dim = tables[table].dim();
+      first_slot = tables[table].first_slot;
+    }
+  }
+}
+
+}  // namespace
+
+void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                 const GroupShape& shape, cudaStream_t stream) {
+  const int64_t n = update.batch.num_ids;
+  list_runs_kernel<<<grid_for(n), kThreads, 0, stream>>>(update.batch, update.no_slot, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+  const auto launch = [&]<typename Updater, typename Element>() {
+    // As many rows, or gradients, under way as registers allow.
+    if (scratch.sorted == nullptr || !scratch.repeats.exact) {
+      const auto kernel = single_kernel < Updater, Element, Updater::kColumnStates ? 2 : 3 > ;
+      kernel<<<resident_grid(kRunBlocks, n), kThreads, 0, stream>>>(tables, update, scratch);
+      HKV_CUDA_CHECK_LAUNCH();
+    }
+    const auto kernel = run_kernel < Updater, Element, Updater::kColumnStates ? 4 : 8 > ;
+    kernel<<<resident_grid(kRunBlocks, n / 2 * Updater::kLanes), kThreads, 0, stream>>>(
+        tables, update, scratch);
+  };
+  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+    choose_element(update.grad.type,
+                   [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
+  });
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

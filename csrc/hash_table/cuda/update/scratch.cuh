@@ -1,0 +1,138 @@
+// The scratch memory of an update: what is in it, when, and where. Of an update's kernels, in their
+// order (update.cu), each part is written (w) and read (r) by
+//
+//                      batch order                          everything sorted
+//             marks  split  alone  sort  runs        prepares  cub sorts  runs
+//   bitmaps     w      r      r     .     .              .         .       .
+//   digits      .      w      .    r w    .              .         .       .
+//   cub's       .      .      .     .     .              .        r w      .
+//   a half      .      w      .    r w    r              w        r w      r
+//   the other   .      .      .    r w    .              .        r w      .
+//   run lists   .      .      .     .    r w             .         .      r w
+//
+// Halves are the pairs of slot and bag that are sorted; a sort moves them from one to the other and
+// back, pass by pass, and needs its own scratch, digits or cub's, beside both. So three spans
+// follow each other in memory:
+//
+//   | first half | middle: scratch of the sort | second half |
+//
+// The second half has the bitmaps until the sort begins, so rows that stand alone are updated
+// before it. Digits and bitmaps begin as zeros and are neighbours, for one memset. After the sort
+// its scratch and one of the halves are free, and whichever half that is, both are one span: the
+// lists of runs and the sums of their pieces lie there. So the middle is as long as the sort needs,
+// or longer, where runs need more than it and a half. A few words, and the bags of positions where
+// values are positions, are alive all the time and stand apart.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hash_table/cuda/pairs.cuh"
+#include "hash_table/cuda/small_sort.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+constexpr int64_t kLongest = 128;    // run that one warp adds up
+constexpr int64_t kPieceSize = 256;  // of a longer run
+
+struct LongRun {
+  uint32_t first;  // in the sorted order
+  uint32_t length;
+  uint32_t first_piece;
+};
+
+// Runs longer than kLongest, and their pieces.
+struct LongRuns {
+  uint32_t* number;  // of runs
+  uint32_t* pieces;  // their number
+  LongRun* runs;     // in the order of their finding
+  uint32_t* run_of;  // by piece
+  float* sums;       // [pieces][widest]
+  int32_t widest;
+};
+
+// A run, or a piece of a long one: positions of the sorted order.
+struct alignas(8) Part {
+  uint32_t first;
+  uint32_t length;
+};
+
+// Runs of the sorted order that one tile adds up. A run of one position takes four bytes, one of
+// more positions eight: so both lists, one from each end, never meet in four bytes a position.
+struct ShortRuns {
+  uint32_t* number;   // of longer ones
+  uint32_t* singles;  // number of those of one position
+  Part* longer;
+  uint32_t* last;  // where the first of the singles is said to begin, the next one's before it
+};
+
+// Which slots of a batch stand at several positions: a bit a slot, or a bit for several slots where
+// there are too many, which then look as if they were repeated.
+struct Repeats {
+  uint32_t* seen;   // at one position
+  uint32_t* twice;  // at another, too
+  uint32_t bits;    // their number
+  bool exact;       // a bit a slot
+
+  size_t words() const { return (static_cast<size_t>(bits) + 31) / 32; }
+#ifdef __CUDACC__
+  __device__ __forceinline__ uint32_t bit_of(int64_t slot) const {
+    if (exact) return static_cast<uint32_t>(slot);
+    const uint64_t mixed = static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ull;
+    return __umulhi(static_cast<uint32_t>(mixed >> 32), bits);
+  }
+  __device__ __forceinline__ bool repeated(int64_t slot) const {
+    const uint32_t bit = bit_of(slot);
+    return twice[bit >> 5] >> (bit & 31) & 1;
+  }
+#endif
+};
+
+// What an update is, as far as its scratch depends on it.
+struct UpdateSize {
+  int64_t num_ids;
+  int64_t num_bags;
+  int64_t num_slots;
+  int32_t widest;         // columns of the widest table
+  bool quick;             // the group has the kernels of runs.cu
+  bool weighted;          // ids have weights
+  bool batch_order;       // rows that stand alone are updated in the order of the batch
+  size_t cub_sort_bytes;  // unless batch_order
+
+  // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
+  // comes last.
+  int key_bits() const;
+  // Values are bags. With weights, and for the general kernels, they are positions, and bags stand
+  // apart.
+  bool positions() const { return weighted || !quick; }
+  PairFormat format() const;
+};
+
+struct Scratch {
+  SortedPairs pairs;
+  uint32_t* bags;  // by position; null where values are bags
+  // How many positions are sorted; null: all.
+  uint32_t* sorted;
+  uint32_t* ticket;  // of stream.cu: tasks that have been begun, but for the first ones
+  Repeats repeats;
+  // Of the sort of the repeated positions (split.cu).
+  SmallSort small_sort;
+  BlockOrder split_order;
+  char* zeros;  // of digits, order and bitmaps
+  size_t zero_bytes;
+  void* cub_sort;
+  // Only the counts of runs are there before begin_runs.
+  ShortRuns runs;
+  LongRuns long_runs;
+  char* middle;
+
+  // Places all but the lists of runs in memory from `base` on, which is aligned to 256 bytes.
+  // Returns how many bytes that takes; `base` may be null to ask for no more than that.
+  size_t place(const UpdateSize& size, char* base);
+  // When the pairs are sorted, whichever half they are in: places the lists in what is free then.
+  void begin_runs(const UpdateSize& size);
+};
+
+}  // namespace torchrec_hkv::hash_table::cuda

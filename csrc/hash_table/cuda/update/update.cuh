@@ -1,0 +1,230 @@
+// What the kernels of an update share: update.cu says how they work together.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/row_vector.cuh"
+#include "hash_table/cuda/tile.cuh"
+#include "hash_table/cuda/update/apply_row.cuh"
+#include "hash_table/cuda/update/scratch.cuh"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// What the reduction of one run by the general kernels reads.
+struct Run {
+  const uint32_t* positions;  // of the run
+  int64_t length;
+  const uint32_t* bags;
+};
+
+template <typename Element, int kWidth>
+__device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& batch,
+                                                   const Pooling& pooling,
+                                                   const Output<const char>& grad, int32_t column) {
+  Columns<kWidth> sum = Columns<kWidth>::zero();
+#pragma unroll 4
+  for (int64_t k = 0; k < run.length; ++k) {
+    const uint32_t position = run.positions[k];
+    const uint32_t bag = run.bags[position];
+    const int32_t feature = batch.feature_of_bag(bag);
+    float scale = pooling.weights != nullptr ? pooling.weights[position] : 1.0f;
+    if (pooling.mean) {
+      scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+    }
+    const int64_t place = batch.output_of(feature, bag - batch.first_bag(feature), grad.stride);
+    sum.add(scale, gradient_at<Element, kWidth>(grad, place + column));
+  }
+  return sum;
+}
+
+// What the kernels of an update share.
+struct Update {
+  Batch batch;
+  Pooling pooling;
+  Output<const char> grad;
+  OptimizerConfig optimizer;
+  const float* learning_rate;
+  uint64_t no_slot;
+  bool group_four_wide;
+};
+
+__device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
+                                                     uint32_t bag) {
+  return tables[update.batch.feature_tables[update.batch.feature_of_bag(bag)]];
+}
+
+// The end of the run that `at` is in, by a tile whose lanes look at as many keys at once: a hot
+// id's run may be half of the batch.
+template <int kLanes>
+__device__ __forceinline__ int64_t end_of_run(const Pairs& sorted, int64_t at, int64_t n,
+                                              uint64_t slot) {
+  int64_t low = at, high = n;  // low is in the run, high is not
+  for (int64_t step = kLanes; low + step < n; step *= kLanes) {
+    if (sorted.key(low + step) != slot) {
+      high = low + step;
+      break;
+    }
+    low += step;
+  }
+  while (high - low > 1) {
+    const int64_t stride = (high - low + kLanes) / (kLanes + 1);
+    const int64_t look = low + (Tile<kLanes>::lane() + 1) * stride;
+    const int same = __popc(Tile<kLanes>::ballot(look < high && sorted.key(look) == slot));
+    low += same * stride;
+    high = min(high, low + stride);
+  }
+  return high;
+}
+
+// The bag that a position is in. All lanes of a warp.
+__device__ __forceinline__ int64_t bag_at(const int64_t* offsets, int64_t num_bags,
+                                          int64_t position) {
+  int64_t low = 0, high = num_bags;  // low begins at the position or before, high behind it
+  while (high - low > 1) {
+    const int64_t stride = (high - low + kWarp) / (kWarp + 1);
+    const int64_t look = low + (threadIdx.x % kWarp + 1) * stride;
+    const bool before = look < high && offsets[look] <= position;
+    low += __popc(__ballot_sync(kAllLanes, before)) * stride;
+    high = min(high, low + stride);
+  }
+  return low;
+}
+
+template <int kLanes>
+__device__ __forceinline__ void note_long_run(const LongRuns& runs, int64_t first, int64_t length) {
+  using Lanes = Tile<kLanes>;
+  const auto pieces = static_cast<uint32_t>((length + kPieceSize - 1) / kPieceSize);
+  uint32_t number = 0, first_piece = 0;
+  if (Lanes::lane() == 0) {
+    number = atomicAdd(runs.number, 1u);
+    first_piece = atomicAdd(runs.pieces, pieces);
+    runs.runs[number] =
+        LongRun{static_cast<uint32_t>(first), static_cast<uint32_t>(length), first_piece};
+  }
+  number = Lanes::of_lane(number, 0);
+  first_piece = Lanes::of_lane(first_piece, 0);
+  for (uint32_t p = Lanes::lane(); p < pieces; p += kLanes) runs.run_of[first_piece + p] = number;
+}
+
+// One position of the sorted order, as the lane that looks at it sees it.
+struct Neighbour {
+  uint32_t table;
+  int64_t slot;      // in its table
+  int64_t gradient;  // place of its bag's gradient
+  float scale;       // of it
+};
+
+// Where the gradient of a sorted value is, and how it counts.
+struct Share {
+  uint32_t table;
+  int64_t gradient;  // place of its bag's gradient
+  float scale;       // of it
+};
+
+__device__ __forceinline__ Share share_of(const Update& update, const uint32_t* bags,
+                                          uint32_t value) {
+  const Batch& batch = update.batch;
+  const uint32_t bag = bags != nullptr ? bags[value] : value;
+  const int32_t feature = batch.feature_of_bag(bag);
+  Share it;
+  it.table = batch.feature_tables[feature];
+  it.gradient = batch.output_of(feature, bag - batch.first_bag(feature), update.grad.stride);
+  // Where there are weights, values are positions.
+  it.scale = update.pooling.weights != nullptr ? update.pooling.weights[value] : 1.0f;
+  if (update.pooling.mean) {
+    it.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+  }
+  return it;
+}
+
+__device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const Update& update,
+                                                  const Scratch& scratch, uint64_t key,
+                                                  uint32_t value) {
+  const Share share = share_of(update, scratch.bags, value);
+  return Neighbour{share.table, static_cast<int64_t>(key) - tables[share.table].first_slot,
+                   share.gradient, share.scale};
+}
+__device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, int lane) {
+  return Neighbour{
+      __shfl_sync(kAllLanes, mine.table, lane), __shfl_sync(kAllLanes, mine.slot, lane),
+      __shfl_sync(kAllLanes, mine.gradient, lane), __shfl_sync(kAllLanes, mine.scale, lane)};
+}
+
+// Has what the update of a row reads brought into the second-level cache.
+__device__ __forceinline__ void prefetch_update(const TableView& table, const Neighbour& it,
+                                                const Update& update) {
+  const auto row_bytes = static_cast<uint32_t>(table.rows.bytes());
+  const auto state_bytes = static_cast<uint32_t>(table.states.bytes());
+  const int64_t frame = table.frames.frame_of(it.slot);
+  if (table.in_hbm(frame)) {
+    if (row_bytes % 16 == 0) prefetch_l2(table.rows.at(it.slot, frame), row_bytes);
+    const char* state = table.states.at(it.slot, frame);
+    if (state_bytes > 0 && state_bytes % 16 == 0) {
+      prefetch_l2(state, state_bytes);
+    } else if (state_bytes > 0) {
+      prefetch_l2(state);
+    }
+  }
+  if (update.group_four_wide) {
+    const auto bytes = static_cast<uint32_t>(table.dim()) * element_size(update.grad.type);
+    const char* const gradient = update.grad.at(it.gradient);
+    if (bytes % 16 == 0 && reinterpret_cast<uintptr_t>(gradient) % 16 == 0) {
+      prefetch_l2(gradient, bytes);
+    } else {
+      prefetch_l2(gradient);
+    }
+  }
+}
+
+// Writes what is to be sorted, and begins the counts of runs. Counts the update, looks at the
+// offsets.
+void prepare_update(const TableView* tables, int32_t num_tables, const Update& update,
+                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
+
+// Has a row and its state brought into the second-level cache. Two lanes, 0 and 1.
+__device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slot, int lane) {
+  const int64_t frame = table.frames.frame_of(slot);
+  if (!table.in_hbm(frame)) return;
+  const RowStore& store = lane == 0 ? table.rows : table.states;
+  const auto bytes = static_cast<uint32_t>(store.bytes());
+  const char* from = store.at(slot, frame);
+  if (bytes % 16 == 0) {
+    if (bytes > 0) prefetch_l2(from, bytes);
+  } else {
+    prefetch_l2(from);
+  }
+}
+
+// For quick groups: rows of at most kQuickColumns columns, all four wide.
+constexpr int32_t kQuickColumns = 4 * kWarp;
+
+// Finds out which slots are repeated; the bitmaps are zeros before (alone.cu). Looks at
+// the offsets.
+void mark_repeats(const Batch& batch, const int64_t* slots, const Repeats& repeats,
+                  cudaStream_t stream);
+// Updates rows that stand alone, in the order of the batch.
+void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
+                  const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
+// In place of prepare_update, before update_alone: counts the update, and splits the positions of
+// repeated slots off, which sort_small then sorts (split.cu).
+void split_repeated(const TableView* tables, int32_t num_tables, const Update& update,
+                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
+// Updates the rows of the sorted runs, but for long ones, whose pieces it adds up
+// (runs.cu). Where all positions are sorted, counts those that stand alone.
+void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                 const GroupShape& shape, cudaStream_t stream);
+
+// Whether there is stream_runs for an optimizer and such tables.
+bool streams_runs(const OptimizerConfig& optimizer, const GroupShape& shape);
+// update_runs where all positions are sorted, as a stream (stream.cu).
+void stream_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                 const GroupShape& shape, cudaStream_t stream);
+
+// Blocks of which so many are on a multiprocessor at once, but no more than there is work for.
+unsigned resident_grid(int blocks_of_processor, int64_t threads);
+
+}  // namespace torchrec_hkv::hash_table::cuda

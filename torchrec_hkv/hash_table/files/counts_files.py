@@ -1,0 +1,195 @@
+"""Counts of ids that are not admitted, in files: written, checked, and moved between ranks.
+
+Cells move with their ids: to another number of cells, and to the table that asks for the id. A
+sketch holds no ids. Sketches of several ranks are added up, cell by cell, where their tables become
+one, and a table that becomes several leaves its sketch to each: no count is ever too low.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table.files.block_files import host_memory
+from torchrec_hkv.hash_table.files.counts import (
+    SET_BYTES,
+    Kind,
+    cells_in,
+    kind_of,
+    placed_cells,
+    set_of,
+)
+from torchrec_hkv.hash_table.files.manifest import Counts, counts_name
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedCounts:
+    """The counts of one part of a saved table.
+
+    Attributes:
+        folder: that holds the file.
+        counts: what its manifest says.
+        owners: first owner bucket of the ids that the part was asked for, and the one past the
+            last.
+    """
+
+    folder: Path
+    counts: Counts
+    owners: tuple[int, int]
+
+
+def write_counts(
+    group: TableGroup, table: int, folder: Path, save: str, batch_bytes: int
+) -> Counts | None:
+    """Writes the counts of a table to a file of its own; None where it counts nothing."""
+    kind = kind_of(group.tables[table].admission)
+    if kind is None:
+        return None
+    path = folder / counts_name(save)
+    crc32 = 0
+    with open(path, "xb") as file:
+        for first, n in _pieces(kind.bytes, batch_bytes):
+            piece = group.read_admission(table, first, n).cpu()
+            data = host_memory(piece)
+            crc32 = zlib.crc32(data, crc32)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Counts(path.name, kind.name, kind.cell_bits, kind.bytes, crc32)
+
+
+def verify_counts(folder: Path, counts: Counts, batch_bytes: int) -> None:
+    """Reads a file of counts.
+
+    Raises:
+        ValueError: it is missing, of another size or damaged.
+    """
+    path = folder / counts.file
+    crc32 = 0
+    try:
+        size = path.stat().st_size
+        if size != counts.bytes:
+            what = "cut short" if size < counts.bytes else "too long"
+            raise ValueError(f"{path} is {what}: it has {size} bytes instead of {counts.bytes}.")
+        for first, n in _pieces(counts.bytes, batch_bytes):
+            piece = _read(path, first, n)
+            crc32 = zlib.crc32(host_memory(piece), crc32)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    if crc32 != counts.crc32:
+        raise ValueError(
+            f"{path} is damaged: its checksum is {crc32}, but the manifest names {counts.crc32}."
+        )
+
+
+def load_counts(
+    group: TableGroup,
+    table: int,
+    saved: Sequence[SavedCounts],
+    owners: tuple[int, int],
+    batch_bytes: int,
+) -> None:
+    """Gives a table whose counts are empty those of saved parts.
+
+    Nothing is done where the table counts in another way than they did, or in a sketch of another
+    size: its counts start anew.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        saved: parts whose owner buckets don't overlap.
+        owners: first owner bucket of the ids that the table is asked for, and the one past the
+            last.
+        batch_bytes: host memory it may take.
+    """
+    kind = kind_of(group.tables[table].admission)
+    if kind is None:
+        return
+    met = [
+        part
+        for part in saved
+        if (part.counts.kind, part.counts.cell_bits) == (kind.name, kind.cell_bits)
+        and _overlap(part.owners, owners)
+    ]
+    if len(met) == 1 and met[0].counts.bytes == kind.bytes and met[0].owners == owners:
+        pieces = _copied(met[0], batch_bytes)
+    elif kind.name == "cells":
+        pieces = _moved_cells(met, owners, kind.bytes, batch_bytes)
+    elif met and all(part.counts.bytes == kind.bytes for part in met):
+        pieces = _added_sketches(met, kind, batch_bytes)
+    else:
+        return
+    for first, piece in pieces:
+        group.write_admission(table, first, piece)
+
+
+def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
+    """Where pieces of whole sets begin, and their bytes."""
+    most = max(SET_BYTES, most // SET_BYTES * SET_BYTES)
+    for first in range(0, size, most):
+        yield first, min(most, size - first)
+
+
+def _read(path: Path, first: int, n: int) -> Tensor:
+    out = torch.empty(n, dtype=torch.uint8)
+    with open(path, "rb") as file:
+        file.seek(first)
+        if file.readinto(host_memory(out)) != n:
+            raise ValueError(f"{path} is cut short: it ends before byte {first + n}.")
+    return out
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _copied(part: SavedCounts, batch_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    for first, n in _pieces(part.counts.bytes, batch_bytes):
+        yield first, _read(part.folder / part.counts.file, first, n)
+
+
+def _added_sketches(
+    parts: Sequence[SavedCounts], kind: Kind, batch_bytes: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Sums that stop at the largest number of a cell, as counting does."""
+    # A piece is read once a part and summed in int32.
+    for first, n in _pieces(kind.bytes, batch_bytes // (8 if kind.cell_bits == 8 else 6)):
+        total = torch.zeros(8 * n // kind.cell_bits, dtype=torch.int32)
+        for part in parts:
+            total += kind.numbers(_read(part.folder / part.counts.file, first, n))
+            total.clamp_(max=kind.limit)
+        yield first, kind.packed(total)
+
+
+def _moved_cells(
+    parts: Sequence[SavedCounts], owners: tuple[int, int], size: int, batch_bytes: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Each cell to its id's set."""
+    num_sets = size // SET_BYTES
+    # Sets that lie together hold a range of hashes, in tables of any size.
+    for first, n in _pieces(size, batch_bytes // 12):
+        begin, end = first // SET_BYTES, (first + n) // SET_BYTES
+        cells = [torch.empty(0, 2, dtype=torch.int64)]
+        cells += [_cells_of(part, begin, end, num_sets, owners) for part in parts]
+        found = torch.cat(cells)
+        yield first, placed_cells(found, set_of(found[:, 0], num_sets), begin, end)
+
+
+def _cells_of(
+    part: SavedCounts, begin: int, end: int, num_sets: int, owners: tuple[int, int]
+) -> Tensor:
+    """The cells of a file whose ids are in sets ``begin`` to ``end`` of ``num_sets``."""
+    own_sets = part.counts.bytes // SET_BYTES
+    low = ((begin << 32) // num_sets * own_sets) >> 32
+    high = min(own_sets, ((-(-(end << 32) // num_sets) * own_sets) >> 32) + 1)
+    read = _read(part.folder / part.counts.file, low * SET_BYTES, (high - low) * SET_BYTES)
+    cells = cells_in(read, owners)
+    sets = set_of(cells[:, 0], num_sets)
+    return cells[(sets >= begin) & (sets < end)]

@@ -1,0 +1,293 @@
+"""Tables as files see them: entries in the order of slots, in batches of bounded memory."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.block_files import copy_to_host
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, shard_name
+from torchrec_hkv.hash_table.files.shard_files import (
+    ShardReader,
+    ShardWriter,
+    Staging,
+    entry_bytes,
+    fields_of,
+)
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+
+# Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
+# read, what it displaces, and what that displaces.
+_COPIES = 3
+# Of what a save may take, staging takes a half, looking for entries a quarter, and entries on their
+# way from the table to the staging twice one of so many parts.
+SAVED_PARTS = 8
+# Bytes a slot that looking for the entries of a shard takes.
+_SCAN_BYTES = 32
+
+_ops = torch.ops.torchrec_hkv
+
+
+class FileTable:
+    """A table of a group as files see it."""
+
+    def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:
+        self.group = group
+        self.table = table
+        self.name = group.tables[table].name
+        layout = _C.table_layout(group.handle, table)
+        *self._layout, self.keeps_scores, self.buckets, self.bucket_slots = layout
+        self.fields = fields_of(*self._layout, self.keeps_scores)
+        self.slots = self.buckets * self.bucket_slots
+        self._batch_bytes = batch_bytes
+        self.batch = self._entries(_COPIES)
+        self.scan = max(1, batch_bytes // (4 * _SCAN_BYTES))
+
+    def _entries(self, parts: int) -> int:
+        """Entries that one of so many parts of the memory holds."""
+        return max(1, self._batch_bytes // (parts * entry_bytes(self.fields)))
+
+
+class Source(FileTable):
+    """A table that is saved."""
+
+    def _owners(self) -> Iterator[tuple[int, Tensor]]:
+        """The owner bucket of each slot, -1 where it is free, in pieces with their first slot."""
+        for first in range(0, self.slots, self.scan):
+            n = min(self.scan, self.slots - first)
+            counters = self.group.counter_tensor
+            yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
+
+    def count_owners(self) -> Tensor:
+        """Entries of each owner bucket, int64 ``[65536]``."""
+        counts = torch.zeros(OWNERS + 1, dtype=torch.int64)
+        for _, owners in self._owners():
+            counts += torch.bincount(owners + 1, minlength=OWNERS + 1).cpu()
+        return counts[1:]
+
+    def staging(self) -> Staging:
+        """Memory for a batch on its way to a file: half of what may be taken."""
+        return Staging(self.fields, self._entries(2), pin=self.group.device.type == "cuda")
+
+    def batches(self, begin: int, end: int) -> Iterator[dict[str, Tensor]]:
+        """Entries of a range of owner buckets, in the order of their slots, where the table is."""
+        size = self._entries(SAVED_PARTS)
+        for slots in self._slots(begin, end):
+            for part in slots.split(size) if slots.numel() else ():
+                yield self._read(part)
+
+    def _slots(self, begin: int, end: int) -> Iterator[Tensor]:
+        for first, owners in self._owners():
+            yield ((owners >= begin) & (owners < end)).nonzero().flatten() + first
+
+    def _read(self, slots: Tensor) -> dict[str, Tensor]:
+        names = ("ids", "rows", "last_steps", "scores", "states")
+        read = _ops.read_slots(self.group.handle, self.table, slots)
+        batch = {"slots": slots, **dict(zip(names, read, strict=True))}
+        return {field.name: batch[field.name] for field in self.fields}
+
+
+class Target(FileTable):
+    """A table that is loaded."""
+
+    def __init__(self, group: TableGroup, table: int, batch_bytes: int) -> None:
+        super().__init__(group, table, batch_bytes)
+        self.capacity = group.full_slots(table)
+
+    def staging(self) -> Staging:
+        """Host memory for a batch."""
+        return Staging(self.fields, self.batch, pin=self.group.device.type == "cuda")
+
+    def can_have(self, buckets: int, bucket_slots: int) -> bool:
+        """Whether the table has this geometry, or can grow to it."""
+        most = self.capacity // self.bucket_slots
+        sizes = [self.buckets << k for k in range(64) if self.buckets << k <= most]
+        return bucket_slots == self.bucket_slots and buckets in sizes
+
+    def grow(self, manifest: Manifest, exact: bool) -> None:
+        """Grows to the saved table's geometry, or to where all of its entries fit."""
+        if exact:
+            self.group.reserve_buckets(self.table, manifest.buckets, manifest.bucket_slots)
+        else:
+            self.group.reserve(self.table, min(manifest.entries, self.capacity))
+
+    def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
+        """Puts entries into the table; returns how many found no place."""
+        n = batch["ids"].numel()
+        moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
+        ids, device = moved["ids"], self.group.device
+        entries = (
+            ids,
+            moved["rows"],
+            moved["last_steps"],
+            moved.get("scores", torch.empty(0, dtype=torch.int64, device=device)),
+            moved.get("states", torch.empty((n, 0), device=device)),
+        )
+        place = (self.group.counter_tensor, self.group.handle, self.table)
+        if exact:
+            placed = _ops.restore_slots(*place, moved["slots"], *entries)
+            return 0 if placed.all() else n - int(placed.sum())
+        lost = 0
+        while entries[0].numel():
+            *displaced, counts = _ops.restore_entries(*place, *entries)
+            again, refused = counts.tolist()
+            lost += refused
+            # What another entry took the place of may still have one in its other bucket.
+            entries = tuple(tensor[:again] for tensor in displaced)
+        return lost
+
+
+def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
+    """Cuts the owner buckets into ranges of at most ``most`` entries.
+
+    Args:
+        counts: entries of each owner bucket.
+        most: entries a shard may hold.
+
+    Returns:
+        ``(begin, end, entries)`` of each shard, ascending and disjoint; but a bucket of more
+        entries is a range of its own, cut into several shards.
+    """
+    ends = counts.cumsum(0).tolist()  # entries up to the end of each bucket
+    plan = []
+    begin, before = 0, 0
+    while before < ends[-1]:
+        end = max(begin + 1, bisect.bisect_right(ends, before + most))
+        held = ends[end - 1] - before
+        plan += [(begin, end, min(most, held - first)) for first in range(0, held, most)]
+        begin, before = end, ends[end - 1]
+    return plan
+
+
+def write_shards(
+    source: Source,
+    plan: list[tuple[int, int, int]],
+    folder: Path,
+    save_name: str,
+    written: list[Path],
+    threads: int = 1,
+) -> list[Shard]:
+    """Writes the shards of a table.
+
+    While one thread waits for the disk, others read the table and add up checksums.
+
+    Args:
+        source: the table.
+        plan: of :func:`plan_shards`.
+        folder: that exists.
+        save_name: 8 hexadecimal digits, a name of this save's own.
+        written: gets the files that were begun.
+        threads: that write files at the same time, each with batches of its own.
+
+    Raises:
+        OSError: writing failed.
+        RuntimeError: the table changed meanwhile.
+    """
+    work: dict[tuple[int, int], list[tuple[Path, int]]] = {}
+    for index, (begin, end, entries) in enumerate(plan):
+        path = folder / shard_name(save_name, index)
+        work.setdefault((begin, end), []).append((path, entries))
+    free: list[Staging] = []
+
+    def write(owners: tuple[int, int]) -> list[Shard]:
+        staging = free.pop() if free else source.staging()
+        shards = list(_write_range(source, owners, work[owners], staging, written))
+        free.append(staging)
+        return shards
+
+    if threads == 1:
+        ranges = [write(owners) for owners in work]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            ranges = list(pool.map(write, work))
+    return [shard for shards in ranges for shard in shards]
+
+
+def _write_range(
+    source: Source,
+    owners: tuple[int, int],
+    files: list[tuple[Path, int]],
+    staging: Staging,
+    written: list[Path],
+) -> Iterator[Shard]:
+    batches = source.batches(*owners)
+    rest: dict[str, Tensor] = {}
+    for path, entries in files:
+        written.append(path)
+        with ShardWriter(path, staging, owners, entries) as writer:
+            while room := min(writer.room, staging.entries):
+                filled, rest = _fill(writer.memory(room), rest, batches)
+                if filled < room:
+                    raise RuntimeError(f"table {source.name!r} changed while it was saved.")
+                writer.write(room)
+            yield writer.finish()
+
+
+def _fill(
+    memory: dict[str, Tensor], rest: dict[str, Tensor], batches: Iterator[dict[str, Tensor]]
+) -> tuple[int, dict[str, Tensor]]:
+    """Fills host memory with the rest of a batch and those that follow.
+
+    Returns:
+        Entries that came, and what is left of the last batch.
+    """
+    room = len(memory["ids"])
+    filled = 0
+    device = memory["ids"].device
+    while filled < room:
+        batch = rest or next(batches, None)
+        if batch is None:
+            break
+        n = min(len(batch["ids"]), room - filled)
+        device = batch["ids"].device
+        for name, to in memory.items():
+            copy_to_host(to[filled : filled + n], batch[name][:n])
+        more = len(batch["ids"]) > n
+        rest = {name: tensor[n:] for name, tensor in batch.items()} if more else {}
+        filled += n
+    if device.type == "cuda":
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(device))
+        copied.synchronize()
+    return filled, rest
+
+
+def verify_shard(folder: Path, manifest: Manifest, shard: Shard, batch_bytes: int) -> None:
+    """Reads a shard: all of its bytes, and that every id stands where it may.
+
+    Raises:
+        ValueError: it is missing, damaged, or contradicts the manifest.
+    """
+    path = folder / shard.file
+    table = manifest.table
+    fields = fields_of(
+        table["dim"],
+        getattr(torch, table["dtype"]),
+        table["state_dim"],
+        table["eviction"] != "lru",
+    )
+    batch = max(1, batch_bytes // entry_bytes(fields))
+    staging = Staging(fields, min(batch, shard.entries))
+    misplaced = 0
+    with ShardReader(path, fields, shard) as reader:
+        for entries in reader.verified_batches(staging):
+            wrong = _ops.find_misplaced(
+                entries["ids"],
+                entries["slots"],
+                manifest.buckets,
+                manifest.bucket_slots,
+                shard.owner_begin,
+                shard.owner_end,
+            )
+            misplaced += int(wrong.sum()) if wrong.any() else 0
+    if misplaced:
+        raise ValueError(
+            f"{path} contradicts itself: {misplaced} of its {shard.entries} ids are not in their "
+            "own buckets."
+        )

@@ -1,0 +1,396 @@
+"""A table out of the saved parts of a sharded one: shards of other rows or columns than its own.
+
+Every part is a folder as :mod:`torchrec_hkv.hash_table.files` writes it. A table takes the ids of
+its owner buckets and the columns that it has. Entries come from the parts that hold its first
+column; parts of other columns are then written beside them, id by id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
+from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard
+from torchrec_hkv.hash_table.files.save_load import BATCH_BYTES, SAFE_LOAD, describe
+from torchrec_hkv.hash_table.files.shard_files import (
+    Field,
+    ShardReader,
+    Staging,
+    entry_bytes,
+    fields_of,
+)
+from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.initial_rows import initial_rows
+from torchrec_hkv.hash_table.ops import owner_rank
+
+_ops = torch.ops.torchrec_hkv
+
+# Of a table's description: what parts of the same table differ in, and the distribution of rows
+# that come later, whose default follows from a table's size.
+_MAY_DIFFER = ("dim", "column_offset", "state_dim", "initializer")
+# Batches beside those that are read ahead: the one that is put into the table, and what is picked
+# and made of it.
+_COPIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A shard of a saved table.
+
+    Attributes:
+        folder: that it was saved to.
+        owners: first owner bucket of the ids that it was asked for, and the one past the last.
+        manifest: of the folder.
+    """
+
+    folder: Path
+    owners: tuple[int, int]
+    manifest: Manifest
+
+    @property
+    def columns(self) -> Columns:
+        """That it holds."""
+        begin = self.manifest.table["column_offset"]
+        return Columns(begin, begin + self.manifest.table["dim"])
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Of its shards."""
+        table = self.manifest.table
+        return fields_of(
+            table["dim"],
+            getattr(torch, table["dtype"]),
+            table["state_dim"],
+            table["eviction"] != "lru",
+        )
+
+
+class PartsLoad:
+    """Replaces all that a table holds by what parts of a saved table hold of it.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        feature: the index of a feature of its.
+        parts: of one table, not verified here (:func:`torchrec_hkv.hash_table.files.verify`).
+        owners: first owner bucket of the ids that the table is asked for, and the one past the
+            last.
+        allow_loss: load also into a table that is too small; what ranks lowest is left out.
+        batch_bytes: memory it may take, on the host and on the device.
+        threads: that read files at the same time.
+    """
+
+    def __init__(
+        self,
+        group: TableGroup,
+        table: int,
+        feature: int,
+        parts: Sequence[Part],
+        owners: tuple[int, int],
+        *,
+        allow_loss: bool = False,
+        batch_bytes: int = BATCH_BYTES,
+        threads: int = 1,
+    ) -> None:
+        self._group, self._table, self._feature = group, table, feature
+        self._owners, self._allow_loss = owners, allow_loss
+        self._batch_bytes, self._threads = batch_bytes, threads
+        self._spec = group.tables[table]
+        self._target = Target(group, table, batch_bytes)
+        self.columns = Columns(self._spec.column_offset, self._spec.column_offset + self._spec.dim)
+        self._parts = [
+            part
+            for part in parts
+            if part.columns.common(self.columns).width > 0
+            and max(part.owners[0], owners[0]) < min(part.owners[1], owners[1])
+        ]
+        # Those of the first column first.
+        self._by_columns = [
+            (columns, list(group))
+            for columns, group in itertools.groupby(
+                sorted(self._parts, key=lambda p: (p.columns.begin, p.columns.end, p.owners)),
+                key=lambda p: p.columns,
+            )
+        ]
+        self._states = StateColumns.of_layout(group.state_layout)
+
+    # -- before anything changes ------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuses parts that can't be loaded, reading no more than ids.
+
+        Raises:
+            ValueError: parts are of another table, do not make up this one, or hold more entries
+                than surely find a place.
+        """
+        here = describe(self._group, self._table)
+        for part in self._parts:
+            self._check_same(part, here)
+        self._check_whole()
+        entries = sum(self._entries(part) for part in self._by_columns[0][1])
+        slots = self._target.capacity
+        safe = slots if slots <= 2 * self._target.bucket_slots else int(SAFE_LOAD * slots)
+        if entries > safe and not self._allow_loss and self._exact() is None:
+            raise ValueError(
+                f"table {self._spec.name!r}: the checkpoint holds {entries} entries for a shard of "
+                f"{slots} slots, which surely takes {safe}: give the table a larger "
+                "num_embeddings, or pass allow_loss=True to leave out those of the lowest scores."
+            )
+
+    def _check_same(self, part: Part, here: dict[str, Any]) -> None:
+        for what in (*here, *part.manifest.table):
+            saved, own = part.manifest.table.get(what), here.get(what)
+            if what not in _MAY_DIFFER and saved != own:
+                raise ValueError(
+                    f"{part.folder} is of another table: its {what} is {saved!r}, but that of "
+                    f"table {here['name']!r} is {own!r}."
+                )
+        saved, own = part.manifest.state_layout, self._group.state_layout
+        if saved != own:
+            raise ValueError(
+                f"{part.folder} has optimizer states of layout {saved}, but table "
+                f"{here['name']!r} is trained by {self._group.optimizer}, whose states have layout "
+                f"{own}."
+            )
+        width = part.manifest.table["state_dim"]
+        needed = _C.OptimizerConfig(kind=_C.Optimizer.NONE)
+        if self._group.optimizer is not None:
+            needed = self._group.optimizer.config()
+        if width != needed.state_width(part.manifest.table["dim"]):
+            raise ValueError(
+                f"{part.folder} has states of {width} values for rows of "
+                f"{part.manifest.table['dim']}, which are not those of {self._group.optimizer}."
+            )
+
+    def _check_whole(self) -> None:
+        """Every column and owner bucket of the table once."""
+        column = self.columns.begin
+        for columns, parts in self._by_columns:
+            owner = self._owners[0]
+            for part in parts:
+                if part.owners[0] > owner:
+                    break
+                owner = part.owners[1]
+            if columns.begin > column or owner < self._owners[1]:
+                break
+            column = columns.end
+        if column < self.columns.end:
+            raise ValueError(
+                f"table {self._spec.name!r}: the checkpoint does not hold all of its columns "
+                f"{self.columns.begin} to {self.columns.end} for its owner buckets "
+                f"{self._owners[0]} to {self._owners[1]}."
+            )
+
+    def _is_mine(self, owners: tuple[int, int]) -> bool:
+        return self._owners[0] <= owners[0] and owners[1] <= self._owners[1]
+
+    def _shards(self, part: Part) -> Iterator[tuple[Shard, bool]]:
+        """Shards of a part that may hold ids of the table, and whether they may hold others."""
+        for shard in part.manifest.shards:
+            # Shards share all owner buckets among them, whatever the part was asked for.
+            held = (
+                max(shard.owner_begin, part.owners[0]),
+                min(shard.owner_end, part.owners[1]),
+            )
+            if max(held[0], self._owners[0]) < min(held[1], self._owners[1]):
+                yield shard, not self._is_mine(held)
+
+    def _entries(self, part: Part) -> int:
+        """How many entries of a part are the table's."""
+        count = 0
+        for shard, has_others in self._shards(part):
+            if not has_others:
+                count += shard.entries
+                continue
+            ids = [field for field in part.fields if field.name == "ids"]
+            staging = Staging(ids, min(shard.entries, 1 << 20))
+            with ShardReader(part.folder / shard.file, part.fields, shard) as reader:
+                for batch in reader.batches(staging):
+                    count += int(self._mine(batch["ids"]).sum())
+        return count
+
+    def _mine(self, ids: Tensor) -> Tensor:
+        owner = owner_rank(ids, OWNERS)
+        return (owner >= self._owners[0]) & (owner < self._owners[1])
+
+    def _exact(self) -> Manifest | None:
+        """The manifest that says where every entry stands, where the table can have it so."""
+        parts = self._by_columns[0][1]
+        if len(parts) != 1 or parts[0].owners != self._owners:
+            return None
+        manifest = parts[0].manifest
+        fits = self._target.can_have(manifest.buckets, manifest.bucket_slots)
+        return manifest if fits else None
+
+    # -- the load ---------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> int:
+        """The last step that any part began; the group's clock must be there."""
+        return max(part.manifest.clock for part in self._parts)
+
+    def run(self) -> int:
+        """Loads. The group's clock must have been set.
+
+        Returns:
+            How many entries found no place.
+
+        Raises:
+            ValueError: files contradict themselves in spite of right checksums, or entries found
+                no place although the table is less than 95 % full; the table is left empty.
+        """
+        group, table = self._group, self._table
+        manifest = self._exact()
+        if manifest is not None:
+            group.reserve_buckets(table, manifest.buckets, manifest.bucket_slots)
+        else:
+            entries = sum(self._entries(part) for part in self._by_columns[0][1])
+            group.reserve(table, min(entries, self._target.capacity))
+        group.clear_table(table)
+        try:
+            lost = self._fill(manifest is not None)
+        except BaseException:
+            group.clear_table(table)
+            raise
+        first = self._by_columns[0][1]
+        counts = [
+            SavedCounts(part.folder, part.manifest.counts, part.owners)
+            for part in first
+            if part.manifest.counts is not None
+        ]
+        load_counts(group, table, counts, self._owners, self._batch_bytes)
+        group.fill_frames(table)
+        group.optimizer_steps[table] = max(part.manifest.optimizer_step for part in self._parts)
+        return lost
+
+    def _fill(self, exact: bool) -> int:
+        lost = filled = 0
+        for columns, parts in self._by_columns:
+            for part in parts:
+                with contextlib.closing(self._batches(part)) as batches:
+                    for batch in batches:
+                        if filled:
+                            self._write_beside(batch, columns, filled)
+                        else:
+                            lost += self._target.restore(self._as_target(batch, columns), exact)
+            filled += columns.common(self.columns).width
+        if lost and exact:
+            raise ValueError(
+                f"{self._parts[0].folder} contradicts itself: {lost} of its slots are taken twice."
+            )
+        if lost and not self._allow_loss:
+            raise ValueError(
+                f"table {self._spec.name!r}: {lost} entries of the checkpoint found no place: give "
+                "it a larger num_embeddings, or pass allow_loss=True."
+            )
+        return lost
+
+    def _batches(self, part: Part) -> Iterator[dict[str, Tensor]]:
+        """The table's entries in a part, valid until the next ones; read ahead by threads."""
+        fields = part.fields
+        width = max(entry_bytes(fields), entry_bytes(self._target.fields))
+        size = max(1, self._batch_bytes // ((self._threads + _COPIES) * width))
+        size = min(size, max((s.entries for s in part.manifest.shards), default=1))
+        pin = self._group.device.type == "cuda"
+        with contextlib.ExitStack() as stack:
+            free = [Staging(fields, size, pin) for _ in range(self._threads + 1)]
+            pool = stack.enter_context(ThreadPoolExecutor(self._threads))
+            ahead: list[tuple[Future[dict[str, Tensor]], Staging, bool]] = []
+
+            def take() -> Iterator[dict[str, Tensor]]:
+                future, staging, has_others = ahead.pop(0)
+                batch = future.result()
+                if has_others:
+                    mine = self._mine(batch["ids"])
+                    batch = {name: tensor[mine] for name, tensor in batch.items()}
+                yield batch
+                free.append(staging)
+
+            for shard, has_others in self._shards(part):
+                reader = stack.enter_context(ShardReader(part.folder / shard.file, fields, shard))
+                for first in range(0, shard.entries, size):
+                    if len(ahead) == self._threads:
+                        yield from take()
+                    staging = free.pop()
+                    n = min(size, shard.entries - first)
+                    future = pool.submit(reader.read, first, n, staging)
+                    ahead.append((future, staging, has_others))
+            while ahead:
+                yield from take()
+
+    def _as_target(self, batch: dict[str, Tensor], columns: Columns) -> dict[str, Tensor]:
+        """Entries with the table's columns; those that are still to come as of new rows."""
+        if columns == self.columns:
+            return batch
+        n, spec = batch["ids"].numel(), self._spec
+        if columns.begin <= self.columns.begin and columns.end >= self.columns.end:
+            rows = torch.empty(n, spec.dim, dtype=spec.dtype)
+        else:
+            rows = initial_rows(
+                batch["ids"],
+                spec.dim,
+                table=spec.name,
+                seed=spec.seed,
+                initializer=spec.initializer,
+                column_offset=spec.column_offset,
+            ).to(spec.dtype)
+        states = torch.zeros(n, self._state_dim)
+        given = batch.get("states", torch.empty(n, 0))
+        copy_columns(
+            batch["rows"], given, columns, rows, states, self.columns, self._states, filled=0
+        )
+        names = {field.name for field in self._target.fields}
+        made = {**batch, "rows": rows, "states": states}
+        return {name: tensor for name, tensor in made.items() if name in names}
+
+    @property
+    def _state_dim(self) -> int:
+        return _C.table_layout(self._group.handle, self._table)[2]
+
+    def _write_beside(self, batch: dict[str, Tensor], columns: Columns, filled: int) -> None:
+        """Writes the columns of entries into those of the same ids. An id that is not there was
+        left out, or never was in the shard of the first column."""
+        group, table, device = self._group, self._table, self._group.device
+        ids = batch["ids"].to(device)
+        offsets = torch.zeros(group.num_features + 1, dtype=torch.int64, device=device)
+        offsets[self._feature + 1 :] = ids.numel()
+        slots = group.find(ids, offsets, 1)
+        there = (slots >= 0).nonzero().flatten()
+        first = sum(group.full_slots(t) for t in range(table))
+        slots = slots[there] - first
+        kept = _ops.read_slots(group.handle, table, slots)
+        own_ids, rows, last_steps, scores, states = kept
+        given = batch.get("states", torch.empty(len(batch["ids"]), 0)).to(device)
+        copy_columns(
+            batch["rows"].to(device)[there],
+            given[there],
+            columns,
+            rows,
+            states,
+            self.columns,
+            self._states,
+            filled=filled,
+        )
+        _ops.overwrite_slots(
+            group.counter_tensor,
+            group.handle,
+            table,
+            slots,
+            own_ids,
+            rows,
+            last_steps,
+            scores,
+            states,
+        )

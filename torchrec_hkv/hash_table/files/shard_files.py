@@ -1,0 +1,311 @@
+"""One shard of a saved table: a safetensors file, written and read in batches.
+
+The safetensors package writes tensors that are whole in memory; a shard is larger than what a save
+may take. The format is simple enough to be written in pieces: 8 bytes with the length of the
+header, the header, then tensor after tensor. The package reads these files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
+from torchrec_hkv.hash_table.files.manifest import Shard
+
+# The format's names. Steps and scores are unsigned, but a table hands them over as signed.
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_LENGTH_BYTES = 8
+# Shorter files go through the page cache, which holds them: a disk is slow with small pieces.
+_DIRECT_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One tensor of a shard.
+
+    Attributes:
+        name: of the tensor.
+        dtype: in memory.
+        type: in the header.
+        columns: of a matrix; None for a vector.
+    """
+
+    name: str
+    dtype: torch.dtype
+    type: str
+    columns: int | None = None
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry."""
+        return self.dtype.itemsize * (1 if self.columns is None else self.columns)
+
+    def shape(self, entries: int) -> tuple[int, ...]:
+        """Of the tensor of so many entries."""
+        return (entries,) if self.columns is None else (entries, self.columns)
+
+
+def fields_of(
+    dim: int, dtype: torch.dtype, state_dim: int, keeps_scores: bool
+) -> tuple[Field, ...]:
+    """The tensors of a shard, wider elements first, so that each is aligned."""
+    fields = [Field("ids", torch.int64, "I64"), Field("slots", torch.int64, "I64")]
+    if keeps_scores:
+        fields.append(Field("scores", torch.int64, "U64"))
+    fields.append(Field("last_steps", torch.int32, "U32"))
+    if state_dim:
+        fields.append(Field("states", torch.float32, "F32", state_dim))
+    fields.append(Field("rows", dtype, _TYPES[dtype], dim))
+    return tuple(fields)
+
+
+def entry_bytes(fields: Sequence[Field]) -> int:
+    """Bytes of one entry in a shard."""
+    return sum(field.entry_bytes for field in fields)
+
+
+def _header(fields: Sequence[Field], shard: Shard) -> bytes:
+    owners = f"{shard.owner_begin}-{shard.owner_end - 1}"
+    tensors: dict[str, object] = {
+        "__metadata__": {"format": "torchrec_hkv.hash_table", "owner_buckets": owners}
+    }
+    at = 0
+    for field in fields:
+        end = at + shard.entries * field.entry_bytes
+        shape = list(field.shape(shard.entries))
+        tensors[field.name] = {"dtype": field.type, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _starts(fields: Sequence[Field], shard: Shard, header: bytes) -> dict[str, int]:
+    starts, at = {}, len(header)
+    for field in fields:
+        starts[field.name] = at
+        at += shard.entries * field.entry_bytes
+    return starts
+
+
+class Staging:
+    """Host memory that batches of entries pass through, between a table and a file.
+
+    Args:
+        fields: of the entries.
+        entries: how many a batch may have.
+        pin: memory that a GPU copies to and from without help.
+    """
+
+    def __init__(self, fields: Sequence[Field], entries: int, pin: bool = False) -> None:
+        self.fields = tuple(fields)
+        self.entries = entries
+        # A batch begins and ends within a block of the file.
+        self._memory = {
+            field.name: block_memory(entries * field.entry_bytes + 2 * BLOCK, pin)
+            for field in fields
+        }
+
+    def view(self, field: Field, lead: int, n: int) -> Tensor:
+        """A tensor of ``n`` entries, after ``lead`` bytes of the first block."""
+        part = self._memory[field.name][lead : lead + n * field.entry_bytes]
+        return part.view(field.dtype).view(field.shape(n))
+
+    def blocks(self, field: Field) -> memoryview:
+        """All bytes of a field's."""
+        return host_memory(self._memory[field.name])
+
+    def keep(self, field: Field, begin: int, end: int) -> None:
+        """Moves bytes that are less than a block to where it begins."""
+        memory = self._memory[field.name]
+        memory[: end - begin] = memory[begin:end]
+
+
+class ShardWriter:
+    """Writes a new shard, batch after batch; a context manager.
+
+    Whole blocks are written as they come. What two tensors, or a tensor and the header, share of a
+    block is written at the end.
+
+    Args:
+        path: of the file.
+        staging: memory for batches, of its own.
+        owners: first owner bucket of its ids, and the one past the last.
+        entries: how many will come.
+    """
+
+    def __init__(self, path: Path, staging: Staging, owners: tuple[int, int], entries: int) -> None:
+        fields = staging.fields
+        size = entries * entry_bytes(fields)
+        shard = Shard(path.name, *owners, entries, size, {})
+        header = _header(fields, shard)
+        self._shard = dataclasses.replace(shard, bytes=len(header) + size)
+        self._staging = staging
+        self._starts = _starts(fields, shard, header)
+        self._at = dict(self._starts)
+        self._crc32 = {field.name: 0 for field in fields}
+        self._written = 0
+        self._edges: list[tuple[int, bytes]] = [(0, header)]
+        self._file = BlockFile(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct=self._shard.bytes >= _DIRECT_BYTES
+        )
+
+    def memory(self, n: int) -> dict[str, Tensor]:
+        """Where to put the next ``n`` entries, by name; at most as many as the staging takes."""
+        return {
+            field.name: self._staging.view(field, self._at[field.name] % BLOCK, n)
+            for field in self._staging.fields
+        }
+
+    def write(self, n: int) -> None:
+        """Writes ``n`` entries that were put into :meth:`memory`."""
+        for field in self._staging.fields:
+            self._write(field, n * field.entry_bytes)
+        self._written += n
+
+    def append(self, batch: dict[str, Tensor]) -> None:
+        """Writes entries out of other memory."""
+        for first in range(0, len(batch["ids"]), self._staging.entries):
+            part = {name: tensor[first:][: self._staging.entries] for name, tensor in batch.items()}
+            n = len(part["ids"])
+            for name, to in self.memory(n).items():
+                to.copy_(part[name])
+            self.write(n)
+
+    def _write(self, field: Field, size: int) -> None:
+        name = field.name
+        start, at = self._starts[name], self._at[name]
+        first = at - at % BLOCK  # of the file, in memory at 0
+        blocks = self._staging.blocks(field)
+        end = at + size
+        self._crc32[name] = zlib.crc32(blocks[at - first : end - first], self._crc32[name])
+        self._at[name] = end
+        last = end - end % BLOCK
+        if last == first:
+            return  # the rest of the block is still to come
+        begin = first
+        if start > first:
+            begin = first + BLOCK
+            self._edges.append((start, bytes(blocks[start - first : BLOCK])))
+        self._file.write_blocks(blocks[begin - first : last - first], begin)
+        self._staging.keep(field, last - first, end - first)
+
+    @property
+    def room(self) -> int:
+        """Entries still to come."""
+        return self._shard.entries - self._written
+
+    def finish(self) -> Shard:
+        """Makes sure that the file is on the disk; returns what a manifest says of it."""
+        for field in self._staging.fields:
+            start, at = self._starts[field.name], self._at[field.name]
+            first = at - at % BLOCK
+            begin = max(start, first)
+            rest = self._staging.blocks(field)[begin - first : at - first]
+            self._edges.append((begin, bytes(rest)))
+        for at, data in self._edges:
+            self._file.write(data, at)
+        self._file.sync()
+        return dataclasses.replace(self._shard, crc32=self._crc32)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class ShardReader:
+    """Reads a shard, batch after batch; a context manager.
+
+    Args:
+        path: of the file.
+        fields: that its entries must have.
+        shard: what the manifest says of it.
+
+    Raises:
+        ValueError: the file is missing, or not what the manifest says.
+    """
+
+    def __init__(self, path: Path, fields: Sequence[Field], shard: Shard) -> None:
+        self._path = path
+        self._fields = fields
+        self._shard = shard
+        header = _header(fields, shard)
+        self._starts = _starts(fields, shard, header)
+        try:
+            self._file = BlockFile(path, os.O_RDONLY, direct=shard.bytes >= _DIRECT_BYTES)
+        except OSError as error:
+            raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+        try:
+            size = self._file.size()
+            if size != shard.bytes:
+                what = "cut short" if size < shard.bytes else "too long"
+                raise ValueError(f"{path} is {what}: it has {size} bytes instead of {shard.bytes}.")
+            if len(header) + shard.entries * entry_bytes(fields) != size:
+                raise ValueError(f"{path} has {size} bytes, which is not what its entries take.")
+            if self._file.read(len(header), 0) != header:
+                raise ValueError(f"{path} is damaged: its header is not what its manifest implies.")
+        except ValueError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def batches(self, staging: Staging) -> Iterator[dict[str, Tensor]]:
+        """Entries in the order of the file.
+
+        Args:
+            staging: memory for a batch; only the fields that it has are read.
+
+        Returns:
+            Views of that memory, valid until the next ones.
+        """
+        for first in range(0, self._shard.entries, staging.entries):
+            yield self.read(first, min(staging.entries, self._shard.entries - first), staging)
+
+    def read(self, first: int, n: int, staging: Staging) -> dict[str, Tensor]:
+        """``n`` entries from the one numbered ``first``: views of the memory of the fields that are
+        in it."""
+        return {field.name: self._read(field, first, n, staging) for field in staging.fields}
+
+    def _read(self, field: Field, first: int, n: int, staging: Staging) -> Tensor:
+        at = self._starts[field.name] + first * field.entry_bytes
+        lead = at % BLOCK
+        needed = lead + n * field.entry_bytes
+        blocks = staging.blocks(field)[: needed + -needed % BLOCK]
+        got = self._file.read_blocks(blocks, at - lead, needed)
+        if got < needed:
+            raise ValueError(f"{self._path} is cut short: it ends at byte {at - lead + got}.")
+        return staging.view(field, lead, n)
+
+    def verified_batches(self, staging: Staging) -> Iterator[dict[str, Tensor]]:
+        """As :meth:`batches`; after the last one the checksums are compared.
+
+        Raises:
+            ValueError: one is not what the manifest says.
+        """
+        crc32 = {field.name: 0 for field in self._fields}
+        for batch in self.batches(staging):
+            for name, tensor in batch.items():
+                crc32[name] = zlib.crc32(host_memory(tensor), crc32[name])
+            yield batch
+        for name, value in crc32.items():
+            expected = self._shard.crc32.get(name)
+            if value != expected:
+                raise ValueError(
+                    f"{self._path} is damaged: the checksum of its {name} is {value}, but the "
+                    f"manifest names {expected}."
+                )
