@@ -138,7 +138,11 @@ class GroupSelection(GroupCalls):
     def export(
         self, batch_size: int = 1 << 20, tables: Sequence[int] | None = None
     ) -> Iterator[GroupEntries]:
-        """All entries, table after table, in batches of at most ``batch_size``."""
+        """All entries, table after table, in batches of at most ``batch_size``.
+
+        Which slots hold entries is asked once, before the first batch: entries of batches to come
+        must not leave meanwhile. Those that have been given may be erased.
+        """
         yield from self.export_if(tables=tables, batch_size=batch_size)
 
     def export_if(
@@ -149,12 +153,22 @@ class GroupSelection(GroupCalls):
         batch_size: int = 1 << 20,
         **conditions: Unpack[Conditions],
     ) -> Iterator[GroupEntries]:
-        """Entries that meet every given condition; see :meth:`erase_if` and :meth:`export`."""
+        """Entries that meet every given condition; see :meth:`erase_if` and :meth:`export`.
+
+        Raises:
+            RuntimeError: a table has grown since the first batch.
+        """
         check_batch_size(batch_size)
+        growths = self._group.growths
         slots = self.select(tables, **conditions)
         if where is not None:
             slots = self._filter(slots, where, self.entries_at, batch_size)
         for part in slots.split(batch_size) if slots.numel() else ():
+            if self._group.growths != growths:  # the slots are of others now, or of none
+                raise RuntimeError(
+                    "A table has grown during an export, so that its entries are elsewhere: "
+                    "insert nothing until all batches are taken, or call reserve() before."
+                )
             yield self.entries_at(part)
 
     def entries_at(self, slots: Tensor) -> GroupEntries:

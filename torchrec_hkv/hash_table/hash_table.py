@@ -315,7 +315,11 @@ class HashTable(SavedTable):
     # -- exports ----------------------------------------------------------------------------------
 
     def export(self, batch_size: int = 1 << 20) -> Iterator[Entries]:
-        """All entries, in batches of at most ``batch_size`` (bounded memory)."""
+        """All entries, in batches of at most ``batch_size`` (bounded memory).
+
+        Insert and erase nothing until all are taken, but for entries that have been given. A table
+        that has grown meanwhile raises.
+        """
         yield from self.export_if(batch_size=batch_size)
 
     def export_if(
