@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.entries import Entries, GroupEntries
 from torchrec_hkv.hash_table.group_calls import GroupCalls
+from torchrec_hkv.hash_table.spec_checks import check_number
 
 _ops = torch.ops.torchrec_hkv
 _UINT64_MAX = (1 << 64) - 1
@@ -26,12 +27,14 @@ def _bits(score: int) -> int:
 
 
 def _check_bound(what: str, bound: int | None) -> None:
+    check_number(what, bound, or_none=True)
     if bound is not None and not 0 <= bound <= _UINT64_MAX:
         raise ValueError(f"{what} is {bound}, but must be from 0 to 2^64 - 1.")
 
 
 def check_batch_size(batch_size: int) -> None:
     """Raises ValueError for less than one entry a batch."""
+    check_number("batch_size", batch_size)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
 
@@ -198,6 +201,7 @@ class GroupSelection(GroupCalls):
         """Numbered through the slots that these tables have at present."""
         _check_bound("score_below", score_below)
         _check_bound("score_at_least", score_at_least)
+        check_number("older_than", older_than, or_none=True)
         if older_than is not None and older_than < 0:
             raise ValueError(f"older_than is {older_than}, but must not be negative.")
         if score_below == 0:  # no score is

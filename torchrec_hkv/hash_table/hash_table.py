@@ -12,6 +12,7 @@ from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.entries import Entries, Evicted
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.saved_table import SavedTable
+from torchrec_hkv.hash_table.spec_checks import check_integer, check_number
 from torchrec_hkv.hash_table.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
@@ -102,6 +103,7 @@ class HashTable(SavedTable):
         remember_evicted: int | None = None,
         deterministic: bool = False,
     ) -> None:
+        check_integer(f"table {name!r}", "state_dim", state_dim)
         spec = TableSpec(
             name=name,
             capacity=capacity,
@@ -145,6 +147,7 @@ class HashTable(SavedTable):
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
+        check_number("epoch", epoch)
         if epoch == self._epoch:
             return
         self._group.set_epoch(epoch)
@@ -371,6 +374,7 @@ class HashTable(SavedTable):
             RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
                 changed.
         """
+        check_number("rows", rows)
         self._group.reserve(0, rows)
 
     @property
