@@ -12,8 +12,14 @@ namespace py = pybind11;
 namespace torchrec_hkv::bindings {
 namespace {
 
+constexpr int64_t kMostPlannedRows = int64_t{1} << 58;
+
 hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> initial_capacity) {
   TORCH_CHECK_VALUE(capacity >= 1, "capacity is ", capacity, ", but must be at least 1.");
+  // Bytes of an index then fit in 64 bits. Tables themselves are smaller (check_config); plans of
+  // tables over many ranks ask for more than one rank can hold.
+  TORCH_CHECK_VALUE(capacity <= kMostPlannedRows, "capacity is ", capacity,
+                    ", but must be at most 2^58.");
   const int64_t initial = initial_capacity.value_or(capacity);
   TORCH_CHECK_VALUE(initial >= 1 && initial <= capacity, "initial_capacity is ", initial,
                     ", but must be from 1 to the capacity, ", capacity, ".");

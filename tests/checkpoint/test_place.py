@@ -89,6 +89,18 @@ def test_killed_at_each_line(tmp_path, exchanges):
     assert kept(path) == "last"
 
 
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path, exchanges):
+    disk, link = tmp_path / "disk", tmp_path / "latest"
+    disk.mkdir()
+    link.symlink_to(disk / "checkpoint")
+    for text in ("0", "1", "2"):  # at first the link leads nowhere
+        commit(link, text)
+        assert link.is_symlink()
+        assert kept(link) == kept(disk / "checkpoint") == text
+        assert sorted(os.listdir(tmp_path)) == ["disk", "latest"]
+        assert os.listdir(disk) == ["checkpoint"]
+
+
 def test_exchange(tmp_path):
     write(tmp_path / "first", "1")
     write(tmp_path / "second", "2")

@@ -112,3 +112,10 @@ def test_reads_a_containers_limit(tmp_path, version, limit, used, cached, expect
     (group / names[1]).write_text(f"{used}\n")
     (group / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
     assert available_memory.host_memory(tmp_path) == expected
+
+
+def test_more_rows_than_can_be_counted_are_refused_at_once():
+    with pytest.raises(ValueError, match=r"capacity is 9223372036854775807, but must be at most"):
+        HashTable(4, 2**63 - 1)
+    with pytest.raises(ValueError, match=r"table 'table': capacity is \d+, but must be at most"):
+        HashTable(4, 2**58)

@@ -19,6 +19,7 @@ ARGUMENTS = {
     "embedding_dim is 4096": {"embedding_dim": 4096},
     "max_capacity is 0, but must be": {"max_capacity": 0},
     "max_capacity is '9'": {"max_capacity": "9"},
+    "max_capacity is 9223372036854775807": {"max_capacity": 2**63 - 1},
     "init_capacity is 101, but must be an integer from 1 to 100": {"init_capacity": 101},
     "max_hbm_gb is 0, but must be None or a positive number of GiB": {"max_hbm_gb": 0},
     "max_hbm_gb is nan": {"max_hbm_gb": float("nan")},
@@ -106,6 +107,10 @@ def test_optimizers_over_nothing_or_the_same_twice(device_type):
     [
         ({"lr": -1}, "lr is -1, but must be a finite number, not negative"),
         ({"lr": "fast"}, "lr is 'fast'"),
+        ({"lr": None}, "lr is None"),
+        ({"lr": torch.tensor(-0.5)}, "lr is -0.5"),
+        ({"lr": torch.tensor(float("nan"))}, "lr is nan"),
+        ({"lr": torch.ones(2)}, r"lr is a tensor of shape \(2,\), but must have one value"),
         ({"betas": (1.0, 0.9)}, "betas is"),
         ({"eps": 0}, "eps is 0"),
         ({"weight_decay": -1}, "weight_decay is -1"),
@@ -121,6 +126,23 @@ def test_impossible_arguments_of_an_optimizer_change_nothing(changes, sentence, 
     embedding(torch.tensor([1], device=device_type)).sum().backward()
     before.step()  # still the embedding's
     torch.testing.assert_close(rows_of(embedding, [1]), rows - 0.5)
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("inf"), None, torch.tensor(-1.0), torch.ones(2)])
+def test_an_impossible_rate_of_one_group_trains_none(lr, device_type):
+    embeddings = [make_embedding(device=device_type) for _ in range(2)]
+    optimizer = HKVOptimizer([{"params": each, "lr": 0.5} for each in embeddings])
+    before = [rows_of(each, [1]) for each in embeddings]
+    for each in embeddings:
+        each(torch.tensor([1], device=device_type)).sum().backward()
+    optimizer.param_groups[1]["lr"] = lr
+    with pytest.raises(ValueError, match="lr is"):
+        optimizer.step()
+    assert all(rows_of(e, [1]).equal(row) for e, row in zip(embeddings, before, strict=True))
+    optimizer.param_groups[1]["lr"] = 0.5
+    optimizer.step()
+    for embedding, row in zip(embeddings, before, strict=True):
+        torch.testing.assert_close(rows_of(embedding, [1]), row - 0.5)
 
 
 def test_unknown_values_of_a_group(device_type):

@@ -39,3 +39,19 @@ def test_shared_memory_and_meta_are_refused():
         make_embedding().share_memory()
     with pytest.raises(ValueError, match="can't be on device meta"):
         make_embedding().to("meta")
+
+
+@needs_gpu
+def test_an_embedding_on_a_cpu_moves_after_it_was_to_be_shared():
+    embedding = make_embedding()
+    with pytest.raises(ValueError, match="shared memory"):
+        embedding.share_memory()
+    assert embedding.to("cuda").device.type == "cuda"
+
+
+def test_what_was_to_be_shared_is_not_shared():
+    embedding = make_embedding()
+    with pytest.raises(ValueError, match="shared memory"):
+        embedding.share_memory()
+    assert not embedding.anchor.is_shared()
+    assert embedding.cpu().float().device.type == "cpu"

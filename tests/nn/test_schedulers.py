@@ -62,6 +62,15 @@ def test_a_learning_rate_may_be_a_tensor_on_the_device(device_type):
     torch.testing.assert_close(rows_of(embedding, IDS), before - 0.75)
 
 
+def test_a_rate_that_was_loaded_is_no_others(device_type):
+    rate = torch.tensor(0.5, device=device_type)
+    first = HKVOptimizer(make_embedding(device=device_type), lr=rate)
+    second = HKVOptimizer(make_embedding(device=device_type), lr=0.1)
+    second.load_state_dict(first.state_dict())
+    rate.fill_(0.25)
+    assert float(second.param_groups[0]["lr"]) == 0.5
+
+
 def test_momentum_that_a_scheduler_cycles_is_refused(device_type):
     embedding = make_embedding(device=device_type)
     optimizer = HKVAdamOptimizer(embedding)

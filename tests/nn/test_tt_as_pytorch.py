@@ -167,3 +167,53 @@ def test_ddp_with_a_cache_is_refused(run_ranks):
     for sentence, unchanged in run_ranks(2, _refused_under_ddp, "one", arguments):
         assert "make the module with use_cache=False" in sentence
         assert unchanged
+
+
+def _train(module, kind, device, steps):
+    for seed in range(steps):
+        module(*bags(kind, device, seed)).square().sum().backward()
+        if not module.tables.is_fused:
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+
+@KINDS
+@pytest.mark.parametrize("sparse", [False, True])
+def test_cores_become_bfloat16_and_the_rest_stays(kind, sparse, device_type):
+    arguments = {"optimizer": OptimType.ADAGRAD} if sparse else {}
+    module = make(kind, device_type, sparse, **arguments)
+    _train(module, kind, device_type, 2)
+    states = [state.clone() for state in module.tables.states]
+    module.to(torch.bfloat16)
+    assert {core.dtype for core in module.tt_cores} == {torch.bfloat16}
+    assert module.tables.learning_rate.dtype == torch.float32
+    for state, before in zip(module.tables.states, states, strict=True):
+        assert torch.equal(state, before)
+    before = cores_of(module)
+    _train(module, kind, device_type, 2)
+    assert not all(map(torch.equal, before, cores_of(module)))
+    assert {core.dtype for core in module.float().tt_cores} == {torch.float32}
+    _train(module, kind, device_type, 2)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_cached_rows_stay_float32_beside_cores_of_bfloat16(sparse, device_type):
+    cache = {"use_cache": True, "cache_size": 8, "cache_populate_every": 2}
+    module = make("one", device_type, sparse, optimizer=OptimType.ADAGRAD, **cache)
+    _train(module, "one", device_type, 5)
+    rows = module.hot_rows.rows.detach().clone()
+    module.bfloat16()
+    assert torch.equal(module.hot_rows.rows, rows)
+    _train(module, "one", device_type, 5)
+    assert module.full_weight().isfinite().all()
+
+
+@KINDS
+@pytest.mark.parametrize("change", ["half", "double"])
+def test_cores_of_other_dtypes_are_refused(kind, change, device_type):
+    module = make(kind, device_type, sparse=True, optimizer=OptimType.ADAGRAD)
+    with pytest.raises(TypeError, match=r"can't be made torch.float\d\d: they are float32 or"):
+        getattr(module, change)()
+    _train(module, kind, device_type, 2)

@@ -259,6 +259,14 @@ def test_refused_arguments(arguments, match):
         TTEmbeddingBag(ROWS, DIM, **{"tt_ranks": 4, **arguments})
 
 
+@pytest.mark.parametrize("name", ["cache_size", "hashtbl_size", "cache_populate_every"])
+@pytest.mark.parametrize("value", [20.5, "20", True])
+def test_sizes_of_a_cache_that_are_no_integers(name, value):
+    arguments = {"use_cache": True, "cache_size": 9, name: value}
+    with pytest.raises(TypeError, match=f"{name} is {value!r}, but must be an integer"):
+        TTEmbeddingBag(ROWS, DIM, 4, **arguments)
+
+
 @pytest.mark.parametrize("cache", [False, True])
 def test_refused_inputs(cache):
     bag = make(**({"use_cache": True, "cache_size": 5} if cache else {}))
@@ -283,11 +291,11 @@ def test_refused_inputs(cache):
     assert not math.isnan(float(bag(ids, zero).sum()))
 
 
-@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf"), None, "fast"])
 def test_refused_learning_rates(rate):
-    with pytest.raises(ValueError, match=f"learning_rate is {rate}, but must be finite"):
+    with pytest.raises(ValueError, match=f"learning_rate is {rate!r}, but must be finite"):
         TTEmbeddingBag(ROWS, DIM, tt_ranks=4, learning_rate=rate)
     bag = TTEmbeddingBag(ROWS, DIM, tt_ranks=4, sparse=True, learning_rate=0.25)
-    with pytest.raises(ValueError, match=f"learning_rate is {rate}, but must be finite"):
+    with pytest.raises(ValueError, match=f"learning_rate is {rate!r}, but must be finite"):
         bag.set_learning_rate(rate)
     assert bag.tables.learning_rate == 0.25

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics.functional.classification import binary_auroc
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.metrics.metric_module import RecMetricModule, generate_metric_module
 from torchrec.metrics.metrics_config import (
     MetricsConfig,
@@ -216,6 +216,9 @@ def _refused(rank, world_size, device, every, max_steps, tests):
     ("every", "max_steps", "message"),
     [
         (0, None, "every_n_steps is 0"),
+        (None, None, "every_n_steps is None"),
+        (1.5, None, "every_n_steps is 1.5"),
+        (1, True, "max_steps is True"),
         (1, 0, "max_steps is 0"),
         (2, None, "after step 2 has no batch"),
     ],
@@ -223,6 +226,36 @@ def _refused(rank, world_size, device, every, max_steps, tests):
 def test_refused(run_ranks, every, max_steps, message):
     (said,) = run_ranks(1, _refused, every, max_steps, [])
     assert message in said
+
+
+class _Exhausted(nn.Module):
+    """A model that asks an iterator of its own for more than it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.noise = iter([1.0, 2.0])
+
+    def forward(self, batch):
+        return self.weight.sum() * next(self.noise), {}
+
+
+@pytest.mark.parametrize("with_pipeline", [False, True])
+def test_a_step_that_stops_an_iteration_of_its_own_is_no_end_of_training(with_pipeline):
+    model = _Exhausted()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pipeline = TrainPipelineBase(model, optimizer, torch.device("cpu")) if with_pipeline else None
+    with pytest.raises(RuntimeError, match=r"Training step 3 raised StopIteration, but not for"):
+        train_and_evaluate(
+            model,
+            optimizer,
+            [Clicks.draw(seed) for seed in range(9)],
+            list,
+            100,
+            metrics=lambda: None,
+            device=torch.device("cpu"),
+            pipeline=pipeline,
+        )
 
 
 def _short(rank, world_size, device):

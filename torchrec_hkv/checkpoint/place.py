@@ -14,7 +14,7 @@ class Place:
     """Where a checkpoint is saved to.
 
     Args:
-        path: the folder that users name.
+        path: the folder that users name, or a symbolic link to it.
 
     Raises:
         ValueError: nothing can stand beside it.
@@ -23,6 +23,9 @@ class Place:
     def __init__(self, path: Path) -> None:
         if path.name in ("", ".."):
             raise ValueError(f"'{path}' is no folder with a name of its own: name a new one.")
+        # A link stays and the folder that it names is replaced, on its own disk: to change names
+        # with the link itself would leave the old checkpoint there and stop the next save.
+        path = path.resolve() if path.is_symlink() else path
         self.path = path
         self.saving = path.with_name(f".{path.name}.saving")
         self.previous = path.with_name(f".{path.name}.previous")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import quote
@@ -16,6 +17,8 @@ from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import FoundTable
 
 _FOLDER = "tables"
+#: Bytes of a folder's name that every file system has.
+_MOST_NAME_BYTES = 255
 
 
 def record_of(key: str, table: FoundTable) -> TableRecord:
@@ -24,7 +27,7 @@ def record_of(key: str, table: FoundTable) -> TableRecord:
     shards = table.state.shards
     records = [
         TableShardRecord(
-            f"{_FOLDER}/{quote(key, safe='')}/{index:05d}",
+            f"{_FOLDER}/{_folder_name(key)}/{index:05d}",
             table.state.owners(shard),
             (shard.column_offset, shard.column_offset + shard.dim),
         )
@@ -35,6 +38,15 @@ def record_of(key: str, table: FoundTable) -> TableRecord:
         backend.identity(shards[0], table.planned.optimizer),
         records if table.has_files else None,
     )
+
+
+def _folder_name(key: str) -> str:
+    """A table's own; of a long key its beginning and a digest, since the record has all of it."""
+    name = quote(key, safe="")
+    if len(name) <= _MOST_NAME_BYTES:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{name[: _MOST_NAME_BYTES - len(digest) - 1]}-{digest}"
 
 
 def save_tables(folder: Path, tables: Mapping[str, FoundTable], options: FileOptions) -> None:

@@ -13,6 +13,7 @@ from torchrec_hkv.hash_table.entries import Entries, Evicted
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.saved_table import SavedTable
+from torchrec_hkv.hash_table.spec_checks import check_integer, check_number
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
@@ -102,6 +103,7 @@ class HashTable(SavedTable):
         remember_evicted: int | None = None,
         deterministic: bool = False,
     ) -> None:
+        check_integer(f"table {name!r}", "state_dim", state_dim)
         spec = TableSpec(
             name=name,
             capacity=capacity,
@@ -145,6 +147,7 @@ class HashTable(SavedTable):
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
+        check_number("epoch", epoch)
         if epoch == self._epoch:
             return
         self._group.set_epoch(epoch)
@@ -315,7 +318,11 @@ class HashTable(SavedTable):
     # -- exports ----------------------------------------------------------------------------------
 
     def export(self, batch_size: int = 1 << 20) -> Iterator[Entries]:
-        """All entries, in batches of at most ``batch_size`` (bounded memory)."""
+        """All entries, in batches of at most ``batch_size`` (bounded memory).
+
+        Insert and erase nothing until all are taken, but for entries that have been given. A table
+        that has grown meanwhile raises.
+        """
         yield from self.export_if(batch_size=batch_size)
 
     def export_if(
@@ -367,6 +374,7 @@ class HashTable(SavedTable):
             RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
                 changed.
         """
+        check_number("rows", rows)
         self._group.reserve(0, rows)
 
     @property

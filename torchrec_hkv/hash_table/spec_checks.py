@@ -51,11 +51,20 @@ def check_integer(where: str, name: str, value: object, *, or_none: bool = False
     Raises:
         ValueError: its sentence starts with ``where``.
     """
+    check_number(f"{where}: {name}", value, or_none=or_none)
+
+
+def check_number(what: str, value: object, *, or_none: bool = False) -> None:
+    """Refuses what is no integer.
+
+    Raises:
+        ValueError: its sentence starts with ``what``.
+    """
     if value is None and or_none:
         return
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         allowed = "an integer or None" if or_none else "an integer"
-        raise ValueError(f"{where}: {name} is {value!r}, but must be {allowed}.")
+        raise ValueError(f"{what} is {value!r}, but must be {allowed}.")
 
 
 def crowded_message(name: str, number: int, size: int, slots: int) -> str:

@@ -6,6 +6,7 @@ States live in the table beside the rows, and go when their row is evicted.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -72,8 +73,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 "optimizer for more."
             )
         lr = param_group.get("lr", self.defaults.get("lr"))
-        if not isinstance(lr, Tensor) and lr is not None:
-            check_rate("lr", lr)
+        check_rate("lr", lr, or_tensor=True)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -117,6 +117,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}: {name} was {value!r} when it was made and is "
                     f"{group[name]!r} now, but only lr may change."
                 )
+        check_rate("lr", group["lr"], or_tensor=True)
         for anchor in group["params"]:
             if self._modules[anchor].owner is not self:
                 raise RuntimeError(
@@ -161,6 +162,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"group, but this optimizer has {sizes}."
             )
         for saved, fixed in zip(groups, self._fixed, strict=True):
+            check_rate("lr", saved.get("lr"), or_tensor=True)
             for name, value in fixed.items():
                 if name not in saved or saved[name] != value:
                     raise ValueError(
@@ -176,7 +178,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for module, state in zip(modules, by_module, strict=True):
             module.load_optimizer_states(state)
         for saved, group in zip(groups, self.param_groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            # Copied: a scheduler writes a tensor in place, and the other optimizer has it, too.
+            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
 
 
 class HKVOptimizer(RowOptimizer):

@@ -23,6 +23,8 @@ from torchrec_hkv.nn.tables import Plan, Tables
 _INITIAL_CAPACITY = 1 << 16
 _EVICTIONS = ("lru", "lfu")
 _MAX_DIM = 2048
+#: Of a table that memory is counted for; what is there holds fewer.
+_MOST_ROWS = 1 << 58
 _INSTEAD_OF_REPLICAS = (
     "shard tables with DistributedModelParallel and the backend 'hkv', or keep this embedding "
     "outside of the module that is wrapped"
@@ -71,7 +73,7 @@ class TableModule(nn.Module):
     ) -> None:
         super().__init__()
         _check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
-        _check_int("max_capacity", max_capacity, 1, (1 << 63) - 1)
+        _check_int("max_capacity", max_capacity, 1, _MOST_ROWS)
         if init_capacity is None:
             init_capacity = min(max_capacity, _INITIAL_CAPACITY)
         _check_int("init_capacity", init_capacity, 1, max_capacity)
@@ -120,6 +122,9 @@ class TableModule(nn.Module):
 
     # -- lookups ----------------------------------------------------------------------------------
 
+    # In a compiled graph the counters are copied before an op that writes them, which also happens
+    # past the copy; and each step's pin has a number of its own, for which it compiles again.
+    @torch.compiler.disable
     def _lookup(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """Rows of ids of any shapes, one tensor a table."""
         flat = [self._flat(part) for part in ids]
@@ -200,8 +205,7 @@ class TableModule(nn.Module):
             scale: what gradients are divided by; None without a scaler. With one, gradients that
                 are not all finite are dropped.
         """
-        if not isinstance(learning_rate, Tensor):
-            check_rate("learning_rate", learning_rate)
+        check_rate("learning_rate", learning_rate, or_tensor=True)
         self._tables.apply(learning_rate, scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -302,7 +306,7 @@ class TableModule(nn.Module):
     # -- moving, copying, saving ------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
-        moved = fn(self.anchor.detach())
+        moved = fn(self.anchor.detach().clone())  # what it is refused for must not be done to it
         if moved.dtype != torch.float32:
             raise TypeError(
                 f"{type(self).__name__} has rows of float32 and can't be made {moved.dtype}: its "
@@ -405,8 +409,20 @@ class TableModule(nn.Module):
 _SAVED = ("ids", "rows", "last_steps", "scores")
 
 
-def check_rate(name: str, value: object) -> None:
-    """Raises ValueError for what is no learning rate."""
+def check_rate(name: str, value: object, *, or_tensor: bool = False) -> None:
+    """Raises ValueError for what is no learning rate.
+
+    With ``or_tensor`` a tensor of one value may be one; on a GPU its value is not asked for, since
+    that would wait.
+    """
+    if or_tensor and isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name} is a tensor of shape {tuple(value.shape)}, but must have one value."
+            )
+        if value.device.type != "cpu":
+            return
+        value = value.item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < float("inf"):
         raise ValueError(f"{name} is {value!r}, but must be a finite number, not negative.")

@@ -106,6 +106,13 @@ class TTEmbeddingBag(nn.Module):
             max_bytes=max_bytes,
             element_size=dtype.itemsize,
         )
+        for name, size in (
+            ("cache_size", cache_size),
+            ("hashtbl_size", hashtbl_size),
+            ("cache_populate_every", cache_populate_every),
+        ):
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+                raise TypeError(f"{name} is {size!r}, but must be an integer.")
         if not use_cache and (cache_size or hashtbl_size or cache_populate_every):
             raise ValueError(
                 f"cache_size is {cache_size}, hashtbl_size {hashtbl_size} and cache_populate_every "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import torch
@@ -22,6 +22,7 @@ from torchrec_hkv.tensor_train import (
     gradient_norms,
     initial_cores,
 )
+from torchrec_hkv.tensor_train.float32 import keeping_float32
 
 
 class OptimType(enum.Enum):
@@ -108,6 +109,19 @@ class TTTables(nn.Module):
     def is_fused(self) -> bool:
         """Whether the backward updates the cores."""
         return self.group.optimizer is not None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TTTables:
+        dtype = fn(self.tt_cores[0].detach()[:0].clone()).dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(
+                f"The cores of Tensor-Train tables can't be made {dtype}: they are float32 or "
+                "bfloat16."
+            )
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        # Beside cores of bfloat16, too, the states of the optimizer and its rate are float32.
+        return super()._apply(keeping_float32(fn), recurse=False)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Of the fused optimizer, from the next backward on.
@@ -287,7 +301,12 @@ def as_int64(name: str, tensor: Tensor) -> Tensor:
 
 
 def _checked_rate(learning_rate: float) -> float:
-    rate = float(learning_rate)
+    try:
+        rate = float(learning_rate)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"learning_rate is {learning_rate!r}, but must be finite and at least 0."
+        ) from None
     if not 0 <= rate < math.inf:
         raise ValueError(f"learning_rate is {rate}, but must be finite and at least 0.")
     return rate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.tensor_train.dense import rows_of
+from torchrec_hkv.tensor_train.float32 import keeping_float32
 from torchrec_hkv.tensor_train.fused_rows import fused_row_lookup, plain_row_lookup
 from torchrec_hkv.tensor_train.replicas import Replicas
 from torchrec_hkv.tensor_train.shapes import TTShape
@@ -94,6 +95,9 @@ class HotRows(nn.Module):
         self.generation = 0
         #: The ranks that hold this cache alike; None: this one alone.
         self.replicas: Replicas | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRows:
+        return super()._apply(keeping_float32(fn), recurse)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """``(places, found)`` of ids, int64 and bool ``[n]``; the place of one that is not there

@@ -77,12 +77,14 @@ def train_and_evaluate(
         The evaluations, in order.
 
     Raises:
-        ValueError: ``every_n_steps`` or ``max_steps`` is not positive, or no batch was evaluated.
+        ValueError: ``every_n_steps`` or ``max_steps`` is no positive integer, or no batch was
+            evaluated.
+        RuntimeError: a step raised ``StopIteration`` although there are batches still.
     """
-    for name, value in (("every_n_steps", every_n_steps), ("max_steps", max_steps)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, but must be at least 1.")
-    batches, step = iter(train), 0
+    _check_steps("every_n_steps", every_n_steps)
+    if max_steps is not None:
+        _check_steps("max_steps", max_steps)
+    batches, step = _Batches(train), 0
     evaluations: list[Evaluation] = []
 
     def judge() -> None:
@@ -96,7 +98,12 @@ def train_and_evaluate(
     while max_steps is None or step < max_steps:
         try:
             _train_step(model, optimizer, batches, device, pipeline)
-        except StopIteration:
+        except StopIteration as error:
+            if not batches.ended:  # a model's own, such as of an iterator that it has used up
+                raise RuntimeError(
+                    f"Training step {step + 1} raised StopIteration, but not for want of batches: "
+                    "the model, the optimizer or the pipeline has asked an iterator for too much."
+                ) from error
             break
         step += 1
         if step % every_n_steps == 0:
@@ -104,6 +111,26 @@ def train_and_evaluate(
     if step % every_n_steps != 0:
         judge()
     return evaluations
+
+
+def _check_steps(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}, but must be a number of steps, at least 1.")
+
+
+class _Batches(Iterator[Batch]):
+    """An iterator that knows whether it has come to its end."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = iter(batches)
+        self.ended = False
+
+    def __next__(self) -> Batch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.ended = True
+            raise
 
 
 def _train_step(

@@ -1,5 +1,6 @@
 """Bad input is refused with one sentence, and nothing changes."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,3 +197,30 @@ def test_impossible_tables(device_type, options, match):
 def test_a_device_that_is_not_there():
     with pytest.raises(ValueError, match="torch sees no GPU"):
         make("cuda:0")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("ids", [[1, 2], None, np.arange(2)], ids=["list", "none", "array"])
+def test_ids_that_are_no_tensor(table, operation, ids):
+    refuses(table, operation, TypeError, "ids must be a tensor of dtype torch.int64", ids=ids)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ids_without_memory(table, operation):
+    refuses(table, operation, ValueError, "(ids|rows) must", ids=torch.arange(N, device="meta"))
+
+
+@pytest.mark.parametrize("number", [1.5, "1", True])
+def test_numbers_that_are_no_integers(table, number):
+    calls = {
+        "score_below": lambda: table.erase_if(score_below=number),
+        "score_at_least": lambda: list(table.export_if(score_at_least=number)),
+        "older_than": lambda: table.erase_if(older_than=number),
+        "batch_size": lambda: list(table.export(number)),
+        "rows": lambda: table.reserve(number),
+        "epoch": lambda: setattr(table, "epoch", number),
+        "table 'table': state_dim": lambda: HashTable(4, 100, state_dim=number),
+    }
+    for what, call in calls.items():
+        with pytest.raises(ValueError, match=f"{what} is {number!r}, but must be an integer"):
+            call()

@@ -56,3 +56,25 @@ def test_a_copy(device_type):
     table.assign_rows(ids, random_rows(table, 10))
     table.clear()
     assert torch.equal(entries.rows, kept)
+
+
+def test_a_table_that_grows_meanwhile_raises(device_type):
+    table = make(device_type, 10_000, initial_capacity=64)
+    table.find_or_insert(distinct_ids(64, device_type))
+    parts = table.export(10)
+    next(parts)
+    table.reserve(10_000)
+    with pytest.raises(RuntimeError, match="A table has grown during an export"):
+        next(parts)
+
+
+def test_entries_that_were_given_may_be_erased(device_type):
+    table = make(device_type, 400)
+    ids = distinct_ids(100, device_type)
+    table.find_or_insert(ids)
+    given = []
+    for part in table.export(7):
+        given.append(part.ids)
+        table.erase(part.ids)
+    assert torch.cat(given).sort().values.equal(ids.sort().values)
+    assert table.size == 0

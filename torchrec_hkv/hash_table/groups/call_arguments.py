@@ -51,11 +51,15 @@ class CallArguments:
         if tensor.device != self.device:
             raise ValueError(f"{what} must be on {self.device}, but is on {tensor.device}.")
 
-    def check_call(self, ids: Tensor, scores: Tensor | None) -> None:
-        """What every call takes that may change scores."""
+    def check_ids(self, ids: Tensor) -> None:
+        """What every call takes."""
         if isinstance(ids, Tensor) and ids.dim() != 1:
             raise ValueError(f"ids must have one dimension, but has shape {list(ids.shape)}.")
         self.check(ids, "ids", torch.int64, tuple(getattr(ids, "shape", ())))
+
+    def check_call(self, ids: Tensor, scores: Tensor | None) -> None:
+        """What every call takes that may change scores."""
+        self.check_ids(ids)
         self.check_scores(scores, ids)
 
     def check_rows(self, rows: Tensor, ids: Tensor) -> None:

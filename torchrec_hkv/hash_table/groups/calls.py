@@ -53,6 +53,7 @@ class GroupCalls(GroupStrictness):
 
     def find_slots(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
         """Slots of ids, int64 ``[n]``, numbered through the tables; -1 where an id is not there."""
+        self._arguments.check_ids(ids)
         return _ops.find(self._group.handle, ids.contiguous(), offsets, batch_size)
 
     def find_rows(
@@ -157,7 +158,8 @@ class GroupCalls(GroupStrictness):
                 False that it is not. Where the belief is wrong, nothing is done with the id.
             scores: see the class.
         """
-        self._check_rows(ids, rows)
+        self._arguments.check_ids(ids)
+        self._arguments.check_rows(rows, ids)
         self._arguments.check(accumulate, "accumulate", torch.bool, (ids.numel(),))
         slots, *_ = self._insert(ids, offsets, batch_size, scores, None, believed=accumulate)
         nowhere = torch.full_like(slots, -1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.entries import Entries, GroupEntries
 from torchrec_hkv.hash_table.groups.calls import GroupCalls
+from torchrec_hkv.hash_table.spec_checks import check_number
 
 _ops = torch.ops.torchrec_hkv
 _UINT64_MAX = (1 << 64) - 1
@@ -26,12 +27,14 @@ def _bits(score: int) -> int:
 
 
 def _check_bound(what: str, bound: int | None) -> None:
+    check_number(what, bound, or_none=True)
     if bound is not None and not 0 <= bound <= _UINT64_MAX:
         raise ValueError(f"{what} is {bound}, but must be from 0 to 2^64 - 1.")
 
 
 def check_batch_size(batch_size: int) -> None:
     """Raises ValueError for less than one entry a batch."""
+    check_number("batch_size", batch_size)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
 
@@ -138,7 +141,11 @@ class GroupSelection(GroupCalls):
     def export(
         self, batch_size: int = 1 << 20, tables: Sequence[int] | None = None
     ) -> Iterator[GroupEntries]:
-        """All entries, table after table, in batches of at most ``batch_size``."""
+        """All entries, table after table, in batches of at most ``batch_size``.
+
+        Which slots hold entries is asked once, before the first batch: entries of batches to come
+        must not leave meanwhile. Those that have been given may be erased.
+        """
         yield from self.export_if(tables=tables, batch_size=batch_size)
 
     def export_if(
@@ -149,12 +156,22 @@ class GroupSelection(GroupCalls):
         batch_size: int = 1 << 20,
         **conditions: Unpack[Conditions],
     ) -> Iterator[GroupEntries]:
-        """Entries that meet every given condition; see :meth:`erase_if` and :meth:`export`."""
+        """Entries that meet every given condition; see :meth:`erase_if` and :meth:`export`.
+
+        Raises:
+            RuntimeError: a table has grown since the first batch.
+        """
         check_batch_size(batch_size)
+        growths = self._group.growths
         slots = self.select(tables, **conditions)
         if where is not None:
             slots = self._filter(slots, where, self.entries_at, batch_size)
         for part in slots.split(batch_size) if slots.numel() else ():
+            if self._group.growths != growths:  # the slots are of others now, or of none
+                raise RuntimeError(
+                    "A table has grown during an export, so that its entries are elsewhere: "
+                    "insert nothing until all batches are taken, or call reserve() before."
+                )
             yield self.entries_at(part)
 
     def entries_at(self, slots: Tensor) -> GroupEntries:
@@ -184,6 +201,7 @@ class GroupSelection(GroupCalls):
         """Numbered through the slots that these tables have at present."""
         _check_bound("score_below", score_below)
         _check_bound("score_at_least", score_at_least)
+        check_number("older_than", older_than, or_none=True)
         if older_than is not None and older_than < 0:
             raise ValueError(f"older_than is {older_than}, but must not be negative.")
         if score_below == 0:  # no score is
