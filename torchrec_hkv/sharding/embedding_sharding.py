@@ -33,6 +33,7 @@ from torchrec_hkv.sharding.input_dist import (
     TableWiseFeaturesDist,
 )
 from torchrec_hkv.sharding.lookups import MakesLookup, PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.output_dist import RowWiseOutputDist
 from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
@@ -137,6 +138,14 @@ class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
     """Row-wise, pooled."""
 
     summed_as = ShardingType.ROW_WISE
+
+    def create_output_dist(self, device: torch.device | None = None) -> RowWiseOutputDist:
+        """The exchange of pooled rows."""
+        return RowWiseOutputDist(
+            self._pg,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            embedding_dims=self.embedding_dims(),
+        )
 
 
 class TableWisePooled(_TableWise, _Pooled, TwPooledEmbeddingSharding):
