@@ -13,6 +13,7 @@ from torchrec import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from tests.support.exchanges import number_of_exchanges
 from tests.support.models import Model, shard_model
 from torchrec_hkv import ParameterConstraints, get_default_sharders
 from torchrec_hkv.sharding import (
@@ -94,7 +95,7 @@ def _train(rank, world_size, device, sharding_type, is_sequence, kernels, argume
         output = model(features)
         (output.square().sum() / 10).backward()
         outputs.append(output.detach().cpu())
-    return outputs, len(collection._output_dists), sorted(model.state_dict())
+    return outputs, number_of_exchanges(collection), sorted(model.state_dict())
 
 
 @pytest.mark.parametrize("sharding_type", ["row_wise", "table_wise", "column_wise"])

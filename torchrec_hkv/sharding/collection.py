@@ -18,7 +18,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.compat import to_keyed_jagged_tensor
-from torchrec_hkv.sharding.exchange_groups import Exchange
+from torchrec_hkv.sharding.exchange_groups import Exchange, has_ours
 from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
 from torchrec_hkv.sharding.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state import TableState
@@ -80,6 +80,8 @@ class BackendCollection:
 
     #: Sharding types of which TorchRec asks for all tables by name.
     whole_types: ClassVar[tuple[str, ...]] = ()
+    #: Those whose groups are parts of one sharding, where a table of ours is among them.
+    parted_types: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -149,6 +151,7 @@ class BackendCollection:
                 for key, config in configs.items()
             },
             self.whole_types,
+            [key for key in self.parted_types if has_ours(by_type.get(key, ()))],
         )
 
     def reset_parameters(self) -> None:

@@ -29,8 +29,8 @@ from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.exchange_groups import codecs_of, needs_ours
 from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
-from torchrec_hkv.sharding.joint_input import JointInput
 from torchrec_hkv.sharding.means import Means, divide
+from torchrec_hkv.sharding.parts import PartedLookup
 from torchrec_hkv.sharding.streams import BagContext, FollowsExchange
 from torchrec_hkv.sharding.validation import PlannedTable
 
@@ -39,12 +39,13 @@ _PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.valu
 
 
 class BackendEmbeddingBagCollection(
-    BackendCollection, FollowsExchange, JointInput, ShardedEmbeddingBagCollection
+    BackendCollection, FollowsExchange, ShardedEmbeddingBagCollection
 ):
     """TorchRec's sharded collection, closing what it leaves open for kernels from outside."""
 
     tables_attribute = "embedding_bags"
     configs_attribute = "_embedding_bag_configs"
+    parted_types = (ShardingType.ROW_WISE.value,)
 
     def __init__(self, *args: Any, planned: dict[str, PlannedTable], **kwargs: Any) -> None:
         """
@@ -117,6 +118,13 @@ class BackendEmbeddingBagCollection(
                 ctx.divisor = self._means.divisor(features, names, dims, sum(self._embedding_dims))
         return begun
 
+    def compute(
+        self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList
+    ) -> list[torch.Tensor]:
+        """TorchRec's; tables in parts begin to send."""
+        self._expect(ctx)
+        return super().compute(ctx, dist_input)
+
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]
     ) -> LazyAwaitable[KeyedTensor]:
@@ -127,7 +135,14 @@ class BackendEmbeddingBagCollection(
         self, ctx: EmbeddingBagCollectionContext, input: KJTList
     ) -> LazyAwaitable[KeyedTensor]:
         """TorchRec's, with means."""
+        self._expect(ctx)
         return self._with_means(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _expect(self, ctx: EmbeddingBagCollectionContext) -> None:
+        """Tells lookups that send by themselves how the batch has come."""
+        for lookup, context in zip(self._lookups, ctx.sharding_contexts, strict=True):
+            if isinstance(lookup, PartedLookup):
+                lookup.expect(context)
 
     def _with_means(
         self, ctx: EmbeddingBagCollectionContext, outputs: LazyAwaitable[KeyedTensor]

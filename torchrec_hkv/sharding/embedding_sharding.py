@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingSharding
+from torchrec.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    BaseSparseFeaturesDist,
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
 from torchrec.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
@@ -27,6 +33,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.sharding.data_parallel import data_parallel_pooled, data_parallel_sequence
+from torchrec_hkv.sharding.exchange_groups import Codecs, ExchangeGroup
 from torchrec_hkv.sharding.input_dist import (
     RowWiseFeaturesDist,
     TableRowWiseFeaturesDist,
@@ -36,6 +43,7 @@ from torchrec_hkv.sharding.lookups import MakesLookup, PooledLookup, SequenceLoo
 from torchrec_hkv.sharding.output_dist import RowWiseOutputDist
 from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import tag_of
+from torchrec_hkv.sharding.parts import PartedLookup, PartedOutputDist, groups_of_parts
 
 
 class _Pooled(MakesLookup):
@@ -47,7 +55,7 @@ class _Pooled(MakesLookup):
     def make_lookup(
         self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
     ) -> BaseEmbeddingLookup:
-        return PooledLookup(
+        return self._lookup(
             grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
             pg=self._pg,
             device=device,
@@ -56,6 +64,9 @@ class _Pooled(MakesLookup):
             env=self._env,
             output_dtype=output_dtype_of_ranks(self._grouped_embedding_configs_per_rank),
         )
+
+    def _lookup(self, **arguments: Any) -> PooledLookup:
+        return PooledLookup(**arguments)
 
 
 class _Sequence(MakesLookup):
@@ -135,17 +146,56 @@ class _TableWise:
 
 
 class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
-    """Row-wise, pooled."""
+    """Row-wise, pooled; in parts where the group of tables says so."""
 
     summed_as = ShardingType.ROW_WISE
 
-    def create_output_dist(self, device: torch.device | None = None) -> RowWiseOutputDist:
+    def __init__(self, sharding_infos: list[EmbeddingShardingInfo], *args: Any, **kw: Any) -> None:
+        """
+        Args:
+            sharding_infos: of the tables.
+            args: TorchRec's.
+            kw: TorchRec's.
+        """
+        super().__init__(sharding_infos, *args, **kw)
+        self._parts = sharding_infos.parts if isinstance(sharding_infos, ExchangeGroup) else ()
+        self._dists: list[RowWiseOutputDist] = []
+        if self._parts:
+            of_ranks = [
+                groups_of_parts(groups, self._parts)
+                for groups in self._grouped_embedding_configs_per_rank
+            ]
+            self._grouped_embedding_configs_per_rank = [
+                list(itertools.chain.from_iterable(of_parts)) for of_parts in of_ranks
+            ]
+            self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
+            self._num_groups = [len(groups) for groups in of_ranks[self._rank]]
+            self._dists = [
+                self._dist(groups, part.codecs)
+                for groups, part in zip(of_ranks[self._rank], self._parts, strict=True)
+            ]
+
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[EmbeddingShardingContext, torch.Tensor, torch.Tensor]:
         """The exchange of pooled rows."""
+        if self._parts:
+            return PartedOutputDist(self._dists)
+        return self._dist(self._grouped_embedding_configs, None)
+
+    def _dist(
+        self, groups: list[GroupedEmbeddingConfig], codecs: Codecs | None
+    ) -> RowWiseOutputDist:
         return RowWiseOutputDist(
             self._pg,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            embedding_dims=self.embedding_dims(),
+            qcomm_codecs_registry=self.qcomm_codecs_registry if codecs is None else codecs,
+            embedding_dims=[dim for group in groups for dim in group.embedding_dims()],
         )
+
+    def _lookup(self, **arguments: Any) -> PooledLookup:
+        if not self._parts:
+            return super()._lookup(**arguments)
+        return PartedLookup(parts=self._num_groups, dists=self._dists, **arguments)
 
 
 class TableWisePooled(_TableWise, _Pooled, TwPooledEmbeddingSharding):

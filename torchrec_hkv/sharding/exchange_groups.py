@@ -2,12 +2,14 @@
 
 TorchRec exchanges the rows of all tables of one sharding type at once. In several groups, the
 exchange of one goes on while the next is looked up, and in the backward the other way round. What
-is sent at another precision is a group of its own.
+is sent at another precision is a group of its own. Groups of row-wise pooled tables are parts of
+one sharding, others are shardings of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -36,16 +38,31 @@ _BY_DTYPE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16
 _WHOLE = (ShardingType.DATA_PARALLEL.value,)
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Tables of a group whose rows travel together.
+
+    Attributes:
+        tables: their names.
+        codecs: of the wire, None where the sharder's are meant.
+    """
+
+    tables: frozenset[str]
+    codecs: Codecs | None
+
+
 class ExchangeGroup(list[Any]):
     """The tables of one exchange, as TorchRec hands them from hook to hook.
 
     Attributes:
         codecs: of the wire, None where the sharder's are meant.
         is_part: whether the tables of its sharding type may be in several groups.
+        parts: that the exchange of rows has (:mod:`torchrec_hkv.sharding.parts`); none: one.
     """
 
     codecs: Codecs | None = None
     is_part: bool = False
+    parts: Sequence[Part] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +119,7 @@ class Exchange:
         names: Mapping[int, str],
         weights: Mapping[int, float],
         whole: Sequence[str] = (),
+        parted: Sequence[str] = (),
     ) -> dict[str, ExchangeGroup]:
         """The tables of each sharding type, in groups.
 
@@ -110,6 +128,7 @@ class Exchange:
             names: of the tables, by the id of their infos.
             weights: that groups are balanced by, likewise.
             whole: further sharding types that are not split.
+            parted: those of which there is one group, in parts.
 
         Returns:
             By sharding type, and further groups by ``"{type}/{number}"``.
@@ -122,15 +141,24 @@ class Exchange:
             by_wire: dict[str | None, list[Info]] = {}
             for info in infos:
                 by_wire.setdefault(self._wire(names[id(info)]), []).append(info)
-            number = 0
-            for wire, own in by_wire.items():
-                for part in _parts(own, self.num_groups, [weights[id(info)] for info in own]):
-                    group = ExchangeGroup(part)
-                    group.codecs = None if wire is None else codecs_at(wire)
-                    group.is_part = True
-                    key = f"{sharding_type}/{number}" if number else sharding_type
-                    found[key] = group
-                    number += 1
+            groups = [
+                (part, None if wire is None else codecs_at(wire))
+                for wire, own in by_wire.items()
+                for part in _parts(own, self.num_groups, [weights[id(info)] for info in own])
+            ]
+            if sharding_type in parted and len(groups) > 1:
+                group = ExchangeGroup(itertools.chain.from_iterable(part for part, _ in groups))
+                group.is_part = True
+                group.parts = [
+                    Part(frozenset(names[id(info)] for info in part), codecs)
+                    for part, codecs in groups
+                ]
+                found[sharding_type] = group
+                continue
+            for number, (part, codecs) in enumerate(groups):
+                group = ExchangeGroup(part)
+                group.codecs, group.is_part = codecs, True
+                found[f"{sharding_type}/{number}" if number else sharding_type] = group
         return found
 
     def _wire(self, table: str) -> str | None:
@@ -159,8 +187,11 @@ def needs_ours(infos: Sequence[Any]) -> bool:
     """Whether shardings of ours serve these tables: where one is of ours, and where stock tables
     are in groups. With TorchRec's own, a rank that has no table of a group sends float32 although
     the others expect what the tables give."""
-    if isinstance(infos, ExchangeGroup) and infos.is_part:
-        return True
+    return (isinstance(infos, ExchangeGroup) and infos.is_part) or has_ours(infos)
+
+
+def has_ours(infos: Sequence[Any]) -> bool:
+    """Whether a table of ours is among these."""
     return any(isinstance(info.param_sharding, BackendParameterSharding) for info in infos)
 
 

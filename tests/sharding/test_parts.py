@@ -1,4 +1,4 @@
-"""Row-wise tables whose rows are exchanged in groups exchange their ids together."""
+"""Row-wise tables whose rows are exchanged in groups: parts of one sharding."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from tests.sharding import test_train_pipelines_evicting as pipelines
 from tests.support.beside_stock import Scenario, train_beside_stock
+from tests.support.exchanges import number_of_exchanges
 from tests.support.models import make_model, shard_model
 from tests.support.pipelines import make_pipeline_model, pipeline_batch
 from torchrec_hkv import ParameterConstraints
@@ -41,7 +42,7 @@ def _exchanges(rank, world_size, device, sharding_type):
         for input_dist in ebc._input_dists
         for module in input_dist.modules()
     )
-    return of_ids, len(ebc._output_dists)
+    return of_ids, number_of_exchanges(ebc)
 
 
 @pytest.mark.parametrize(

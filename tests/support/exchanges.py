@@ -1,0 +1,15 @@
+"""What a sharded collection exchanges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrec_hkv.sharding.parts import PartedOutputDist
+
+
+def number_of_exchanges(collection: Any) -> int:
+    """Of rows, in the forward of a step."""
+    return sum(
+        len(dist._dists) if isinstance(dist, PartedOutputDist) else 1
+        for dist in collection._output_dists
+    )
