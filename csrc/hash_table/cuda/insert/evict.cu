@@ -117,13 +117,12 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
                  bool* writer, const Missing missing) {
-  if (*missing.full == 0) return;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t position = begin + threadIdx.x;
-    const int64_t was = position < batch.num_ids ? slots[position] : kNoSlot;
-    const bool busy = was == kMissingFromFull || was == kReturningToFull;
-    if (!__syncthreads_or(busy)) continue;
+  const int64_t number = *missing.number_full;
+  const int lanes_used = even_lanes(number, kWarp / kVictimLanes);
+  for (Share share(number, lanes_used); share.more(); share.next()) {
+    const bool busy = share.mine();
+    const int64_t position = busy ? missing.full_positions[share.at] : 0;
+    const bool returns = missing.returns && busy && slots[position] == kReturningToFull;
     const TableView* mine = kOneTable ? &only : tables;
     if (!kOneTable && busy) mine = &table_at(tables, batch, position);
     const TableView& table = kOneTable ? only : *mine;
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     count_block<kOneTable>(mine, kInserted, placed);
     count_block<kOneTable>(mine, kEvicted, placed);
     count_block<kOneTable>(mine, kRefused, busy && !placed);
-    if (missing.returns) count_warp(mine, kReturned, placed && was == kReturningToFull);
+    if (missing.returns) count_warp(mine, kReturned, placed && returns);
     count_warp(mine, kCrowded, busy && place.fate == kNoRoom);
     if (kLeavers) {
       int64_t number = leaver_number(placement.leavers, busy);

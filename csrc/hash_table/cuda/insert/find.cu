@@ -170,6 +170,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   __shared__ int64_t of_thread[kThreads];
   // By slot, modulo their number: of the threads that touch it, one.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
+  __shared__ BlockPart part;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
@@ -209,15 +210,16 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     }
   }
   const bool there = position != kNowhere;
+  const bool listed = given && !there;
+  int number_listed = 0;
   const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
   if (kTouch) {
     if (there) {
       of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
     }
-    if (__syncthreads_or(given && !there) && threadIdx.x == 0) *missing.any = 1;
+    number_listed = count_listed(part, missing.number, listed);
   }
-  if (!given) return;
   int64_t result = kTouch && !room ? kMissingFromFull : kNoSlot;
   bool writer = false;
   if (there) {
@@ -230,9 +232,12 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
     }
   }
-  slots[at] = result;
-  if (kTouch && found.there != nullptr) found.there[at] = there;
-  if (kTouch && found.writer != nullptr) found.writer[at] = writer;
+  if (given) {
+    slots[at] = result;
+    if (kTouch && found.there != nullptr) found.there[at] = there;
+    if (kTouch && found.writer != nullptr) found.writer[at] = writer;
+  }
+  if (kTouch && number_listed > 0) append_listed(part, missing.positions, listed, at);
 }
 
 template <bool kTouch>

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(2 * kWarp)
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
   } else if (threadIdx.x == kWarp) {
-    *missing.any = *missing.full = *missing.waiting = 0;
+    *missing.number = *missing.number_full = *missing.waiting = 0;
   }
 }
 
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
     missing.table[i] = 0;
   }
   const TableView* table = nullptr;
-  bool wrong = false;
+  bool wrong = false, listed = false;
   if (position < batch.num_ids) {
     table = &table_at(tables, batch, position);
     const int64_t slot = slots[position];
@@ -100,10 +100,14 @@ __global__ void __launch_bounds__(kThreads)
       slots[position] = kPassedOver;
     } else if (there) {
       touch(*table, slot - table->first_slot, visit, visit.given(position));
-    } else if (load_l2(missing.any) == 0) {
-      *missing.any = 1;
+    } else {
+      listed = true;
     }
     if (found != nullptr) found[position] = there;
+  }
+  __shared__ BlockPart part;
+  if (count_listed(part, missing.number, listed) > 0) {
+    append_listed(part, missing.positions, listed, position);
   }
   count_warp(table, kLookups, wrong, -1);  // insert_kernel counts all positions
 }
@@ -120,11 +124,10 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       if (ids > 0) count(kOneTable ? only : tables[batch.feature_tables[f]], kLookups, ids);
     }
   }
-  if (*missing.any == 0) return;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t position = begin + threadIdx.x;
-    const int64_t was = position < batch.num_ids ? slots[position] : 0;
+  __shared__ BlockPart part;
+  for (Share share(*missing.number); share.more(); share.next()) {
+    const int64_t position = share.mine() ? missing.positions[share.at] : 0;
+    const int64_t was = share.mine() ? slots[position] : 0;
     const bool missed = is_missing(was);
     const bool absent = missed || is_remembered(was) || was == kNotAdmitted;
     const TableView* mine = kOneTable ? &only : tables;
@@ -156,8 +159,9 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       }
       if (busy && was != kMissingFromFull) slot = claim_free_slot(table, choice);
     }
-    if (__syncthreads_or(busy && slot == kNoSlot) && threadIdx.x == 0) *missing.full = 1;
     const bool placed = slot != kNoSlot;
+    const bool full = busy && !placed;
+    const int number_full = count_listed(part, missing.number_full, full);
     if (placed) {
       slots[position] = table.first_slot + slot;
       if (writer != nullptr) writer[position] = true;
@@ -171,6 +175,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     } else if (busy) {
       slots[position] = seen == mark ? kReturningToFull : kMissingFromFull;
     }
+    if (number_full > 0) append_listed(part, missing.full_positions, full, position);
     count_block<kOneTable>(mine, kInserted, placed);
     if (missing.returns) count_warp(mine, kReturned, placed && seen == mark);
     write_rows_of_warp<kRows, kOneTable>(mine, placed, id, slot);
@@ -181,10 +186,9 @@ __global__ void __launch_bounds__(kThreads)
     resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                    const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
   if (*missing.waiting == 0) return;  // no id was missing twice
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t position = begin + threadIdx.x;
-    const bool waiting = position < batch.num_ids && is_remembered(slots[position]);
+  for (Share share(*missing.number); share.more(); share.next()) {
+    const int64_t position = share.mine() ? missing.positions[share.at] : 0;
+    const bool waiting = share.mine() && is_remembered(slots[position]);
     const TableView* table = nullptr;
     bool refused = false;
     if (waiting) {
@@ -295,7 +299,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     order = insertion_order(batch.num_ids, placement, by_score, memory + layout.order);
     insert_in_order(tables, batch, visit, placement, slots, missing, &order, stream);
     if (placement.remembers) {
-      count_returned(tables, batch, missing.placed, missing.any, stream);
+      count_returned(tables, batch, missing.placed, missing.number, stream);
       remember_in_order(tables, batch, missing, order, stream);
     }
     rest.leavers = {};
@@ -323,7 +327,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     finish_admission(tables, batch, visit, rest, slots, stream);
   }
   if (placement.frames) {
-    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.any, stream);
+    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number, stream);
   }
 }
 
