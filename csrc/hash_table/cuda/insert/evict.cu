@@ -2,6 +2,7 @@
 // the lowest ranks. A tile of lanes looks for a victim.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
@@ -117,6 +118,8 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
                  bool* writer, const Missing missing) {
+  let_next_kernel_start();
+  wait_for_kernel_before();
   const int64_t number = *missing.number_full;
   const int lanes_used = even_lanes(number, kWarp / kVictimLanes);
   for (Share share(number, lanes_used); share.more(); share.next()) {
@@ -200,10 +203,9 @@ void evict_for_missing(const TableView* tables, const TableView* only, const Bat
                        const Missing& missing, cudaStream_t stream) {
   const EvictKernel evict = only != nullptr ? choose_evict_kernel<true>(placement)
                                             : choose_evict_kernel<false>(placement);
-  evict<<<std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, 0, stream>>>(
-      only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots, writer,
-      missing);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(evict, std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
+                 only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots,
+                 writer, missing);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -8,6 +8,7 @@
 // would be asked for thousands of times, one after the other.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/kernels.h"
 
@@ -164,7 +165,7 @@ template <bool kTouch, bool kOneTable>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
-                const Found found, const Missing missing, bool early) {
+                const Found found, const Missing missing, bool early, bool begun) {
   __shared__ Look looks_of_block[kThreads];
   // By thread: its id, which would take registers; later, of those that touch, the slot.
   __shared__ int64_t of_thread[kThreads];
@@ -172,6 +173,8 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
   __shared__ BlockPart part;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
+  let_next_kernel_start();
+  if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
   const int64_t id = given ? batch.ids[at] : 0;
@@ -214,6 +217,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   int number_listed = 0;
   const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
   if (kTouch) {
+    if (begun) wait_for_kernel_before();  // for the clock and the flags
     if (there) {
       of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
@@ -240,33 +244,41 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch && number_listed > 0) append_listed(part, missing.positions, listed, at);
 }
 
+// A find that touches follows the kernel that starts the clock, or one that ages the tables.
 template <bool kTouch>
 void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
                  const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                 bool spread, cudaStream_t stream) {
+                 bool spread, bool begun, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const unsigned grid = grid_for(batch.num_ids);
+  const auto launch = [&](auto kernel, auto... arguments) {
+    if (kTouch) {
+      launch_chained(kernel, grid, kThreads, stream, arguments...);
+    } else {
+      kernel<<<grid, kThreads, 0, stream>>>(arguments...);
+      HKV_CUDA_CHECK_LAUNCH();
+    }
+  };
   if (only != nullptr) {
-    find_kernel<kTouch, true>
-        <<<grid, kThreads, 0, stream>>>(*only, nullptr, batch, visit, slots, found, missing, false);
+    launch(find_kernel<kTouch, true>, *only, static_cast<const TableView*>(nullptr), batch, visit,
+           slots, found, missing, false, begun);
   } else {
-    find_kernel<kTouch, false><<<grid, kThreads, 0, stream>>>(TableView{}, tables, batch, visit,
-                                                              slots, found, missing, spread);
+    launch(find_kernel<kTouch, false>, TableView{}, tables, batch, visit, slots, found, missing,
+           spread, begun);
   }
-  HKV_CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace
 
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream) {
-  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, stream);
+  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, false, stream);
 }
 
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    bool spread, cudaStream_t stream) {
-  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, stream);
+                    bool spread, bool begun, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, begun, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -15,6 +15,7 @@
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/clock.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
@@ -36,6 +37,7 @@ constexpr int kInsertBlocks = 5;
 // One block: the clock goes on, and the flags are cleared.
 __global__ void __launch_bounds__(2 * kWarp)
     begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing) {
+  let_next_kernel_start();  // it may read all but the clock and the flags
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
   } else if (threadIdx.x == kWarp) {
@@ -118,6 +120,8 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     insert_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                   const Batch batch, const Visit visit, int64_t* slots, bool* writer,
                   const Missing missing, bool deduplicated) {
+  let_next_kernel_start();
+  wait_for_kernel_before();
   if (blockIdx.x == 0) {  // lookups are known without looking
     for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
       const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
@@ -185,6 +189,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
 __global__ void __launch_bounds__(kThreads)
     resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                    const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
+  wait_for_kernel_before();
   if (*missing.waiting == 0) return;  // no id was missing twice
   for (Share share(*missing.number); share.more(); share.next()) {
     const int64_t position = share.mine() ? missing.positions[share.at] : 0;
@@ -281,7 +286,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   const unsigned grid = grid_for(batch.num_ids);
   if (placement.believed == nullptr) {
     find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing,
-                   placement.spread, stream);
+                   placement.spread, /*begun=*/aging.expire_after == nullptr, stream);
   } else {
     find(tables, only, batch, slots, stream);
     believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
@@ -311,15 +316,13 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
       HKV_CUDA_CHECK_LAUNCH();
     }
     const InsertKernel insert = choose_insert_kernel(placement.rows, only != nullptr);
-    insert<<<std::min(grid, resident_blocks(insert)), kThreads, 0, stream>>>(
-        only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer, missing,
-        by_score);
-    HKV_CUDA_CHECK_LAUNCH();
+    launch_chained(insert, std::min(grid, resident_blocks(insert)), kThreads, stream,
+                   only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer,
+                   missing, by_score);
     evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, stream);
   }
-  resolve_kernel<<<std::min(grid, resident_blocks(resolve_kernel)), kThreads, 0, stream>>>(
-      tables, batch, visit, rest, slots, missing);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(resolve_kernel, std::min(grid, resident_blocks(resolve_kernel)), kThreads, stream,
+                 tables, batch, visit, rest, slots, missing);
   if (placement.ordered && placement.leavers.number != nullptr) {
     write_leavers_in_order(tables, batch, visit, placement, slots, order, stream);
   }
