@@ -32,7 +32,7 @@ namespace {
 
 // Blocks of a multiprocessor, which bound the registers: an insertion waits for memory most of the
 // time, so many must be on their way.
-constexpr int kInsertBlocks = 5;
+constexpr int kInsertBlocks = 4;
 
 // One block: the clock goes on, and the flags are cleared.
 __global__ void __launch_bounds__(2 * kWarp)
@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (found != nullptr) found[position] = there;
   }
-  __shared__ BlockPart part;
-  if (count_listed(part, missing.number, listed) > 0) {
-    append_listed(part, missing.positions, listed, position);
+  __shared__ BlockParts parts;
+  if (count_listed(parts, missing, listed, false)) {
+    append_listed(parts, missing, listed, false, position);
   }
   count_warp(table, kLookups, wrong, -1);  // insert_kernel counts all positions
 }
@@ -128,16 +128,22 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       if (ids > 0) count(kOneTable ? only : tables[batch.feature_tables[f]], kLookups, ids);
     }
   }
-  __shared__ BlockPart part;
-  for (Share share(*missing.number); share.more(); share.next()) {
-    const int64_t position = share.mine() ? missing.positions[share.at] : 0;
-    const int64_t was = share.mine() ? slots[position] : 0;
-    const bool missed = is_missing(was);
-    const bool absent = missed || is_remembered(was) || was == kNotAdmitted;
+  __shared__ RowToWrite rows_of_block[kThreads];
+  RowToWrite* const rows = rows_of_block + threadIdx.x / kWarp * kWarp;
+  const uint32_t number = *missing.number;
+  if (kOneTable && blockIdx.x == 0 && threadIdx.x == 0 && number > 0) {
+    count(only, kMisses, number);
+  }
+  Tally<kOneTable, kInserted> inserted;
+  for (Share share(number, even_lanes(number, 1)); share.more(); share.next()) {
+    const bool absent = static_cast<int>(threadIdx.x % kWarp) < share.busy();
+    const int64_t position = absent ? missing.positions[share.at()] : 0;
+    const int64_t was = absent ? slots[position] : 0;
+    const bool missed = absent && is_missing(was);
     const TableView* mine = kOneTable ? &only : tables;
     if (!kOneTable && absent) mine = &table_at(tables, batch, position);
     const TableView& table = kOneTable ? only : *mine;
-    count_block<kOneTable>(mine, kMisses, absent);
+    if (!kOneTable) count_warp(mine, kMisses, absent);
     bool busy = missed;  // the thread has an id to place
     int64_t id = 0, slot = kNoSlot;
     uint16_t mark = 1, seen = 0;  // what the id's entry has if it returns, and what it has
@@ -149,51 +155,64 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
         mark = entry.mark;
         seen = table.evicted.marks[entry.entry];
       }
-      if (was != kMissingFromFull) {
+      // So few that no bucket gets more than its share of them before its second ones are looked
+      // at. Steps that have come to their end don't tell a slot that is being written.
+      const bool joins = missing.joins && !deduplicated && was == kMissingFromFirst &&
+                         table.scores == nullptr && number <= table.num_slots / 16 &&
+                         visit.now() != kFreeStep;
+      if (joins) {
+        const Joined joined = join_first_bucket(table, choice, id, visit.now());
+        if (joined.claimed) slot = joined.slot;
+        busy = joined.claimed || joined.slot == kNoSlot;
+        if (!busy) slots[position] = table.first_slot + joined.slot;
+      } else if (was != kMissingFromFull) {
         prefetch_l2(digest_line(table, choice.first), kBucketDigests * sizeof(uint16_t));
       }
-      if (!deduplicated) {
-        const int64_t other =
-            representative<kOneTable>(missing, tables, table, batch, position, id);
-        busy = other == position;
-        if (!busy) {
-          slots[position] = remember(other);
-          if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+      if (busy && slot == kNoSlot) {
+        if (!deduplicated) {
+          const int64_t other =
+              representative<kOneTable>(missing, tables, table, batch, position, id);
+          busy = other == position;
+          if (!busy) {
+            slots[position] = remember(other);
+            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+          }
+        }
+        if (busy && was != kMissingFromFull) {
+          slot = claim_free_slot(table, choice, id, visit.now());
         }
       }
-      if (busy && was != kMissingFromFull) slot = claim_free_slot(table, choice);
     }
     const bool placed = slot != kNoSlot;
     const bool full = busy && !placed;
-    const int number_full = count_listed(part, missing.number_full, full);
     if (placed) {
       slots[position] = table.first_slot + slot;
       if (writer != nullptr) writer[position] = true;
       if (missing.placed != nullptr) missing.placed[position] = true;
-      table.ids[slot] = id;
-      store_l2(&table.last_steps[slot], visit.now());
       if (table.scores != nullptr) {
         table.scores[slot] =
             first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
     } else if (busy) {
-      slots[position] = seen == mark ? kReturningToFull : kMissingFromFull;
+      slots[position] = seen == mark ? kReturningToFull : kChosenFromFull;
     }
-    if (number_full > 0) append_listed(part, missing.full_positions, full, position);
-    count_block<kOneTable>(mine, kInserted, placed);
+    append_of_warp(missing.number_full, missing.full_positions, full, position);
+    inserted.add(mine, placed);
     if (missing.returns) count_warp(mine, kReturned, placed && seen == mark);
-    write_rows_of_warp<kRows, kOneTable>(mine, placed, id, slot);
+    write_rows_of_warp<kRows, kOneTable>(rows, mine, placed, id, slot);
   }
+  inserted.finish(only);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
-  wait_for_kernel_before();
-  if (*missing.waiting == 0) return;  // no id was missing twice
-  for (Share share(*missing.number); share.more(); share.next()) {
-    const int64_t position = share.mine() ? missing.positions[share.at] : 0;
-    const bool waiting = share.mine() && is_remembered(slots[position]);
+// Positions of a list that remember another get its slot.
+__device__ __forceinline__ void resolve_list(const TableView* tables, const Batch& batch,
+                                             const Visit& visit, const Placement& placement,
+                                             int64_t* slots, const uint32_t* list,
+                                             uint32_t number) {
+  for (Share share(number); share.more(); share.next()) {
+    const bool listed = static_cast<int>(threadIdx.x % kWarp) < share.busy();
+    const int64_t position = listed ? list[share.at()] : 0;
+    const bool waiting = listed && is_remembered(slots[position]);
     const TableView* table = nullptr;
     bool refused = false;
     if (waiting) {
@@ -209,6 +228,17 @@ __global__ void __launch_bounds__(kThreads)
     if (!refused || placement.leavers.number == nullptr) continue;
     give_back(placement, *table, tables, batch, visit, position);
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
+  let_next_kernel_start();
+  wait_for_kernel_before();
+  if (*missing.waiting == 0) return;  // no id was missing twice
+  resolve_list(tables, batch, visit, placement, slots, missing.positions, *missing.number);
+  resolve_list(tables, batch, visit, placement, slots, missing.full_positions,
+               *missing.number_full);
 }
 
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
@@ -276,6 +306,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   const ScratchLayout layout(batch.num_ids, placement, by_score);
   Missing missing = missing_layout(batch.num_ids, memory);
   missing.returns = placement.remembers && !placement.ordered;
+  missing.joins = placement.admissions == nullptr;
+  missing.sorts_full = !placement.ordered && !placement.frames && !placement.remembers &&
+                       placement.admissions == nullptr;
   if (notes_places(placement)) {
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
@@ -319,7 +352,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     launch_chained(insert, std::min(grid, resident_blocks(insert)), kThreads, stream,
                    only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer,
                    missing, by_score);
-    evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, stream);
+    evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, by_score,
+                      stream);
   }
   launch_chained(resolve_kernel, std::min(grid, resident_blocks(resolve_kernel)), kThreads, stream,
                  tables, batch, visit, rest, slots, missing);

@@ -12,8 +12,12 @@ namespace torchrec_hkv::hash_table::cuda {
 // kNotAdmitted (admission.h) and kPassedOver, which are neither missing nor remembered.
 // A missing id of whose buckets no slot is free:
 constexpr int64_t kMissingFromFull = INT64_MIN + 1;
-// The same, of an id that its table remembers as evicted; between insert_kernel and evict_kernel.
+// Between insert_kernel and evict_kernel, the same of a position that stands for its id; and where
+// its table remembers the id as evicted.
+constexpr int64_t kChosenFromFull = INT64_MIN + 4;
 constexpr int64_t kReturningToFull = INT64_MIN + 2;
+// A missing id whose first bucket was less than three quarters full before the call:
+constexpr int64_t kMissingFromFirst = INT64_MIN + 3;
 // A position whose id another position stands for:
 __device__ __forceinline__ int64_t remember(int64_t position) { return -2 - position; }
 __device__ __forceinline__ bool is_remembered(int64_t slot) {
@@ -21,16 +25,16 @@ __device__ __forceinline__ bool is_remembered(int64_t slot) {
 }
 __device__ __forceinline__ int64_t remembered(int64_t slot) { return -2 - slot; }
 __device__ __forceinline__ bool is_missing(int64_t slot) {
-  return slot == kNoSlot || slot == kMissingFromFull;
+  return slot == kNoSlot || slot == kMissingFromFull || slot == kMissingFromFirst;
 }
 
 // Scratch of one call, memory of which nothing is known before.
 struct Missing {
-  uint32_t* number;     // of positions whose ids are missing, the find's list of them:
-  uint32_t* positions;  // [n], those of a block of the find together
-  uint32_t* number_full;     // of missing ids that find their buckets full, insert_kernel's list:
+  uint32_t* number;          // of positions whose ids are missing, the find's list of them:
+  uint32_t* positions;       // [n], those of a block of the find together
+  uint32_t* number_full;     // of those whose ids find their buckets full, insert_kernel's list:
   uint32_t* full_positions;  // [n]
-  uint32_t* waiting;  // flag: whether any position remembers another
+  uint32_t* waiting;         // flag: whether any position remembers another
   uint32_t* table;    // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
   size_t bytes;  // of all
@@ -39,6 +43,10 @@ struct Missing {
   bool* placed = nullptr;
   // Whether insert_kernel and evict_kernel count ids that tables remember as evicted.
   bool returns = false;
+  // Whether the find puts what is kMissingFromFull into the second list, and not into the first.
+  bool sorts_full = false;
+  // Whether positions of one id agree on kMissingFromFirst, which admission may undo.
+  bool joins = true;
 };
 
 inline Missing missing_layout(int64_t n, char* base) {
@@ -94,32 +102,58 @@ __device__ __forceinline__ int64_t representative(const Missing& missing, const 
   }
 }
 
-// A list that the blocks of a kernel append positions to: one atomic a block. In shared memory.
-struct BlockPart {
-  uint32_t ends[kThreads / kWarp];  // of each warp's part of the block's
-  uint32_t begin;                   // of the block's part of the list
+// What a block of a kernel appends to the two lists: one atomic a block and list. In shared memory.
+struct BlockParts {
+  uint32_t of_warp[kThreads / kWarp];  // numbers of positions for the first list, and, shifted by
+                                       // 16 bits, for the second
+  uint32_t begin[2];                   // of the block's part of each
 };
 
-// Has room made for the positions of the threads that are `listed`; returns their number in the
-// block. All its threads. append_listed follows.
-__device__ __forceinline__ int count_listed(BlockPart& part, uint32_t* number, bool listed) {
-  const unsigned lanes = __ballot_sync(kAllLanes, listed);
-  if (threadIdx.x % kWarp == 0) part.ends[threadIdx.x / kWarp] = __popc(lanes);
-  const int all = __syncthreads_count(listed);
-  if (all > 0 && threadIdx.x == 0) part.begin = atomicAdd(number, static_cast<uint32_t>(all));
-  return all;
+// Has room made for the positions of the threads that are `listed`; returns whether there are any.
+// All threads of a block, once. append_listed follows.
+__device__ __forceinline__ bool count_listed(BlockParts& parts, const Missing& missing, bool listed,
+                                             bool full) {
+  const unsigned all = __ballot_sync(kAllLanes, listed);
+  const unsigned seconds = __ballot_sync(kAllLanes, listed && full);
+  if (threadIdx.x % kWarp == 0) {
+    parts.of_warp[threadIdx.x / kWarp] = __popc(all & ~seconds) | __popc(seconds) << 16;
+  }
+  if (__syncthreads_or(listed) == 0) return false;
+  if (threadIdx.x == 0) {
+    uint32_t sum = 0;
+#pragma unroll
+    for (const uint32_t of_warp : parts.of_warp) sum += of_warp;
+    if (sum & 0xffff) parts.begin[0] = atomicAdd(missing.number, sum & 0xffff);
+    if (sum >> 16) parts.begin[1] = atomicAdd(missing.number_full, sum >> 16);
+  }
+  return true;
 }
-__device__ __forceinline__ void append_listed(const BlockPart& part, uint32_t* list, bool listed,
-                                              int64_t position) {
-  const unsigned lanes = __ballot_sync(kAllLanes, listed);
-  const unsigned lower = (1u << threadIdx.x % kWarp) - 1;
-  uint32_t before = __popc(lanes & lower);
+__device__ __forceinline__ void append_listed(const BlockParts& parts, const Missing& missing,
+                                              bool listed, bool full, int64_t position) {
+  const unsigned all = __ballot_sync(kAllLanes, listed);
+  const unsigned seconds = __ballot_sync(kAllLanes, listed && full);
+  const unsigned same = full ? seconds : all & ~seconds;
+  uint32_t before = 0;
 #pragma unroll
   for (unsigned w = 0; w < kThreads / kWarp; ++w) {
-    if (w < threadIdx.x / kWarp) before += part.ends[w];
+    if (w < threadIdx.x / kWarp) before += parts.of_warp[w];
   }
-  __syncthreads();  // the beginning is known
-  if (listed) list[part.begin + before] = static_cast<uint32_t>(position);
+  __syncthreads();  // the beginnings are known
+  if (!listed) return;
+  before = full ? before >> 16 : before & 0xffff;
+  const uint32_t at = parts.begin[full] + before + __popc(same & ((1u << threadIdx.x % kWarp) - 1));
+  (full ? missing.full_positions : missing.positions)[at] = static_cast<uint32_t>(position);
+}
+
+// Appends the positions of a warp's lanes that are `listed` to a list. All lanes.
+__device__ __forceinline__ void append_of_warp(uint32_t* number, uint32_t* list, bool listed,
+                                               int64_t position) {
+  const unsigned lanes = __ballot_sync(kAllLanes, listed);
+  if (lanes == 0) return;
+  const int lane = threadIdx.x % kWarp;
+  uint32_t begin = lane == 0 ? atomicAdd(number, static_cast<uint32_t>(__popc(lanes))) : 0;
+  begin = __shfl_sync(kAllLanes, begin, 0);
+  if (listed) list[begin + __popc(lanes & ((1u << lane) - 1))] = static_cast<uint32_t>(position);
 }
 
 // Of a list that a grid shares, how many entries the lanes of a warp are to have in a turn, so that
@@ -131,30 +165,27 @@ __device__ __forceinline__ int even_lanes(int64_t number, int multiple) {
   return static_cast<int>((each + multiple - 1) / multiple * multiple);
 }
 
-// How the threads of a grid share a list: in each turn the first lanes of every warp have one of
-// its entries each. The threads of a block take equal numbers of turns.
+// How the warps of a grid share a list: in each turn the first lanes of a warp have one entry each.
 struct Share {
   int64_t number;
-  int64_t at;      // the thread's place in the list; past it: none
-  int64_t begin;   // of the block's part
+  int64_t begin;   // of the warp's part of the list
   int64_t stride;  // to the next turn
-  bool works;      // whether the lane takes part
+  int lanes;       // that have an entry, where the list is long enough
 
-  __device__ __forceinline__ explicit Share(int64_t list_number, int lanes = kWarp)
-      : number(list_number) {
+  __device__ __forceinline__ explicit Share(int64_t list_number, int lanes_used = kWarp)
+      : number(list_number), lanes(lanes_used) {
     constexpr int kWarps = kThreads / kWarp;
-    const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps;
-    works = static_cast<int>(threadIdx.x % kWarp) < lanes;
-    begin = static_cast<int64_t>(blockIdx.x) * kWarps * lanes;
-    at = begin + static_cast<int64_t>(threadIdx.x / kWarp) * lanes + threadIdx.x % kWarp;
-    stride = warps * lanes;
+    const auto warp = static_cast<int64_t>(blockIdx.x * kWarps + threadIdx.x / kWarp);
+    begin = warp * lanes;
+    stride = static_cast<int64_t>(gridDim.x) * kWarps * lanes;
   }
   __device__ __forceinline__ bool more() const { return begin < number; }
-  __device__ __forceinline__ bool mine() const { return works && at < number; }
-  __device__ __forceinline__ void next() {
-    begin += stride;
-    at += stride;
+  __device__ __forceinline__ void next() { begin += stride; }
+  // Of the warp's lanes, those that have an entry in this turn are the first.
+  __device__ __forceinline__ int busy() const {
+    return number - begin < lanes ? static_cast<int>(number - begin) : lanes;
   }
+  __device__ __forceinline__ int64_t at() const { return begin + threadIdx.x % kWarp; }
 };
 
 // Adds `each` to a counter of each lane's table where `wanted`: one atomic a warp and table.

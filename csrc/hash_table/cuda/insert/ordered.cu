@@ -277,6 +277,8 @@ __global__ void __launch_bounds__(kThreads)
     complete_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                     const int64_t* __restrict__ slots, const Missing missing,
                     const __grid_constant__ InsertionOrder order) {
+  __shared__ RowToWrite rows_of_block[kThreads];
+  RowToWrite* const rows = rows_of_block + threadIdx.x / kWarp * kWarp;
   if (*missing.number == 0) return;
   const uint32_t number = *order.number;
   for (uint32_t begin = blockIdx.x * kThreads; begin < number; begin += gridDim.x * kThreads) {
@@ -303,7 +305,7 @@ __global__ void __launch_bounds__(kThreads)
     count_warp(its, kEvicted, placed && fate == kReplaced);
     count_warp(its, kRefused, listed && !placed);
     count_warp(its, kCrowded, listed && fate == kNoRoom);
-    write_rows_of_warp<kRows, false>(its, placed, id, slot);
+    write_rows_of_warp<kRows, false>(rows, its, placed, id, slot);
   }
 }
 
