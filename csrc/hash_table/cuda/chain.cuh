@@ -2,10 +2,10 @@
 // come to the multiprocessors as those of the one before leave, and wait there for its end
 // (programmatic dependent launch).
 //
-// A kernel that is launched so waits (wait_for_kernel_before) before it reads what kernels before it
-// have written, and before it writes what these may still read; all its threads, so that its own end
-// says that those before it have ended too. Where a kernel does not say that the next one may start,
-// that starts when it ends.
+// A kernel that is launched so waits (wait_for_kernel_before) before it reads what kernels before
+// it have written, and before it writes what these may still read; all its threads, so that its own
+// end says that those before it have ended too. Where a kernel does not say that the next one may
+// start, that starts when it ends.
 #pragma once
 
 #include <cuda_runtime.h>

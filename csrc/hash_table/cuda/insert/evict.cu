@@ -193,93 +193,99 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
   const int warp_lane = threadIdx.x % kWarp;
   let_next_kernel_start();
   wait_for_kernel_before();
-  const int64_t number = *missing.number_full;
   Tally<kOneTable, kMisses> misses;
   Tally<kOneTable, kInserted> inserted;
   Tally<kOneTable, kEvicted> evicted;
   Tally<kOneTable, kRefused> refused;
-  for (Share share(number, even_lanes(number, kWarp / kVictimLanes)); share.more(); share.next()) {
-    const bool listed = warp_lane < share.busy();
-    const int64_t position = listed ? missing.full_positions[share.at()] : 0;
-    const int64_t was = listed ? slots[position] : 0;
-    const bool returns = listed && was == kReturningToFull;
-    const bool chosen = returns || (listed && was == kChosenFromFull);
-    const TableView* mine = kOneTable ? &only : tables;
-    if (!kOneTable && listed) mine = &table_at(tables, batch, position);
-    const TableView& table = kOneTable ? only : *mine;
-    misses.add(mine, listed && !chosen);
-    bool busy = chosen || (listed && is_missing(was));
-    int64_t id = 0;
-    BucketChoice choice{};
-    if (busy) {
-      id = batch.ids[position];
-      choice = choose_buckets(id, table.num_buckets);
-      prefetch_ranks(table, choice);
-      if (!chosen && !deduplicated) {
-        const int64_t other =
-            representative<kOneTable>(missing, tables, table, batch, position, id);
-        busy = other == position;
-        if (!busy) {
-          slots[position] = remember(other);
-          if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+#pragma unroll 1
+  for (const bool second : {true, false}) {
+    if (!second && *missing.chosen == 0) break;
+    const int64_t number = second ? *missing.number_full : *missing.number;
+    for (Share share(number, even_lanes(number, kWarp / kVictimLanes)); share.more();
+         share.next()) {
+      bool listed = warp_lane < share.busy();
+      const int64_t position = listed ? missing.listed(second, share.at()) : 0;
+      const int64_t was = listed ? slots[position] : 0;
+      const bool returns = listed && was == kReturningToFull;
+      const bool chosen = returns || (listed && was == kChosenFromFull);
+      if (!second) listed = chosen;  // insert_kernel has seen to the others
+      const TableView* mine = kOneTable ? &only : tables;
+      if (!kOneTable && listed) mine = &table_at(tables, batch, position);
+      const TableView& table = kOneTable ? only : *mine;
+      misses.add(mine, listed && !chosen);
+      bool busy = chosen || (listed && is_missing(was));
+      int64_t id = 0;
+      BucketChoice choice{};
+      if (busy) {
+        id = batch.ids[position];
+        choice = choose_buckets(id, table.num_buckets);
+        prefetch_ranks(table, choice);
+        if (!chosen && !deduplicated) {
+          const int64_t other =
+              representative<kOneTable>(missing, tables, table, batch, position, id);
+          busy = other == position;
+          if (!busy) {
+            slots[position] = remember(other);
+            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+          }
         }
       }
-    }
-    uint64_t score = 0;
-    const unsigned lanes = __ballot_sync(kAllLanes, busy);
-    const int asked = __popc(lanes);
-    Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
-    if (busy) {
-      score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
-      claim.table = mine;
-      claim.score = score;
-      claim.choice = choice;
-    }
-    const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
-    __syncwarp();
-    if (asked == 0) continue;
-    if (__all_sync(kAllLanes, oldest || !busy)) {
-      claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
-    } else {
-      claim_lowest(claims, asked, visit, placement.refuse_lower);
-    }
-    __syncwarp();
-    const Place place = busy ? claim.place : Place{kNoRoom, kNoSlot, 0};
-    __syncwarp();
-    const bool placed = busy && place.slot != kNoSlot;
-    // Read here and used behind the counts: a load that nothing waits for.
-    const bool remembers = placed && table.evicted.marks != nullptr;
-    const int64_t leaver = remembers ? table.ids[place.slot] : 0;
-    inserted.add(mine, placed);
-    evicted.add(mine, placed);
-    refused.add(mine, busy && !placed);
-    if (missing.returns) count_warp(mine, kReturned, placed && returns);
-    count_warp(mine, kCrowded, busy && place.fate == kNoRoom);
-    if (kLeavers) {
-      int64_t number = leaver_number(placement.leavers, busy);
+      uint64_t score = 0;
+      const unsigned lanes = __ballot_sync(kAllLanes, busy);
+      const int asked = __popc(lanes);
+      Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
       if (busy) {
-        placement.leavers.ids[number] = placed ? table.ids[place.slot] : id;
-        placement.leavers.scores[number] = placed ? place.replaced_score : score;
-        if (!kOneTable) placement.leavers.tables[number] = static_cast<int32_t>(mine - tables);
+        score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
+        claim.table = mine;
+        claim.score = score;
+        claim.choice = choice;
+      }
+      const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
+      __syncwarp();
+      if (asked == 0) continue;
+      if (__all_sync(kAllLanes, oldest || !busy)) {
+        claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
       } else {
-        number = -1;
+        claim_lowest(claims, asked, visit, placement.refuse_lower);
       }
-      copy_leavers_of_warp<kOneTable>(mine, placement, position, place.slot, number);
-    }
-    if (placed) {
-      slots[position] = table.first_slot + place.slot;
-      if (writer != nullptr) writer[position] = true;
-      if (missing.placed != nullptr) missing.placed[position] = true;
-      table.ids[place.slot] = id;
-      if (table.scores != nullptr) table.scores[place.slot] = score;
-      if (remembers) {
-        const EvictedMemory::Place to = table.evicted.place_of(leaver);
-        table.evicted.marks[to.entry] = to.mark;
+      __syncwarp();
+      const Place place = busy ? claim.place : Place{kNoRoom, kNoSlot, 0};
+      __syncwarp();
+      const bool placed = busy && place.slot != kNoSlot;
+      // Read here and used behind the counts: a load that nothing waits for.
+      const bool remembers = placed && table.evicted.marks != nullptr;
+      const int64_t leaver = remembers ? table.ids[place.slot] : 0;
+      inserted.add(mine, placed);
+      evicted.add(mine, placed);
+      refused.add(mine, busy && !placed);
+      if (missing.returns) count_warp(mine, kReturned, placed && returns);
+      count_warp(mine, kCrowded, busy && place.fate == kNoRoom);
+      if (kLeavers) {
+        int64_t leaver_at = leaver_number(placement.leavers, busy);
+        if (busy) {
+          placement.leavers.ids[leaver_at] = placed ? table.ids[place.slot] : id;
+          placement.leavers.scores[leaver_at] = placed ? place.replaced_score : score;
+          if (!kOneTable) placement.leavers.tables[leaver_at] = static_cast<int32_t>(mine - tables);
+        } else {
+          leaver_at = -1;
+        }
+        copy_leavers_of_warp<kOneTable>(mine, placement, position, place.slot, leaver_at);
       }
-    } else if (busy) {
-      slots[position] = kNoSlot;
+      if (placed) {
+        slots[position] = table.first_slot + place.slot;
+        if (writer != nullptr) writer[position] = true;
+        if (missing.placed != nullptr) missing.placed[position] = true;
+        table.ids[place.slot] = id;
+        if (table.scores != nullptr) table.scores[place.slot] = score;
+        if (remembers) {
+          const EvictedMemory::Place to = table.evicted.place_of(leaver);
+          table.evicted.marks[to.entry] = to.mark;
+        }
+      } else if (busy) {
+        slots[position] = kNoSlot;
+      }
+      write_rows_of_warp<kRows, kOneTable>(of_warp.rows, mine, placed, id, place.slot);
     }
-    write_rows_of_warp<kRows, kOneTable>(of_warp.rows, mine, placed, id, place.slot);
   }
   misses.finish(only);
   inserted.finish(only);

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
   __shared__ BlockParts parts;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
-  let_next_kernel_start();
+  if (kTouch) let_next_kernel_start();
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;

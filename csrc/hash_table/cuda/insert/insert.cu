@@ -1,14 +1,17 @@
 // find_or_insert on the GPU, without locks:
 //   1. the clock goes on, and entries expire; find and touch (find.cu); where the group has
 //      admission, positions of ids that are not admitted are marked (admission.cu).
-//   2. a thread looks at each position; of several positions with one missing id, one stands for
-//      all (missing.cuh) and claims a free slot (place.cuh). Tiles of lanes write the
-//      rows.
-//   3. ids whose buckets are full take the places of others (evict.cu).
+//      The find lists what is missing, so that what follows need not look at every position.
+//   2. a thread looks at each position of the list; of several positions with one missing id, one
+//      stands for all (missing.cuh) and claims a free slot (place.cuh); or all of them look into
+//      the id's bucket, and the first claims. Tiles of lanes write the rows.
+//   3. ids whose buckets are full, which have a list of their own, take the places of others
+//      (evict.cu).
 //      Where the result must not depend on chance, both are done in the order of the batch
 //      (ordered.cu).
 //   4. the other positions take the slots of those they remember; marked ones have none.
 //   5. in tables with frames, rows come into these (cuda/frames.cu).
+// Most of these kernels are launched before the one before them ends (cuda/chain.cuh).
 // In tables that remember what they evict, 2. looks which ids have come back, and whatever places
 // them counts them; in the order of the batch returned.cu does.
 #include "common/cuda_check.h"
@@ -41,7 +44,7 @@ __global__ void __launch_bounds__(2 * kWarp)
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
   } else if (threadIdx.x == kWarp) {
-    *missing.number = *missing.number_full = *missing.waiting = 0;
+    *missing.number = *missing.number_full = *missing.chosen = *missing.waiting = 0;
   }
 }
 
@@ -137,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
   Tally<kOneTable, kInserted> inserted;
   for (Share share(number, even_lanes(number, 1)); share.more(); share.next()) {
     const bool absent = static_cast<int>(threadIdx.x % kWarp) < share.busy();
-    const int64_t position = absent ? missing.positions[share.at()] : 0;
+    const int64_t position = absent ? missing.listed(false, share.at()) : 0;
     const int64_t was = absent ? slots[position] : 0;
     const bool missed = absent && is_missing(was);
     const TableView* mine = kOneTable ? &only : tables;
@@ -155,8 +158,9 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
         mark = entry.mark;
         seen = table.evicted.marks[entry.entry];
       }
-      // So few that no bucket gets more than its share of them before its second ones are looked
-      // at. Steps that have come to their end don't tell a slot that is being written.
+      // Where new ids are few beside the slots, first buckets hardly become fuller than they should
+      // before second ones are looked at. A step at its end (clock.h) can't be told from that of a
+      // slot which is being written.
       const bool joins = missing.joins && !deduplicated && was == kMissingFromFirst &&
                          table.scores == nullptr && number <= table.num_slots / 16 &&
                          visit.now() != kFreeStep;
@@ -196,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     } else if (busy) {
       slots[position] = seen == mark ? kReturningToFull : kChosenFromFull;
     }
-    append_of_warp(missing.number_full, missing.full_positions, full, position);
+    if (full && load_l2(missing.chosen) == 0) *missing.chosen = 1;
     inserted.add(mine, placed);
     if (missing.returns) count_warp(mine, kReturned, placed && seen == mark);
     write_rows_of_warp<kRows, kOneTable>(rows, mine, placed, id, slot);
@@ -207,11 +211,10 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
 // Positions of a list that remember another get its slot.
 __device__ __forceinline__ void resolve_list(const TableView* tables, const Batch& batch,
                                              const Visit& visit, const Placement& placement,
-                                             int64_t* slots, const uint32_t* list,
-                                             uint32_t number) {
-  for (Share share(number); share.more(); share.next()) {
+                                             int64_t* slots, const Missing& missing, bool second) {
+  for (Share share(second ? *missing.number_full : *missing.number); share.more(); share.next()) {
     const bool listed = static_cast<int>(threadIdx.x % kWarp) < share.busy();
-    const int64_t position = listed ? list[share.at()] : 0;
+    const int64_t position = listed ? missing.listed(second, share.at()) : 0;
     const bool waiting = listed && is_remembered(slots[position]);
     const TableView* table = nullptr;
     bool refused = false;
@@ -233,12 +236,11 @@ __device__ __forceinline__ void resolve_list(const TableView* tables, const Batc
 __global__ void __launch_bounds__(kThreads)
     resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                    const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
-  let_next_kernel_start();
   wait_for_kernel_before();
   if (*missing.waiting == 0) return;  // no id was missing twice
-  resolve_list(tables, batch, visit, placement, slots, missing.positions, *missing.number);
-  resolve_list(tables, batch, visit, placement, slots, missing.full_positions,
-               *missing.number_full);
+  for (const bool second : {false, true}) {
+    resolve_list(tables, batch, visit, placement, slots, missing, second);
+  }
 }
 
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
@@ -364,7 +366,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     finish_admission(tables, batch, visit, rest, slots, stream);
   }
   if (placement.frames) {
-    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number, stream);
+    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
+                stream);
   }
 }
 

@@ -28,8 +28,8 @@ __device__ __forceinline__ int nth_lane(unsigned mask, int n) {
   return __ffs(static_cast<int>(mask)) - 1;
 }
 
-// How often something happened to the ids of a warp: added to a counter of each lane's table, of one
-// table when the kernel ends, else at once. All lanes.
+// How often something happened to the ids of a warp: added to a counter of each lane's table, of
+// one table when the kernel ends, else at once. All lanes.
 template <bool kOneTable, Counter kCounter>
 struct Tally {
   uint32_t number = 0;  // of the warp so far, where all are of one table
@@ -54,8 +54,8 @@ struct RowToWrite {
 };
 
 // Writes what the entries of a warp's new ids hold: `busy` says whether the thread has one, whose
-// slot in its table is `slot`. All lanes; `rows`: the warp's, in shared memory. The row of a leaver,
-// if any, has been read. Tables with frames are left to settle_rows.
+// slot in its table is `slot`. All lanes; `rows`: the warp's, in shared memory. The row of a
+// leaver, if any, has been read. Tables with frames are left to settle_rows.
 template <NewRows kRows, bool kOneTable>
 __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* mine,
                                                    bool busy, int64_t id, int64_t slot) {

@@ -1,5 +1,5 @@
-// The ids of a batch that a find has missed: deduplicated in scratch memory that fits the
-// second-level cache. One position of each goes on, the others remember it.
+// The ids of a batch that a find has missed: listed, and deduplicated in scratch memory that fits
+// the second-level cache. One position of each goes on, the others remember it.
 #pragma once
 
 #include <cstdint>
@@ -30,23 +30,32 @@ __device__ __forceinline__ bool is_missing(int64_t slot) {
 
 // Scratch of one call, memory of which nothing is known before.
 struct Missing {
-  uint32_t* number;          // of positions whose ids are missing, the find's list of them:
-  uint32_t* positions;       // [n], those of a block of the find together
-  uint32_t* number_full;     // of those whose ids find their buckets full, insert_kernel's list:
-  uint32_t* full_positions;  // [n]
-  uint32_t* waiting;         // flag: whether any position remembers another
-  uint32_t* table;    // [mask + 1] 1 + position, 0: free; zeroed by the find
+  uint32_t* number;       // of positions in the first list: their ids are missing
+  uint32_t* number_full;  // in the second: of what is kMissingFromFull, where the find sorts it out
+  uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
+                          // kReturningToFull
+  uint32_t* waiting;      // flag: whether any position remembers another
+  uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
-  size_t bytes;  // of all
+  // [n] the find's two lists of positions, those of a block of it together: the first from the
+  // front, the second from the back. None is in both.
+  uint32_t* positions;
+  uint32_t* last_position;  // the array's last
+  size_t bytes;             // of all
   // Not part of it: [positions], where wanted: whether the position's id was placed for it. Zeros
   // before the insertion.
   bool* placed = nullptr;
   // Whether insert_kernel and evict_kernel count ids that tables remember as evicted.
   bool returns = false;
-  // Whether the find puts what is kMissingFromFull into the second list, and not into the first.
+  // Whether the find puts what is kMissingFromFull into the second list. Otherwise that is empty.
   bool sorts_full = false;
   // Whether positions of one id agree on kMissingFromFirst, which admission may undo.
   bool joins = true;
+
+  // A place in one of the lists.
+  __device__ __forceinline__ uint32_t& listed(bool second, int64_t at) const {
+    return second ? *(last_position - at) : positions[at];
+  }
 };
 
 inline Missing missing_layout(int64_t n, char* base) {
@@ -57,12 +66,13 @@ inline Missing missing_layout(int64_t n, char* base) {
   Missing missing;
   missing.number = reinterpret_cast<uint32_t*>(base);
   missing.number_full = missing.number + 1;
-  missing.waiting = missing.number + 2;
+  missing.chosen = missing.number + 2;
+  missing.waiting = missing.number + 3;
   missing.table = reinterpret_cast<uint32_t*>(base + kFlagBytes);
   missing.mask = size - 1;
   missing.positions = missing.table + size;
-  missing.full_positions = missing.positions + n;
-  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + 2 * n) * sizeof(uint32_t);
+  missing.last_position = missing.positions + n - 1;
+  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + n) * sizeof(uint32_t);
   return missing;
 }
 
@@ -142,18 +152,7 @@ __device__ __forceinline__ void append_listed(const BlockParts& parts, const Mis
   if (!listed) return;
   before = full ? before >> 16 : before & 0xffff;
   const uint32_t at = parts.begin[full] + before + __popc(same & ((1u << threadIdx.x % kWarp) - 1));
-  (full ? missing.full_positions : missing.positions)[at] = static_cast<uint32_t>(position);
-}
-
-// Appends the positions of a warp's lanes that are `listed` to a list. All lanes.
-__device__ __forceinline__ void append_of_warp(uint32_t* number, uint32_t* list, bool listed,
-                                               int64_t position) {
-  const unsigned lanes = __ballot_sync(kAllLanes, listed);
-  if (lanes == 0) return;
-  const int lane = threadIdx.x % kWarp;
-  uint32_t begin = lane == 0 ? atomicAdd(number, static_cast<uint32_t>(__popc(lanes))) : 0;
-  begin = __shfl_sync(kAllLanes, begin, 0);
-  if (listed) list[begin + __popc(lanes & ((1u << lane) - 1))] = static_cast<uint32_t>(position);
+  missing.listed(full, at) = static_cast<uint32_t>(position);
 }
 
 // Of a list that a grid shares, how many entries the lanes of a warp are to have in a turn, so that
