@@ -126,15 +126,15 @@ __global__ void __launch_bounds__(kThreads)
     if (!kNew) continue;
     // The lanes of a tile write other pieces of the frame than they have read.
     __syncwarp();
-    const int64_t id = busy ? batch.ids[position] : 0;
+    const uint64_t row_of = busy ? row_source<kRows>(*mine, batch.ids[position]) : 0;
     for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
       const int source = nth_lane(left, tile);
       const bool working = tile < __popc(left);
       const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
       const int64_t their_frame = __shfl_sync(kAllLanes, claim.frame, source);
-      const int64_t their_id = __shfl_sync(kAllLanes, id, source);
+      const uint64_t their_source = __shfl_sync(kAllLanes, row_of, source);
       const TableView* table = table_of_lane<false>(mine, source);
-      if (working) write_new_row<kRows>(*table, their_id, their_slot, their_frame, lane);
+      if (working) write_new_row<kRows>(*table, their_source, their_slot, their_frame, lane);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) left &= left - 1;
     }

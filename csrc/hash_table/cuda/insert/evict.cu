@@ -2,6 +2,7 @@
 // the lowest ranks. A tile of lanes looks for a victim.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
@@ -11,8 +12,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kEvictBlocks = 4;  // of a multiprocessor, which bound the registers
-constexpr int kWarpsOfBlock = kThreads / kWarp;
+constexpr int kEvictBlocks = 3;  // of a multiprocessor, which bound the registers
 
 __device__ __forceinline__ void prefetch_ranks(const TableView& table, const BucketChoice& choice) {
   if (table.bucket_slots != kBucketDigests) return;  // a prefetch begins at sixteen bytes
@@ -25,24 +25,17 @@ __device__ __forceinline__ void prefetch_ranks(const TableView& table, const Buc
   }
 }
 
-// Gives each thread of a block that wants one a place among the leavers: one atomic a block.
+// Gives each lane that wants one a place among the leavers: one atomic a warp. All lanes.
 __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wanted) {
-  __shared__ uint32_t warp_ends[kWarpsOfBlock];
-  __shared__ unsigned long long base;
-  const int warp = threadIdx.x / kWarp;
   const unsigned lanes = __ballot_sync(kAllLanes, wanted);
-  if (threadIdx.x % kWarp == 0) warp_ends[warp] = __popc(lanes);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t sum = 0;
-    for (uint32_t& end : warp_ends) end = sum += end;
-    base = sum == 0 ? 0
-                    : atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number),
-                                static_cast<unsigned long long>(sum));
+  const int lane = threadIdx.x % kWarp;
+  unsigned long long begin = 0;
+  if (lane == 0 && lanes != 0) {
+    begin = atomicAdd(reinterpret_cast<unsigned long long*>(leavers.number),
+                      static_cast<unsigned long long>(__popc(lanes)));
   }
-  __syncthreads();
-  const unsigned lower = lanes & ((1u << threadIdx.x % kWarp) - 1);
-  return static_cast<int64_t>(base) + (warp == 0 ? 0 : warp_ends[warp - 1]) + __popc(lower);
+  begin = __shfl_sync(kAllLanes, begin, 0);
+  return static_cast<int64_t>(begin) + __popc(lanes & ((1u << lane) - 1));
 }
 
 // The row of a leaver: of the entry that leaves, or, for a refused id, the one it came with.
@@ -72,43 +65,116 @@ __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
   __syncwarp();  // what was read may be written
 }
 
-// The places of a warp's ids that have none, several ids at a time.
-template <bool kOneTable>
-__device__ __forceinline__ Place claim_victims_of_warp(const TableView* mine, bool busy,
-                                                       const BucketChoice& choice, uint64_t score,
-                                                       const Visit& visit, bool refuse_lower) {
+// What a lane asks a tile for, and what it gets.
+struct Claim {
+  const TableView* table;
+  uint64_t score;
+  BucketChoice choice;
+  Place place;
+};
+
+// The last steps in both buckets of an id, of 64 slots each, that a lane of a tile looks at.
+struct Steps {
+  static constexpr int kVectors = kBucketDigests / 4 / kVictimLanes;  // of a bucket
+  uint4 v[2 * kVectors];
+
+  __device__ __forceinline__ Steps(const TableView& table, const BucketChoice& choice, int lane) {
+#pragma unroll
+    for (int k = 0; k < 2 * kVectors; ++k) {
+      const int64_t bucket = k < kVectors ? choice.first : choice.second;
+      v[k] = load_vector_l2(table.last_steps + bucket * kBucketDigests +
+                            (k % kVectors * kVictimLanes + lane) * 4);
+    }
+  }
+  // All lanes of a warp: the lowest of the tile, and its place: 0 to 63 in the first bucket, 64 to
+  // 127 in the second; of equal ones the first.
+  __device__ __forceinline__ uint32_t lowest(int lane, uint32_t* place) const {
+    uint32_t least = kFreeStep;
+#pragma unroll
+    for (const uint4& four : v) {
+      least = min(min(least, four.x), four.y);
+      least = min(min(least, four.z), four.w);
+    }
+#pragma unroll
+    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
+      least = min(least, __shfl_xor_sync(kAllLanes, least, offset));
+    }
+    uint32_t at = 2 * kBucketDigests;
+#pragma unroll
+    for (int k = 2 * kVectors - 1; k >= 0; --k) {
+      const uint32_t first =
+          k / kVectors * kBucketDigests + (k % kVectors * kVictimLanes + lane) * 4;
+      if (v[k].w == least) at = first + 3;
+      if (v[k].z == least) at = first + 2;
+      if (v[k].y == least) at = first + 1;
+      if (v[k].x == least) at = first;
+    }
+#pragma unroll
+    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
+      at = min(at, __shfl_xor_sync(kAllLanes, at, offset));
+    }
+    *place = at;
+    return least;
+  }
+};
+
+// The places of the first `busy` lanes' ids, each by a tile, where scores are last steps and
+// buckets have 64 slots. The next id's steps are read while the present one's are decided on. All
+// lanes.
+__device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
-  Place place{kNoRoom, kNoSlot, 0};
-  for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
-    const int source = nth_lane(left, tile);
-    const bool working = tile < __popc(left);
-    BucketChoice their_choice;
-    their_choice.first = __shfl_sync(kAllLanes, choice.first, source);
-    their_choice.second = __shfl_sync(kAllLanes, choice.second, source);
-    their_choice.digest = __shfl_sync(kAllLanes, choice.digest, source);
-    const uint64_t their_score = __shfl_sync(kAllLanes, score, source);
-    const TableView* table = table_of_lane<kOneTable>(mine, source);
-    Place claimed{kNoRoom, kNoSlot, 0};
-    if (working) {
-      claimed = claim_victim(*table, their_choice, their_score, visit, refuse_lower, lanes, lane);
-    }
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {  // each id's lane takes its place over
-      const int owner = left ? __ffs(static_cast<int>(left)) - 1 : -1;
-      const int from = t * kVictimLanes;
-      const int fate = __shfl_sync(kAllLanes, static_cast<int>(claimed.fate), from);
-      const int64_t slot = __shfl_sync(kAllLanes, claimed.slot, from);
-      const uint64_t replaced = __shfl_sync(kAllLanes, claimed.replaced_score, from);
-      if (static_cast<int>(threadIdx.x % kWarp) == owner) {
-        place = Place{static_cast<Fate>(fate), slot, replaced};
+  const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
+  const auto steps_of = [&](int at) {
+    const Claim& claim = claims[min(at, busy - 1)];
+    return Steps(*claim.table, claim.choice, lane);
+  };
+  Steps steps = steps_of(tile);
+#pragma unroll 1
+  for (int at = tile; at - tile < busy; at += kTiles) {
+    Claim& mine = claims[min(at, busy - 1)];
+    bool working = at < busy;
+    for (;;) {
+      uint32_t place = 0;
+      const uint32_t least = steps.lowest(lane, &place);
+      if (at - tile + kTiles < busy) steps = steps_of(at + kTiles);
+      bool lost = false;
+      if (working && lane == 0) {
+        mine.place = Place{kNoRoom, kNoSlot, 0};
+        if (least < pinned_from) {
+          const int64_t bucket = place < kBucketDigests ? mine.choice.first : mine.choice.second;
+          const int64_t slot = bucket * kBucketDigests + place % kBucketDigests;
+          lost = atomicCAS(&mine.table->last_steps[slot], least, now) != least;
+          if (!lost) {
+            store_l2(&mine.table->digests[slot], mine.choice.digest);
+            mine.place = Place{kReplaced, slot, least};
+          }
+        }
       }
-      left &= left - 1;
+      const unsigned losers = __ballot_sync(kAllLanes, lost);
+      if (losers == 0) break;
+      working = (losers & lanes) != 0;
+      steps = steps_of(at);
     }
   }
-  return place;
+}
+
+// The same of any tables.
+__device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
+                                             bool refuse_lower) {
+  constexpr int kTiles = kWarp / kVictimLanes;
+  const int lane = threadIdx.x % kVictimLanes;
+  const int tile = threadIdx.x % kWarp / kVictimLanes;
+  const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
+#pragma unroll 1
+  for (int base = tile; base < busy; base += kTiles) {
+    Claim& mine = claims[base];
+    const Place place =
+        claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, lanes, lane);
+    if (lane == 0) mine.place = place;
+  }
 }
 
 // kLeavers: what leaves or is refused is noted.
@@ -116,67 +182,119 @@ template <NewRows kRows, bool kOneTable, bool kLeavers>
 __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
-                 bool* writer, const Missing missing) {
-  if (*missing.full == 0) return;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t position = begin + threadIdx.x;
-    const int64_t was = position < batch.num_ids ? slots[position] : kNoSlot;
-    const bool busy = was == kMissingFromFull || was == kReturningToFull;
-    if (!__syncthreads_or(busy)) continue;
-    const TableView* mine = kOneTable ? &only : tables;
-    if (!kOneTable && busy) mine = &table_at(tables, batch, position);
-    const TableView& table = kOneTable ? only : *mine;
-    int64_t id = 0;
-    uint64_t score = 0;
-    BucketChoice choice{};
-    if (busy) {
-      id = batch.ids[position];
-      score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
-      choice = choose_buckets(id, table.num_buckets);
-      prefetch_ranks(table, choice);
-    }
-    const Place place =
-        claim_victims_of_warp<kOneTable>(mine, busy, choice, score, visit, placement.refuse_lower);
-    const bool placed = busy && place.slot != kNoSlot;
-    // Read here and used behind the counts: a load that nothing waits for.
-    const bool remembers = placed && table.evicted.marks != nullptr;
-    const int64_t leaver = remembers ? table.ids[place.slot] : 0;
-    count_block<kOneTable>(mine, kInserted, placed);
-    count_block<kOneTable>(mine, kEvicted, placed);
-    count_block<kOneTable>(mine, kRefused, busy && !placed);
-    if (missing.returns) count_warp(mine, kReturned, placed && was == kReturningToFull);
-    count_warp(mine, kCrowded, busy && place.fate == kNoRoom);
-    if (kLeavers) {
-      int64_t number = leaver_number(placement.leavers, busy);
+                 bool* writer, const Missing missing, bool deduplicated) {
+  // A warp's rows lie where its claims have been.
+  __shared__ union OfWarp {
+    Claim claims[kWarp];
+    RowToWrite rows[kWarp];
+  } of_warps[kThreads / kWarp];
+  OfWarp& of_warp = of_warps[threadIdx.x / kWarp];
+  Claim* const claims = of_warp.claims;
+  const int warp_lane = threadIdx.x % kWarp;
+  let_next_kernel_start();
+  wait_for_kernel_before();
+  Tally<kOneTable, kMisses> misses;
+  Tally<kOneTable, kInserted> inserted;
+  Tally<kOneTable, kEvicted> evicted;
+  Tally<kOneTable, kRefused> refused;
+#pragma unroll 1
+  for (const bool second : {true, false}) {
+    if (!second && *missing.chosen == 0) break;
+    const int64_t number = second ? *missing.number_full : *missing.number;
+    for (Share share(number, even_lanes(number, kWarp / kVictimLanes)); share.more();
+         share.next()) {
+      bool listed = warp_lane < share.busy();
+      const int64_t position = listed ? missing.listed(second, share.at()) : 0;
+      const int64_t was = listed ? slots[position] : 0;
+      const bool returns = listed && was == kReturningToFull;
+      const bool chosen = returns || (listed && was == kChosenFromFull);
+      if (!second) listed = chosen;  // insert_kernel has seen to the others
+      const TableView* mine = kOneTable ? &only : tables;
+      if (!kOneTable && listed) mine = &table_at(tables, batch, position);
+      const TableView& table = kOneTable ? only : *mine;
+      misses.add(mine, listed && !chosen);
+      bool busy = chosen || (listed && is_missing(was));
+      int64_t id = 0;
+      BucketChoice choice{};
       if (busy) {
-        placement.leavers.ids[number] = placed ? table.ids[place.slot] : id;
-        placement.leavers.scores[number] = placed ? place.replaced_score : score;
-        if (!kOneTable) placement.leavers.tables[number] = static_cast<int32_t>(mine - tables);
+        id = batch.ids[position];
+        choice = choose_buckets(id, table.num_buckets);
+        prefetch_ranks(table, choice);
+        if (!chosen && !deduplicated) {
+          const int64_t other =
+              representative<kOneTable>(missing, tables, table, batch, position, id);
+          busy = other == position;
+          if (!busy) {
+            slots[position] = remember(other);
+            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+          }
+        }
+      }
+      uint64_t score = 0;
+      const unsigned lanes = __ballot_sync(kAllLanes, busy);
+      const int asked = __popc(lanes);
+      Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
+      if (busy) {
+        score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
+        claim.table = mine;
+        claim.score = score;
+        claim.choice = choice;
+      }
+      const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
+      __syncwarp();
+      if (asked == 0) continue;
+      if (__all_sync(kAllLanes, oldest || !busy)) {
+        claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
       } else {
-        number = -1;
+        claim_lowest(claims, asked, visit, placement.refuse_lower);
       }
-      copy_leavers_of_warp<kOneTable>(mine, placement, position, place.slot, number);
-    }
-    if (placed) {
-      slots[position] = table.first_slot + place.slot;
-      if (writer != nullptr) writer[position] = true;
-      if (missing.placed != nullptr) missing.placed[position] = true;
-      table.ids[place.slot] = id;
-      if (table.scores != nullptr) table.scores[place.slot] = score;
-      if (remembers) {
-        const EvictedMemory::Place to = table.evicted.place_of(leaver);
-        table.evicted.marks[to.entry] = to.mark;
+      __syncwarp();
+      const Place place = busy ? claim.place : Place{kNoRoom, kNoSlot, 0};
+      __syncwarp();
+      const bool placed = busy && place.slot != kNoSlot;
+      // Read here and used behind the counts: a load that nothing waits for.
+      const bool remembers = placed && table.evicted.marks != nullptr;
+      const int64_t leaver = remembers ? table.ids[place.slot] : 0;
+      inserted.add(mine, placed);
+      evicted.add(mine, placed);
+      refused.add(mine, busy && !placed);
+      if (missing.returns) count_warp(mine, kReturned, placed && returns);
+      count_warp(mine, kCrowded, busy && place.fate == kNoRoom);
+      if (kLeavers) {
+        int64_t leaver_at = leaver_number(placement.leavers, busy);
+        if (busy) {
+          placement.leavers.ids[leaver_at] = placed ? table.ids[place.slot] : id;
+          placement.leavers.scores[leaver_at] = placed ? place.replaced_score : score;
+          if (!kOneTable) placement.leavers.tables[leaver_at] = static_cast<int32_t>(mine - tables);
+        } else {
+          leaver_at = -1;
+        }
+        copy_leavers_of_warp<kOneTable>(mine, placement, position, place.slot, leaver_at);
       }
-    } else if (busy) {
-      slots[position] = kNoSlot;
+      if (placed) {
+        slots[position] = table.first_slot + place.slot;
+        if (writer != nullptr) writer[position] = true;
+        if (missing.placed != nullptr) missing.placed[position] = true;
+        table.ids[place.slot] = id;
+        if (table.scores != nullptr) table.scores[place.slot] = score;
+        if (remembers) {
+          const EvictedMemory::Place to = table.evicted.place_of(leaver);
+          table.evicted.marks[to.entry] = to.mark;
+        }
+      } else if (busy) {
+        slots[position] = kNoSlot;
+      }
+      write_rows_of_warp<kRows, kOneTable>(of_warp.rows, mine, placed, id, place.slot);
     }
-    write_rows_of_warp<kRows, kOneTable>(mine, placed, id, place.slot);
   }
+  misses.finish(only);
+  inserted.finish(only);
+  evicted.finish(only);
+  refused.finish(only);
 }
 
 using EvictKernel = void (*)(const TableView, const TableView*, const Batch, const Visit,
-                             const Placement, int64_t*, bool*, const Missing);
+                             const Placement, int64_t*, bool*, const Missing, bool);
 
 // What leaves is given back only where rows are assigned, so that none are initialised.
 template <bool kOneTable>
@@ -198,13 +316,12 @@ EvictKernel choose_evict_kernel(const Placement& placement) {
 
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
-                       const Missing& missing, cudaStream_t stream) {
+                       const Missing& missing, bool deduplicated, cudaStream_t stream) {
   const EvictKernel evict = only != nullptr ? choose_evict_kernel<true>(placement)
                                             : choose_evict_kernel<false>(placement);
-  evict<<<std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, 0, stream>>>(
-      only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots, writer,
-      missing);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(evict, std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
+                 only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots,
+                 writer, missing, deduplicated);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -8,6 +8,7 @@
 // would be asked for thousands of times, one after the other.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/kernels.h"
 
@@ -28,7 +29,6 @@ struct alignas(16) Look {
   uint32_t words[kFindLanes];
 };
 constexpr int kAskedDigest = 2;
-constexpr uint32_t kFreeSeen = 0x80000000u;  // in an answer: the lane has seen a free slot
 
 // Which of a lane's digests differ from the one in both halves of `pair`: bit 7 - j stands for the
 // lower half of word j, bit 23 - j for its upper half.
@@ -39,13 +39,21 @@ __device__ __forceinline__ uint32_t compare(const uint4& first, const uint4& las
   for (uint32_t word : words) differ = differ * 2 + __vminu2(word ^ pair, 0x00010001u);
   return differ;
 }
-__device__ __forceinline__ bool has_free(const uint4& first, const uint4& last) {
-  uint32_t least = __vimin3_u16x2(first.x, first.y, first.z);
-  least = __vimin3_u16x2(least, first.w, last.x);
-  least = __vimin3_u16x2(least, last.y, last.z);
-  least = __vminu2(least, last.w);
+// How many of a lane's digests are not those of free slots: in the highest byte of an answer. The
+// second byte means nothing; the others are zeros.
+__device__ __forceinline__ uint32_t count_taken(const uint4& first, const uint4& last) {
+  const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
   static_assert(kEmptyDigest == 0);
-  return ((least - 0x00010001u) & ~least & 0x80008000u) != 0;  // a half is zero
+  uint32_t taken = 0;  // of the lower halves of words, and of the upper
+#pragma unroll
+  for (uint32_t word : words) taken += __vminu2(word, 0x00010001u);
+  return taken * 0x01000100u;
+}
+// Of a line whose tile has answered, how many slots are free.
+__device__ __forceinline__ int number_free(const uint4& answer) {
+  const uint32_t taken = __byte_perm(__byte_perm(answer.x, answer.y, 0x0073),
+                                     __byte_perm(answer.z, answer.w, 0x0073), 0x5410);
+  return kBucketDigests - static_cast<int>(__dp4a(taken, 0x01010101u, 0u));
 }
 
 // The digests of a line that match, taken one by one.
@@ -115,7 +123,7 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
         const int at = base + k * kTilesOfWarp + tile;
         Look& it = look(at);
         uint32_t answer = compare(first[k], last[k], it.words[kAskedDigest]);
-        if (kFree && has_free(first[k], last[k])) answer |= kFreeSeen;
+        if (kFree) answer += count_taken(first[k], last[k]);
         __syncwarp();  // all lanes have read what was asked
         if (at < n) it.words[lane] = answer;
       }
@@ -164,13 +172,16 @@ template <bool kTouch, bool kOneTable>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
-                const Found found, const Missing missing, bool early) {
+                const Found found, const Missing missing, bool early, bool begun) {
   __shared__ Look looks_of_block[kThreads];
   // By thread: its id, which would take registers; later, of those that touch, the slot.
   __shared__ int64_t of_thread[kThreads];
   // By slot, modulo their number: of the threads that touch it, one.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
+  __shared__ BlockParts parts;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
+  if (kTouch) let_next_kernel_start();
+  if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
   const int64_t id = given ? batch.ids[at] : 0;
@@ -185,12 +196,17 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   uint32_t bucket = choice.first;
   uint32_t position = kNowhere;
   bool searching = given;
-  bool room = false;
+  bool room = false;        // whether a free slot was seen
+  bool room_first = false;  // whether the first bucket is the one to take
 #pragma unroll 1
   for (int turn = 0; turn < 2 && __any_sync(kAllLanes, searching); ++turn) {
     const uint4 answer = look_at_lines<kTouch>(looks, searching, table, bucket, choice.digest);
     if (searching) {
-      if (kTouch) room |= ((answer.x | answer.y | answer.z | answer.w) & kFreeSeen) != 0;
+      if (kTouch) {
+        const int free = number_free(answer);
+        room |= free > 0;
+        if (turn == 0) room_first = prefers_first(table.bucket_slots, free, kBucketDigests);
+      }
       const int64_t first_slot = static_cast<int64_t>(bucket) * table.bucket_slots;
       for (Matches matches(answer); matches.any(); matches.drop()) {
         const uint32_t candidate = matches.position();
@@ -209,16 +225,20 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     }
   }
   const bool there = position != kNowhere;
+  const bool listed = given && !there;
+  const bool full = kTouch && !room && missing.sorts_full;
+  bool any_listed = false;
   const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
   if (kTouch) {
+    if (begun) wait_for_kernel_before();  // for the clock and the flags
     if (there) {
       of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
     }
-    if (__syncthreads_or(given && !there) && threadIdx.x == 0) *missing.any = 1;
+    any_listed = count_listed(parts, missing, listed, full);
   }
-  if (!given) return;
-  int64_t result = kTouch && !room ? kMissingFromFull : kNoSlot;
+  int64_t result = kNoSlot;
+  if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
   bool writer = false;
   if (there) {
     result = table.first_slot + slot;
@@ -230,38 +250,49 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
     }
   }
-  slots[at] = result;
-  if (kTouch && found.there != nullptr) found.there[at] = there;
-  if (kTouch && found.writer != nullptr) found.writer[at] = writer;
+  if (given) {
+    slots[at] = result;
+    if (kTouch && found.there != nullptr) found.there[at] = there;
+    if (kTouch && found.writer != nullptr) found.writer[at] = writer;
+  }
+  if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
 }
 
+// A find that touches follows the kernel that starts the clock, or one that ages the tables.
 template <bool kTouch>
 void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
                  const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                 bool spread, cudaStream_t stream) {
+                 bool spread, bool begun, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const unsigned grid = grid_for(batch.num_ids);
+  const auto launch = [&](auto kernel, auto... arguments) {
+    if (kTouch) {
+      launch_chained(kernel, grid, kThreads, stream, arguments...);
+    } else {
+      kernel<<<grid, kThreads, 0, stream>>>(arguments...);
+      HKV_CUDA_CHECK_LAUNCH();
+    }
+  };
   if (only != nullptr) {
-    find_kernel<kTouch, true>
-        <<<grid, kThreads, 0, stream>>>(*only, nullptr, batch, visit, slots, found, missing, false);
+    launch(find_kernel<kTouch, true>, *only, static_cast<const TableView*>(nullptr), batch, visit,
+           slots, found, missing, false, begun);
   } else {
-    find_kernel<kTouch, false><<<grid, kThreads, 0, stream>>>(TableView{}, tables, batch, visit,
-                                                              slots, found, missing, spread);
+    launch(find_kernel<kTouch, false>, TableView{}, tables, batch, visit, slots, found, missing,
+           spread, begun);
   }
-  HKV_CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace
 
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream) {
-  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, stream);
+  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, false, stream);
 }
 
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    bool spread, cudaStream_t stream) {
-  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, stream);
+                    bool spread, bool begun, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, begun, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,20 +1,24 @@
 // find_or_insert on the GPU, without locks:
 //   1. the clock goes on, and entries expire; find and touch (find.cu); where the group has
 //      admission, positions of ids that are not admitted are marked (admission.cu).
-//   2. a thread looks at each position; of several positions with one missing id, one stands for
-//      all (missing.cuh) and claims a free slot (place.cuh). Tiles of lanes write the
-//      rows.
-//   3. ids whose buckets are full take the places of others (evict.cu).
+//      The find lists what is missing, so that what follows need not look at every position.
+//   2. a thread looks at each position of the list; of several positions with one missing id, one
+//      stands for all (missing.cuh) and claims a free slot (place.cuh); or all of them look into
+//      the id's bucket, and the first claims. Tiles of lanes write the rows.
+//   3. ids whose buckets are full, which have a list of their own, take the places of others
+//      (evict.cu).
 //      Where the result must not depend on chance, both are done in the order of the batch
 //      (ordered.cu).
 //   4. the other positions take the slots of those they remember; marked ones have none.
 //   5. in tables with frames, rows come into these (cuda/frames.cu).
+// Most of these kernels are launched before the one before them ends (cuda/chain.cuh).
 // In tables that remember what they evict, 2. looks which ids have come back, and whatever places
 // them counts them; in the order of the batch returned.cu does.
 #include "common/cuda_check.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/clock.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
@@ -31,15 +35,16 @@ namespace {
 
 // Blocks of a multiprocessor, which bound the registers: an insertion waits for memory most of the
 // time, so many must be on their way.
-constexpr int kInsertBlocks = 5;
+constexpr int kInsertBlocks = 4;
 
 // One block: the clock goes on, and the flags are cleared.
 __global__ void __launch_bounds__(2 * kWarp)
     begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing) {
+  let_next_kernel_start();  // it may read all but the clock and the flags
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
   } else if (threadIdx.x == kWarp) {
-    *missing.any = *missing.full = *missing.waiting = 0;
+    *missing.number = *missing.number_full = *missing.chosen = *missing.waiting = 0;
   }
 }
 
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
     missing.table[i] = 0;
   }
   const TableView* table = nullptr;
-  bool wrong = false;
+  bool wrong = false, listed = false;
   if (position < batch.num_ids) {
     table = &table_at(tables, batch, position);
     const int64_t slot = slots[position];
@@ -100,10 +105,14 @@ __global__ void __launch_bounds__(kThreads)
       slots[position] = kPassedOver;
     } else if (there) {
       touch(*table, slot - table->first_slot, visit, visit.given(position));
-    } else if (load_l2(missing.any) == 0) {
-      *missing.any = 1;
+    } else {
+      listed = true;
     }
     if (found != nullptr) found[position] = there;
+  }
+  __shared__ BlockParts parts;
+  if (count_listed(parts, missing, listed, false)) {
+    append_listed(parts, missing, listed, false, position);
   }
   count_warp(table, kLookups, wrong, -1);  // insert_kernel counts all positions
 }
@@ -114,23 +123,30 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     insert_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                   const Batch batch, const Visit visit, int64_t* slots, bool* writer,
                   const Missing missing, bool deduplicated) {
+  let_next_kernel_start();
+  wait_for_kernel_before();
   if (blockIdx.x == 0) {  // lookups are known without looking
     for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
       const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
       if (ids > 0) count(kOneTable ? only : tables[batch.feature_tables[f]], kLookups, ids);
     }
   }
-  if (*missing.any == 0) return;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t position = begin + threadIdx.x;
-    const int64_t was = position < batch.num_ids ? slots[position] : 0;
-    const bool missed = is_missing(was);
-    const bool absent = missed || is_remembered(was) || was == kNotAdmitted;
+  __shared__ RowToWrite rows_of_block[kThreads];
+  RowToWrite* const rows = rows_of_block + threadIdx.x / kWarp * kWarp;
+  const uint32_t number = *missing.number;
+  if (kOneTable && blockIdx.x == 0 && threadIdx.x == 0 && number > 0) {
+    count(only, kMisses, number);
+  }
+  Tally<kOneTable, kInserted> inserted;
+  for (Share share(number, even_lanes(number, 1)); share.more(); share.next()) {
+    const bool absent = static_cast<int>(threadIdx.x % kWarp) < share.busy();
+    const int64_t position = absent ? missing.listed(false, share.at()) : 0;
+    const int64_t was = absent ? slots[position] : 0;
+    const bool missed = absent && is_missing(was);
     const TableView* mine = kOneTable ? &only : tables;
     if (!kOneTable && absent) mine = &table_at(tables, batch, position);
     const TableView& table = kOneTable ? only : *mine;
-    count_block<kOneTable>(mine, kMisses, absent);
+    if (!kOneTable) count_warp(mine, kMisses, absent);
     bool busy = missed;  // the thread has an id to place
     int64_t id = 0, slot = kNoSlot;
     uint16_t mark = 1, seen = 0;  // what the id's entry has if it returns, and what it has
@@ -142,49 +158,64 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
         mark = entry.mark;
         seen = table.evicted.marks[entry.entry];
       }
-      if (was != kMissingFromFull) {
+      // Where new ids are few beside the slots, first buckets hardly become fuller than they should
+      // before second ones are looked at. A step at its end (clock.h) can't be told from that of a
+      // slot which is being written.
+      const bool joins = missing.joins && !deduplicated && was == kMissingFromFirst &&
+                         table.scores == nullptr && number <= table.num_slots / 16 &&
+                         visit.now() != kFreeStep;
+      if (joins) {
+        const Joined joined = join_first_bucket(table, choice, id, visit.now());
+        if (joined.claimed) slot = joined.slot;
+        busy = joined.claimed || joined.slot == kNoSlot;
+        if (!busy) slots[position] = table.first_slot + joined.slot;
+      } else if (was != kMissingFromFull) {
         prefetch_l2(digest_line(table, choice.first), kBucketDigests * sizeof(uint16_t));
       }
-      if (!deduplicated) {
-        const int64_t other =
-            representative<kOneTable>(missing, tables, table, batch, position, id);
-        busy = other == position;
-        if (!busy) {
-          slots[position] = remember(other);
-          if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+      if (busy && slot == kNoSlot) {
+        if (!deduplicated) {
+          const int64_t other =
+              representative<kOneTable>(missing, tables, table, batch, position, id);
+          busy = other == position;
+          if (!busy) {
+            slots[position] = remember(other);
+            if (load_l2(missing.waiting) == 0) *missing.waiting = 1;
+          }
+        }
+        if (busy && was != kMissingFromFull) {
+          slot = claim_free_slot(table, choice, id, visit.now());
         }
       }
-      if (busy && was != kMissingFromFull) slot = claim_free_slot(table, choice);
     }
-    if (__syncthreads_or(busy && slot == kNoSlot) && threadIdx.x == 0) *missing.full = 1;
     const bool placed = slot != kNoSlot;
+    const bool full = busy && !placed;
     if (placed) {
       slots[position] = table.first_slot + slot;
       if (writer != nullptr) writer[position] = true;
       if (missing.placed != nullptr) missing.placed[position] = true;
-      table.ids[slot] = id;
-      store_l2(&table.last_steps[slot], visit.now());
       if (table.scores != nullptr) {
         table.scores[slot] =
             first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
     } else if (busy) {
-      slots[position] = seen == mark ? kReturningToFull : kMissingFromFull;
+      slots[position] = seen == mark ? kReturningToFull : kChosenFromFull;
     }
-    count_block<kOneTable>(mine, kInserted, placed);
+    if (full && load_l2(missing.chosen) == 0) *missing.chosen = 1;
+    inserted.add(mine, placed);
     if (missing.returns) count_warp(mine, kReturned, placed && seen == mark);
-    write_rows_of_warp<kRows, kOneTable>(mine, placed, id, slot);
+    write_rows_of_warp<kRows, kOneTable>(rows, mine, placed, id, slot);
   }
+  inserted.finish(only);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
-  if (*missing.waiting == 0) return;  // no id was missing twice
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t position = begin + threadIdx.x;
-    const bool waiting = position < batch.num_ids && is_remembered(slots[position]);
+// Positions of a list that remember another get its slot.
+__device__ __forceinline__ void resolve_list(const TableView* tables, const Batch& batch,
+                                             const Visit& visit, const Placement& placement,
+                                             int64_t* slots, const Missing& missing, bool second) {
+  for (Share share(second ? *missing.number_full : *missing.number); share.more(); share.next()) {
+    const bool listed = static_cast<int>(threadIdx.x % kWarp) < share.busy();
+    const int64_t position = listed ? missing.listed(second, share.at()) : 0;
+    const bool waiting = listed && is_remembered(slots[position]);
     const TableView* table = nullptr;
     bool refused = false;
     if (waiting) {
@@ -199,6 +230,16 @@ __global__ void __launch_bounds__(kThreads)
     // A refused id's other copies were given too, and are given back.
     if (!refused || placement.leavers.number == nullptr) continue;
     give_back(placement, *table, tables, batch, visit, position);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    resolve_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                   const Placement placement, int64_t* __restrict__ slots, const Missing missing) {
+  wait_for_kernel_before();
+  if (*missing.waiting == 0) return;  // no id was missing twice
+  for (const bool second : {false, true}) {
+    resolve_list(tables, batch, visit, placement, slots, missing, second);
   }
 }
 
@@ -267,6 +308,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   const ScratchLayout layout(batch.num_ids, placement, by_score);
   Missing missing = missing_layout(batch.num_ids, memory);
   missing.returns = placement.remembers && !placement.ordered;
+  missing.joins = placement.admissions == nullptr;
+  missing.sorts_full = !placement.ordered && !placement.frames && !placement.remembers &&
+                       placement.admissions == nullptr;
   if (notes_places(placement)) {
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
@@ -277,7 +321,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   const unsigned grid = grid_for(batch.num_ids);
   if (placement.believed == nullptr) {
     find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing,
-                   placement.spread, stream);
+                   placement.spread, /*begun=*/aging.expire_after == nullptr, stream);
   } else {
     find(tables, only, batch, slots, stream);
     believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
@@ -295,7 +339,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     order = insertion_order(batch.num_ids, placement, by_score, memory + layout.order);
     insert_in_order(tables, batch, visit, placement, slots, missing, &order, stream);
     if (placement.remembers) {
-      count_returned(tables, batch, missing.placed, missing.any, stream);
+      count_returned(tables, batch, missing.placed, missing.number, stream);
       remember_in_order(tables, batch, missing, order, stream);
     }
     rest.leavers = {};
@@ -307,15 +351,14 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
       HKV_CUDA_CHECK_LAUNCH();
     }
     const InsertKernel insert = choose_insert_kernel(placement.rows, only != nullptr);
-    insert<<<std::min(grid, resident_blocks(insert)), kThreads, 0, stream>>>(
-        only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer, missing,
-        by_score);
-    HKV_CUDA_CHECK_LAUNCH();
-    evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, stream);
+    launch_chained(insert, std::min(grid, resident_blocks(insert)), kThreads, stream,
+                   only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer,
+                   missing, by_score);
+    evict_for_missing(tables, only, batch, visit, placement, slots, writer, missing, by_score,
+                      stream);
   }
-  resolve_kernel<<<std::min(grid, resident_blocks(resolve_kernel)), kThreads, 0, stream>>>(
-      tables, batch, visit, rest, slots, missing);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(resolve_kernel, std::min(grid, resident_blocks(resolve_kernel)), kThreads, stream,
+                 tables, batch, visit, rest, slots, missing);
   if (placement.ordered && placement.leavers.number != nullptr) {
     write_leavers_in_order(tables, batch, visit, placement, slots, order, stream);
   }
@@ -323,7 +366,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     finish_admission(tables, batch, visit, rest, slots, stream);
   }
   if (placement.frames) {
-    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.any, stream);
+    settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
+                stream);
   }
 }
 

@@ -28,38 +28,54 @@ __device__ __forceinline__ int nth_lane(unsigned mask, int n) {
   return __ffs(static_cast<int>(mask)) - 1;
 }
 
-// Adds the block's numbers up: one atomic a block where all are of one table. All its threads.
-template <bool kOneTable>
-__device__ __forceinline__ void count_block(const TableView* table, Counter counter, bool wanted) {
-  if (kOneTable) {
-    const int number = __syncthreads_count(wanted);
-    if (threadIdx.x == 0 && number > 0) count(*table, counter, number);
-  } else {
-    count_warp(table, counter, wanted);
+// How often something happened to the ids of a warp: added to a counter of each lane's table, of
+// one table when the kernel ends, else at once. All lanes.
+template <bool kOneTable, Counter kCounter>
+struct Tally {
+  uint32_t number = 0;  // of the warp so far, where all are of one table
+
+  __device__ __forceinline__ void add(const TableView* table, bool wanted) {
+    if (kOneTable) {
+      number += __popc(__ballot_sync(kAllLanes, wanted));
+    } else {
+      count_warp(table, kCounter, wanted);
+    }
   }
-}
+  __device__ __forceinline__ void finish(const TableView& table) const {
+    if (kOneTable && number > 0 && threadIdx.x % kWarp == 0) count(table, kCounter, number);
+  }
+};
+
+// A row that the lanes of a warp are to write.
+struct RowToWrite {
+  const TableView* table;
+  uint64_t source;  // row_source of the id
+  int64_t slot;
+};
 
 // Writes what the entries of a warp's new ids hold: `busy` says whether the thread has one, whose
-// slot in its table is `slot`. All lanes; the row of a leaver, if any, has been read. Tables with
-// frames are left to settle_rows.
+// slot in its table is `slot`. All lanes; `rows`: the warp's, in shared memory. The row of a
+// leaver, if any, has been read. Tables with frames are left to settle_rows.
 template <NewRows kRows, bool kOneTable>
-__device__ __forceinline__ void write_rows_of_warp(const TableView* mine, bool busy, int64_t id,
-                                                   int64_t slot) {
+__device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* mine,
+                                                   bool busy, int64_t id, int64_t slot) {
   constexpr int kTiles = kWarp / kTile;
   const int lane = threadIdx.x % kTile;
   const int tile = threadIdx.x % kWarp / kTile;
-  for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
-    const int source = nth_lane(left, tile);
-    const bool working = tile < __popc(left);
-    const int64_t their_id = __shfl_sync(kAllLanes, id, source);
-    const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
-    const TableView* table = table_of_lane<kOneTable>(mine, source);
-    if (working && table->frames.tags == nullptr) {
-      write_new_row<kRows>(*table, their_id, their_slot, kNoFrame, lane);
-    }
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) left &= left - 1;
+  busy = busy && mine->frames.tags == nullptr;
+  const unsigned lanes = __ballot_sync(kAllLanes, busy);
+  const int number = __popc(lanes);
+  if (busy) {
+    rows[__popc(lanes & ((1u << threadIdx.x % kWarp) - 1))] =
+        RowToWrite{mine, row_source<kRows>(*mine, id), slot};
   }
+  __syncwarp();
+#pragma unroll 1
+  for (int at = tile; at < number; at += kTiles) {
+    const RowToWrite row = rows[at];
+    write_new_row<kRows>(kOneTable ? *mine : *row.table, row.source, row.slot, kNoFrame, lane);
+  }
+  __syncwarp();  // the next call writes there
 }
 
 // Blocks that fill the device: where there is nothing to do, they are all that is launched in vain.
@@ -72,11 +88,11 @@ unsigned resident_blocks(Kernel kernel) {
   return static_cast<unsigned>(processors * blocks);
 }
 
-// Places the ids that insert_kernel has left at kMissingFromFull, in the places of others (in
-// evict.cu).
+// Places the ids of the second list, whose buckets are full, in the places of others (in evict.cu).
+// deduplicated: every missing id is missing at one position only.
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
-                       const Missing& missing, cudaStream_t stream);
+                       const Missing& missing, bool deduplicated, cudaStream_t stream);
 
 // Counts the ids that were placed and that their tables remember as evicted, where the result must
 // not depend on chance: before what the call evicts is remembered (in returned.cu). `placed`,

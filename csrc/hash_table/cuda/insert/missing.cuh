@@ -1,5 +1,5 @@
-// The ids of a batch that a find has missed: deduplicated in scratch memory that fits the
-// second-level cache. One position of each goes on, the others remember it.
+// The ids of a batch that a find has missed: listed, and deduplicated in scratch memory that fits
+// the second-level cache. One position of each goes on, the others remember it.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,12 @@ namespace torchrec_hkv::hash_table::cuda {
 // kNotAdmitted (admission.h) and kPassedOver, which are neither missing nor remembered.
 // A missing id of whose buckets no slot is free:
 constexpr int64_t kMissingFromFull = INT64_MIN + 1;
-// The same, of an id that its table remembers as evicted; between insert_kernel and evict_kernel.
+// Between insert_kernel and evict_kernel, the same of a position that stands for its id; and where
+// its table remembers the id as evicted.
+constexpr int64_t kChosenFromFull = INT64_MIN + 4;
 constexpr int64_t kReturningToFull = INT64_MIN + 2;
+// A missing id whose first bucket was less than three quarters full before the call:
+constexpr int64_t kMissingFromFirst = INT64_MIN + 3;
 // A position whose id another position stands for:
 __device__ __forceinline__ int64_t remember(int64_t position) { return -2 - position; }
 __device__ __forceinline__ bool is_remembered(int64_t slot) {
@@ -21,22 +25,37 @@ __device__ __forceinline__ bool is_remembered(int64_t slot) {
 }
 __device__ __forceinline__ int64_t remembered(int64_t slot) { return -2 - slot; }
 __device__ __forceinline__ bool is_missing(int64_t slot) {
-  return slot == kNoSlot || slot == kMissingFromFull;
+  return slot == kNoSlot || slot == kMissingFromFull || slot == kMissingFromFirst;
 }
 
 // Scratch of one call, memory of which nothing is known before.
 struct Missing {
-  uint32_t* any;      // flag: whether any id is missing
-  uint32_t* full;     // flag: whether any missing id finds its buckets full
-  uint32_t* waiting;  // flag: whether any position remembers another
-  uint32_t* table;    // [mask + 1] 1 + position, 0: free; zeroed by the find
+  uint32_t* number;       // of positions in the first list: their ids are missing
+  uint32_t* number_full;  // in the second: of what is kMissingFromFull, where the find sorts it out
+  uint32_t* chosen;       // flag: whether a position in the first list is kChosenFromFull or
+                          // kReturningToFull
+  uint32_t* waiting;      // flag: whether any position remembers another
+  uint32_t* table;        // [mask + 1] 1 + position, 0: free; zeroed by the find
   uint32_t mask;
-  size_t bytes;  // of all
+  // [n] the find's two lists of positions, those of a block of it together: the first from the
+  // front, the second from the back. None is in both.
+  uint32_t* positions;
+  uint32_t* last_position;  // the array's last
+  size_t bytes;             // of all
   // Not part of it: [positions], where wanted: whether the position's id was placed for it. Zeros
   // before the insertion.
   bool* placed = nullptr;
   // Whether insert_kernel and evict_kernel count ids that tables remember as evicted.
   bool returns = false;
+  // Whether the find puts what is kMissingFromFull into the second list. Otherwise that is empty.
+  bool sorts_full = false;
+  // Whether positions of one id agree on kMissingFromFirst, which admission may undo.
+  bool joins = true;
+
+  // A place in one of the lists.
+  __device__ __forceinline__ uint32_t& listed(bool second, int64_t at) const {
+    return second ? *(last_position - at) : positions[at];
+  }
 };
 
 inline Missing missing_layout(int64_t n, char* base) {
@@ -45,12 +64,15 @@ inline Missing missing_layout(int64_t n, char* base) {
   uint32_t size = 1024;
   while (size < n + n / 2 && size < (1u << 31)) size *= 2;
   Missing missing;
-  missing.any = reinterpret_cast<uint32_t*>(base);
-  missing.full = missing.any + 1;
-  missing.waiting = missing.any + 2;
+  missing.number = reinterpret_cast<uint32_t*>(base);
+  missing.number_full = missing.number + 1;
+  missing.chosen = missing.number + 2;
+  missing.waiting = missing.number + 3;
   missing.table = reinterpret_cast<uint32_t*>(base + kFlagBytes);
   missing.mask = size - 1;
-  missing.bytes = kFlagBytes + static_cast<size_t>(size) * sizeof(uint32_t);
+  missing.positions = missing.table + size;
+  missing.last_position = missing.positions + n - 1;
+  missing.bytes = kFlagBytes + (static_cast<size_t>(size) + n) * sizeof(uint32_t);
   return missing;
 }
 
@@ -89,6 +111,81 @@ __device__ __forceinline__ int64_t representative(const Missing& missing, const 
     if (same_id<kOneTable>(tables, table, batch, other, id)) return other;
   }
 }
+
+// What a block of a kernel appends to the two lists: one atomic a block and list. In shared memory.
+struct BlockParts {
+  uint32_t of_warp[kThreads / kWarp];  // numbers of positions for the first list, and, shifted by
+                                       // 16 bits, for the second
+  uint32_t begin[2];                   // of the block's part of each
+};
+
+// Has room made for the positions of the threads that are `listed`; returns whether there are any.
+// All threads of a block, once. append_listed follows.
+__device__ __forceinline__ bool count_listed(BlockParts& parts, const Missing& missing, bool listed,
+                                             bool full) {
+  const unsigned all = __ballot_sync(kAllLanes, listed);
+  const unsigned seconds = __ballot_sync(kAllLanes, listed && full);
+  if (threadIdx.x % kWarp == 0) {
+    parts.of_warp[threadIdx.x / kWarp] = __popc(all & ~seconds) | __popc(seconds) << 16;
+  }
+  if (__syncthreads_or(listed) == 0) return false;
+  if (threadIdx.x == 0) {
+    uint32_t sum = 0;
+#pragma unroll
+    for (const uint32_t of_warp : parts.of_warp) sum += of_warp;
+    if (sum & 0xffff) parts.begin[0] = atomicAdd(missing.number, sum & 0xffff);
+    if (sum >> 16) parts.begin[1] = atomicAdd(missing.number_full, sum >> 16);
+  }
+  return true;
+}
+__device__ __forceinline__ void append_listed(const BlockParts& parts, const Missing& missing,
+                                              bool listed, bool full, int64_t position) {
+  const unsigned all = __ballot_sync(kAllLanes, listed);
+  const unsigned seconds = __ballot_sync(kAllLanes, listed && full);
+  const unsigned same = full ? seconds : all & ~seconds;
+  uint32_t before = 0;
+#pragma unroll
+  for (unsigned w = 0; w < kThreads / kWarp; ++w) {
+    if (w < threadIdx.x / kWarp) before += parts.of_warp[w];
+  }
+  __syncthreads();  // the beginnings are known
+  if (!listed) return;
+  before = full ? before >> 16 : before & 0xffff;
+  const uint32_t at = parts.begin[full] + before + __popc(same & ((1u << threadIdx.x % kWarp) - 1));
+  missing.listed(full, at) = static_cast<uint32_t>(position);
+}
+
+// Of a list that a grid shares, how many entries the lanes of a warp are to have in a turn, so that
+// all warps have about as much to do: a multiple of `multiple`.
+__device__ __forceinline__ int even_lanes(int64_t number, int multiple) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
+  const int64_t turns = (number + warps * kWarp - 1) / (warps * kWarp);
+  const int64_t each = turns == 0 ? 0 : (number + warps * turns - 1) / (warps * turns);
+  return static_cast<int>((each + multiple - 1) / multiple * multiple);
+}
+
+// How the warps of a grid share a list: in each turn the first lanes of a warp have one entry each.
+struct Share {
+  int64_t number;
+  int64_t begin;   // of the warp's part of the list
+  int64_t stride;  // to the next turn
+  int lanes;       // that have an entry, where the list is long enough
+
+  __device__ __forceinline__ explicit Share(int64_t list_number, int lanes_used = kWarp)
+      : number(list_number), lanes(lanes_used) {
+    constexpr int kWarps = kThreads / kWarp;
+    const auto warp = static_cast<int64_t>(blockIdx.x * kWarps + threadIdx.x / kWarp);
+    begin = warp * lanes;
+    stride = static_cast<int64_t>(gridDim.x) * kWarps * lanes;
+  }
+  __device__ __forceinline__ bool more() const { return begin < number; }
+  __device__ __forceinline__ void next() { begin += stride; }
+  // Of the warp's lanes, those that have an entry in this turn are the first.
+  __device__ __forceinline__ int busy() const {
+    return number - begin < lanes ? static_cast<int>(number - begin) : lanes;
+  }
+  __device__ __forceinline__ int64_t at() const { return begin + threadIdx.x % kWarp; }
+};
 
 // Adds `each` to a counter of each lane's table where `wanted`: one atomic a warp and table.
 __device__ __forceinline__ void count_warp(const TableView* table, Counter counter, bool wanted,

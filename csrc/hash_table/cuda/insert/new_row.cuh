@@ -20,10 +20,9 @@ __device__ __forceinline__ void write_initial_row(const TableView& table, int64_
 }
 
 // Uniform rows have a path of their own: the code of the normal takes registers from all warps.
-__device__ __forceinline__ void write_uniform_row(const TableView& table, int64_t id, char* row,
+__device__ __forceinline__ void write_uniform_row(const TableView& table, uint64_t of_id, char* row,
                                                   int lane) {
   const InitialRows& init = table.initial_rows;
-  const uint64_t of_id = id_bits(init, id);
   if ((table.dim() | table.column_offset) % 4 == 0) {
     for (int32_t c = lane * 4; c < table.dim(); c += kTile * 4) {
       const InitialBits bits =
@@ -60,12 +59,21 @@ __device__ __forceinline__ int64_t row_bytes(const TableView& table) {
   return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
 }
 
-// The row and the state, zeros, of an id that has just got a slot. frame: of the slot, or kNoFrame.
+// What the lanes that write a row are to know of its id: of uniform rows the bits that a lane mixes
+// once for all.
 template <NewRows kRows>
-__device__ __forceinline__ void write_new_row(const TableView& table, int64_t id, int64_t slot,
+__device__ __forceinline__ uint64_t row_source(const TableView& table, int64_t id) {
+  return kRows == NewRows::kUniform ? id_bits(table.initial_rows, id) : static_cast<uint64_t>(id);
+}
+
+// The row and the state, zeros, of an id that has just got a slot. source: row_source of the id.
+// frame: of the slot, or kNoFrame.
+template <NewRows kRows>
+__device__ __forceinline__ void write_new_row(const TableView& table, uint64_t source, int64_t slot,
                                               int64_t frame, int lane) {
+  const auto id = static_cast<int64_t>(source);
   char* row = table.rows.at(slot, frame);
-  if (kRows == NewRows::kUniform) write_uniform_row(table, id, row, lane);
+  if (kRows == NewRows::kUniform) write_uniform_row(table, source, row, lane);
   if (kRows == NewRows::kInitial) {
     if ((table.dim() | table.column_offset) % 4 == 0) {
       write_initial_row<4>(table, id, row, lane);

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
       if (ids > 0) count(tables[batch.feature_tables[f]], kLookups, ids);
     }
   }
-  if (*missing.any == 0) {
+  if (*missing.number == 0) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *order.places = 0;  // the sort looks at nothing else
     return;
   }
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
     queue_kernel(const TableView* __restrict__ tables, const Batch batch,
                  int64_t* __restrict__ slots, const Missing missing,
                  const __grid_constant__ InsertionOrder order) {
-  if (*missing.any == 0) return;
+  if (*missing.number == 0) return;
   const auto stands_for_its_id = [&](int64_t position) {
     if (!is_remembered(slots[position])) return false;
     const int64_t first = static_cast<int64_t>(missing.table[remembered(slots[position])]) - 1;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
 __global__ void __launch_bounds__(kThreads)
     highest_kernel(const Batch batch, const Visit visit, const int64_t* __restrict__ slots,
                    const Missing missing, unsigned long long* __restrict__ highest) {
-  if (*missing.any == 0) return;
+  if (*missing.number == 0) return;
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (position >= batch.num_ids || !is_remembered(slots[position])) return;
   atomicMax(&highest[remembered(slots[position])],
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
 // Tells each id its places in the sorted queues, and each queue who is its first.
 __global__ void __launch_bounds__(kThreads)
     deal_kernel(const Missing missing, const __grid_constant__ InsertionOrder order) {
-  if (*missing.any == 0) return;
+  if (*missing.number == 0) return;
   const uint32_t places = *order.places;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < places; i += gridDim.x * kThreads) {
     const Pairs& sorted = order.pairs.pairs;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kPlaceBlocks)
     place_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                  bool refuse_lower, int64_t* __restrict__ slots, const Missing missing,
                  const __grid_constant__ InsertionOrder order) {
-  if (*missing.any == 0) return;
+  if (*missing.number == 0) return;
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
@@ -277,7 +277,9 @@ __global__ void __launch_bounds__(kThreads)
     complete_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                     const int64_t* __restrict__ slots, const Missing missing,
                     const __grid_constant__ InsertionOrder order) {
-  if (*missing.any == 0) return;
+  __shared__ RowToWrite rows_of_block[kThreads];
+  RowToWrite* const rows = rows_of_block + threadIdx.x / kWarp * kWarp;
+  if (*missing.number == 0) return;
   const uint32_t number = *order.number;
   for (uint32_t begin = blockIdx.x * kThreads; begin < number; begin += gridDim.x * kThreads) {
     const uint32_t mine = begin + threadIdx.x;
@@ -303,7 +305,7 @@ __global__ void __launch_bounds__(kThreads)
     count_warp(its, kEvicted, placed && fate == kReplaced);
     count_warp(its, kRefused, listed && !placed);
     count_warp(its, kCrowded, listed && fate == kNoRoom);
-    write_rows_of_warp<kRows, false>(its, placed, id, slot);
+    write_rows_of_warp<kRows, false>(rows, its, placed, id, slot);
   }
 }
 

@@ -84,7 +84,7 @@ struct Evicted {
 };
 
 __global__ void __launch_bounds__(kThreads) clear_claims_kernel(const Missing missing) {
-  if (*missing.any == 0) return;
+  if (*missing.number == 0) return;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i <= missing.mask;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
     missing.table[i] = 0;
@@ -97,7 +97,7 @@ template <bool kClaim>
 __global__ void __launch_bounds__(kThreads)
     remember_kernel(const TableView* __restrict__ tables, const Batch batch, const Missing missing,
                     const __grid_constant__ InsertionOrder order) {
-  if (*missing.any == 0) return;
+  if (*missing.number == 0) return;
   const uint32_t number = *order.number;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < number; i += gridDim.x * kThreads) {
     const Evicted mine(tables, batch, order, i);

@@ -58,9 +58,18 @@ __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t b
   return kNoSlot;
 }
 
-// Claims a free slot of an id's buckets; kNoSlot where there is none. By one thread.
+// What joiners of its bucket wait for follows a claim at once.
+__device__ __forceinline__ void write_claimed(const TableView& table, int64_t slot, int64_t id,
+                                              uint32_t now) {
+  table.ids[slot] = id;
+  store_release(&table.last_steps[slot], now);
+}
+
+// Claims a free slot of an id's buckets, and writes its id and last step; kNoSlot where there is
+// none. By one thread.
 __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
-                                                   const BucketChoice& choice) {
+                                                   const BucketChoice& choice, int64_t id,
+                                                   uint32_t now) {
   for (bool again = false;; again = true) {
     uint32_t bucket = choice.first;
     uint64_t free = free_slots(table, choice.first, again);
@@ -78,7 +87,56 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
     if (free == 0 && again) return kNoSlot;
     if (free == 0) continue;
     const int64_t slot = claim_free(table, bucket, free, choice.digest);
-    if (slot != kNoSlot) return slot;
+    if (slot == kNoSlot) continue;
+    write_claimed(table, slot, id, now);
+    return slot;
+  }
+}
+
+struct Joined {
+  int64_t slot;  // kNoSlot: the bucket is full, and the id not there
+  bool claimed;  // whether it was claimed, and not found
+};
+
+// Finds an id in its first bucket or claims a free slot there and writes its id and last step, as
+// all threads do that have the id: the first to come claims, the others find, without any other
+// agreement. For all claim the lowest slot that they see free. Of two threads one would have to see
+// the other's slot taken, and look at its id, to claim a higher one; and the lower one can't be
+// claimed once it was seen taken, since no slot becomes free meanwhile. By one thread.
+__device__ __forceinline__ Joined join_first_bucket(const TableView& table,
+                                                    const BucketChoice& choice, int64_t id,
+                                                    uint32_t now) {
+  const uint4* line = reinterpret_cast<const uint4*>(digest_line(table, choice.first));
+  const int64_t first = static_cast<int64_t>(choice.first) * table.bucket_slots;
+  prefetch_l2(line, kBucketDigests * sizeof(uint16_t));  // half of it is read after the other
+  for (bool again = false;; again = true) {
+    uint64_t free = 0, same = 0;
+#pragma unroll 4
+    for (int v = 0; v < kLineVectors; ++v) {
+      const uint4 digests = look(line + v, again);
+      free |= static_cast<uint64_t>(match_vector(digests, kEmptyDigest)) << (v * kVectorDigests);
+      same |= static_cast<uint64_t>(match_vector(digests, choice.digest)) << (v * kVectorDigests);
+    }
+    bool being_written = false;
+    for (; same != 0; same &= same - 1) {
+      const int64_t slot = first + __ffsll(static_cast<long long>(same)) - 1;
+      if (load_acquire(&table.last_steps[slot]) == kFreeStep) {
+        being_written = true;
+      } else if (load_once(&table.ids[slot]) == id) {
+        return Joined{slot, false};
+      }
+    }
+    if (being_written) {
+      __nanosleep(32);  // lets a lane of this warp go on that may be the one to write
+      continue;
+    }
+    if (free == 0 && again) return Joined{kNoSlot, false};
+    if (free == 0) continue;
+    const int64_t slot = claim_free(table, choice.first, free, choice.digest);
+    if (slot != kNoSlot) {
+      write_claimed(table, slot, id, now);
+      return Joined{slot, true};
+    }
   }
 }
 
