@@ -55,7 +55,9 @@ struct TableView {
   float* head_grad;  // gradients are added here; null where none is wanted
   float* middle_grad;
   float* last_grad;
-  uint8_t* head_touched;  // [heads], set to 1 where a slice took part; null where nobody asks
+  // [heads], set to 1 where a slice took part; null where nobody asks. May be read by aligned
+  // words.
+  uint8_t* head_touched;
   uint8_t* middle_touched;
   uint8_t* last_touched;
   RowType head_type;

@@ -13,7 +13,8 @@ namespace {
 // Below, a launch that finds the batch not to be dense costs more than one that does could save.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
-// Equal shares of the prefixes pay up to so many ids, the most they were measured with.
+// Up to so many ids of several tables, or of a narrow one, equal shares of the prefixes pay: the
+// most they were measured with.
 constexpr int64_t kMostShared = int64_t{1} << 18;
 
 // Up to so many ids, tiles have prefixes of many middle slices, which they work on one after the
@@ -25,12 +26,9 @@ constexpr int64_t kFewIds = 1024;
 bool by_shares(const Plan& plan, const Batch& batch, Precision precision, bool backward) {
   const KernelClass& kernel = plan.classes[0];
   const bool has_kernel = kernel.rank == 32 && (kernel.fours || kernel.narrow);
-  if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4 ||
-      batch.num_ids > kMostShared) {
-    return false;
-  }
-  const bool may_be_dense = kernel.fours && plan.num_tables == 1 && batch.num_ids >= kMaybeDense;
-  if (may_be_dense) return false;  // resident kernels or tiles
+  if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
+  const bool one_of_fours = kernel.fours && plan.num_tables == 1;
+  if (!one_of_fours && batch.num_ids > kMostShared) return false;
   if (!backward) return true;
   return !batch.deterministic && (precision == Precision::kTf32 || batch.num_ids <= kFewIds);
 }

@@ -6,7 +6,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kMostThreads = 256;
 
 struct GatherInput {
   Batch batch;
@@ -19,18 +19,20 @@ struct GatherInput {
   bool always;       // whatever the number of repeats
 };
 
-// kLanes threads a bag, kWidth columns a thread.
-template <int kLanes, int kWidth>
-__global__ void __launch_bounds__(kThreads) gather_kernel(GatherInput in, float* out) {
+// kLanes threads a row, kWidth columns a thread; kGroups rows of a bag at once.
+template <int kLanes, int kWidth, int kGroups>
+__global__ void __launch_bounds__(kMostThreads) gather_kernel(GatherInput in, float* out) {
+  constexpr int kTeam = kLanes * kGroups;  // threads of a bag
+  static_assert(kTeam <= 32);
   enter_chain();
   if (!in.always && in.counts->gather == 0) return;
   const Batch& batch = in.batch;
-  const int64_t bag = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
+  const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kTeam;
   if (bag >= in.num_bags) return;
-  const int lane = threadIdx.x % kLanes;
-  const unsigned lanes = kLanes == 32
-                             ? kAllLanes
-                             : ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+  const int lane = threadIdx.x % kTeam;
+  const int group = lane / kLanes;
+  const unsigned lanes =
+      kTeam == 32 ? kAllLanes : ((1u << (kTeam % 32)) - 1) << (threadIdx.x % 32 / kTeam * kTeam);
   int64_t begin = bag, end = bag + 1;
   float* to = out + bag * batch.stride;
   int32_t dim = in.widest;
@@ -47,20 +49,20 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherInput in, float*
     dim = in.tables[0].dim;
   }
   for (int first = 0; first < dim; first += kLanes * kWidth) {
-    const int column = first + lane * kWidth;
+    const int column = first + lane % kLanes * kWidth;
     float sum[kWidth] = {};
-    for (int64_t base = begin; base < end; base += kLanes) {
+    for (int64_t base = begin; base < end; base += kTeam) {
       int32_t mine = -1;
       float weight = scale;
       if (base + lane < end) {
         mine = in.distinct_of[base + lane];
         if (batch.weights != nullptr) weight *= batch.weights[base + lane];
       }
-      const int limit = static_cast<int>(min(static_cast<int64_t>(kLanes), end - base));
+      const int limit = static_cast<int>(min(static_cast<int64_t>(kTeam), end - base));
 #pragma unroll 8
-      for (int j = 0; j < limit; ++j) {
-        const int32_t row = __shfl_sync(lanes, mine, j, kLanes);
-        const float factor = __shfl_sync(lanes, weight, j, kLanes);
+      for (int j = 0; j < limit; j += kGroups) {  // lanes behind the end have row -1
+        const int32_t row = __shfl_sync(lanes, mine, j + group, kTeam);
+        const float factor = __shfl_sync(lanes, weight, j + group, kTeam);
         if (row < 0 || column >= dim) continue;
         const float* from = in.rows + static_cast<size_t>(row) * in.widest + column;
         if constexpr (kWidth == 4) {
@@ -74,7 +76,12 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherInput in, float*
         }
       }
     }
-    if (column >= dim) continue;
+#pragma unroll
+    for (int step = kLanes; step < kTeam; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) sum[i] += __shfl_xor_sync(lanes, sum[i], step, kTeam);
+    }
+    if (group > 0 || column >= dim) continue;
     if constexpr (kWidth == 4) {
       *reinterpret_cast<float4*>(to + column) = make_float4(sum[0], sum[1], sum[2], sum[3]);
     } else {
@@ -83,12 +90,20 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherInput in, float*
   }
 }
 
+// Few bags are spread over the device in small blocks, and over the lanes of a warp. Many end
+// sooner in large blocks where there is nothing to gather.
 template <int kLanes, int kWidth>
 void launch(const GatherInput& in, float* out, cudaStream_t stream) {
-  const int64_t blocks = (in.num_bags * kLanes + kThreads - 1) / kThreads;
-  if (blocks == 0) return;
-  launch_chained(gather_kernel<kLanes, kWidth>, {dim3(static_cast<unsigned>(blocks)), kThreads},
-                 stream, in, out);
+  auto run = [&](auto kernel, int team, int threads) {
+    const int64_t blocks = (in.num_bags * team + threads - 1) / threads;
+    if (blocks == 0) return;
+    launch_chained(kernel, {dim3(static_cast<unsigned>(blocks)), threads}, stream, in, out);
+  };
+  if (in.batch.num_ids <= kSmallBatch) {
+    run(gather_kernel<kLanes, kWidth, 32 / kLanes>, 32, 64);
+  } else {
+    run(gather_kernel<kLanes, kWidth, 1>, kLanes, kMostThreads);
+  }
 }
 
 }  // namespace

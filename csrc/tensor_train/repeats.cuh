@@ -42,7 +42,13 @@ struct Columns {
   float v[kWidth];
 
   __device__ __forceinline__ void load(const float* from, float factor) {
-    if constexpr (kWidth == 2) {
+    if constexpr (kWidth == 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from);
+      v[0] = four.x * factor;
+      v[1] = four.y * factor;
+      v[2] = four.z * factor;
+      v[3] = four.w * factor;
+    } else if constexpr (kWidth == 2) {
       const float2 pair = *reinterpret_cast<const float2*>(from);
       v[0] = pair.x * factor;
       v[1] = pair.y * factor;
@@ -51,14 +57,18 @@ struct Columns {
     }
   }
   __device__ __forceinline__ void store(float* to) const {
-    if constexpr (kWidth == 2) {
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+    } else if constexpr (kWidth == 2) {
       *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
     } else {
       *to = v[0];
     }
   }
   __device__ __forceinline__ void add_to(float* to) const {
-    if constexpr (kWidth == 2) {
+    if constexpr (kWidth == 4) {
+      add_four(to, make_float4(v[0], v[1], v[2], v[3]));
+    } else if constexpr (kWidth == 2) {
       add_two(to, v[0], v[1]);
     } else {
       add_one(to, v[0]);

@@ -1,14 +1,16 @@
-// Gradients of one table where prefixes have many ids: each block keeps the gradient of the last
-// core, for a slice of ranks, in shared memory, and the one of a middle slice in registers, so that
-// neither is added in memory for each id or tile. Blocks have equal shares of the sorted prefixes.
+// Gradients of one table where prefixes have many ids: each block keeps the last core, and then its
+// gradient, for a slice of ranks, in shared memory, and the one of a middle slice in registers, so
+// that none of them goes through memory for each id or tile. Blocks have equal shares of the sorted
+// prefixes.
 #pragma once
 
+#include "tensor_train/resident_ids.cuh"
 #include "tensor_train/tile_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
 // Of shared memory, less what is static.
-constexpr size_t kMostResidentBytes = (227 - 3) * 1024;
+constexpr size_t kMostResidentBytes = (227 - 5) * 1024;
 
 // What a prefix costs beside its ids, in ids.
 constexpr int kPrefixCost = 12;
@@ -51,34 +53,29 @@ __device__ __forceinline__ void find_share(const TileInput& in, const Counts& co
 template <typename Config>
 struct LastGradInBlock {
   static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
-  static constexpr bool kAhead = true;
   static constexpr int kHeld = 1;
   static constexpr int kTouched = 2;
   float* values;
   int* locks;
 
-  // Flags follow from the words.
-  __device__ __forceinline__ bool touches(const Piece<Config>&, int32_t, bool) const {
-    return false;
-  }
-
-  __device__ __forceinline__ void add(const Piece<Config>&, bool exists, int32_t slice,
-                                      int32_t last_column, int, const float (&d)[4][4]) const {
+  // Accesses of a warp to shared memory are made in their order, so that the compiler alone has to
+  // keep it: a fence would wait for what is being read of the next ids too.
+  __device__ __forceinline__ void add(bool exists, int32_t slice, int32_t last_column,
+                                      const float (&d)[4][4]) const {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int leader = lane & ~7;  // eight lanes have one id
-    float* line =
-        values + static_cast<size_t>(slice) * (4 * Config::kSlice) + last_column * Config::kSlice;
+    float* line = values + slice * (4 * Config::kSlice) + last_column * Config::kSlice;
     const int swizzle = row % 2 * 4;
     float4* low = reinterpret_cast<float4*>(line) + (column ^ swizzle);
     float4* high = reinterpret_cast<float4*>(line) + ((column + 4) ^ swizzle);
     constexpr int kNextLine = Config::kSlice / 4;
     bool waits = exists;
-    while (__any_sync(kAllLanes, waits)) {
+    do {
       int got = 0;
       if (waits && lane == leader) got = (atomicOr(locks + slice, kHeld) & kHeld) == 0;
       got = __shfl_sync(kAllLanes, got, leader);
+      asm volatile("" ::: "memory");
       if (got != 0) {
-        __threadfence_block();
         float4 v[4] = {*low, *high, low[kNextLine], high[kNextLine]};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -91,27 +88,83 @@ struct LastGradInBlock {
         *high = v[1];
         low[kNextLine] = v[2];
         high[kNextLine] = v[3];
-        __threadfence_block();
         waits = false;
       }
       __syncwarp();
-      if (got != 0 && lane == leader) atomicExch(locks + slice, kTouched);
-    }
+      if (got != 0 && lane == leader) *const_cast<volatile int*>(locks + slice) = kTouched;
+    } while (__any_sync(kAllLanes, waits));
   }
 };
 
-// kSubs groups of Config::kThreads work on prefixes of their own; groups share the last core's
-// gradient. Block b has slice b % kSlices of ranks.
+// The tiles of a group of warps, one after the other: prefixes of one middle slice, of which a warp
+// has one. The heads, prefixes and ids of the next tile are read while this one is worked on.
+template <typename Config>
+struct TileWalk {
+  const TileInput& in;
+  const Piece<Config>& piece;
+  int4 (&both)[2][Config::kPrefixes + 1];
+  NextIds<Config::kWarps>& next_ids;
+  int thread, end;
+  int first = 0, run = 0, turn = 0;
+  int next = 0, next_count = 0;
+  HeadLoad<Config> head_load = {};
+
+  __device__ __forceinline__ const int4* prefixes() const { return both[turn]; }
+  __device__ __forceinline__ int warp() const { return thread / 32; }
+  __device__ __forceinline__ bool mine() const { return warp() < run; }
+  __device__ __forceinline__ int begin() const { return prefixes()[warp()].x; }
+  __device__ __forceinline__ int stop() const { return prefixes()[warp() + 1].x; }
+
+  __device__ __forceinline__ void read_next(const int4* of) {
+    head_load.read(thread, piece, of, run);
+    if (warp() < run) next_ids.start(in, warp(), of[warp()].x, of[warp() + 1].x);
+  }
+  // wait: for the group.
+  template <typename Wait>
+  __device__ __forceinline__ void start(int from, const Wait& wait) {
+    first = from;
+    const int count = min(Config::kPrefixes, end - first);
+    if (count > 0 && thread <= count) both[0][thread] = in.prefixes[first + thread];
+    wait();
+    run = count > 0 ? run_length(both[0], 0, count) : 0;
+    if (run > 0) read_next(both[0]);
+  }
+  // The prefixes behind this tile are on their way from here on. Before it the group has waited
+  // since the last tile's were used.
+  __device__ __forceinline__ void start_next_prefixes() {
+    next = first + run;
+    next_count = min(Config::kPrefixes, end - next);
+    if (next_count > 0 && thread <= next_count) {
+      start_copy(both[turn ^ 1] + thread, in.prefixes + next + thread);
+    }
+  }
+  // After wait_for_copies and a wait of the group. This tile's prefixes may be read until the next
+  // start_next_prefixes.
+  __device__ __forceinline__ void move_on() {
+    turn ^= 1;
+    first = next;
+    run = next_count > 0 ? run_length(both[turn], 0, next_count) : 0;
+    if (run > 0) read_next(both[turn]);
+  }
+};
+
+// Two passes over the prefixes of a block: gradients of heads and middles with the last core in
+// shared memory, then those of the last core with them there. Each reads the gradients of the rows;
+// with both at once the last core would be read from memory, which is more.
+//
+// kSubs groups of Config::kThreads work on prefixes of their own; groups share the last core and
+// its gradient. Block b has slice b % kSlices of ranks.
 template <typename Config, int kSubs>
 __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(TileInput in) {
-  static_assert(Config::kFours && Config::kSlice == 32);
+  static_assert(Config::kFours && Config::kSlice == 32 && Config::kPrefixes == Config::kWarps);
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
   constexpr int kThreads = Config::kThreads * kSubs;
   constexpr int kSubValues = Config::kMiddleValues + Config::kHeadValues + Config::kSliceStep;
+  constexpr int kLine = Config::kSlice / 4;  // units of a last column
   extern __shared__ float4 memory[];
   __shared__ TableView table;
-  __shared__ int4 all_prefixes[kSubs][Config::kPrefixes + 1];
-  __shared__ int all_next[kSubs];
+  __shared__ int4 all_prefixes[kSubs][2][Config::kPrefixes + 1];
+  __shared__ NextIds<Config::kWarps> all_next_ids[kSubs];
   __shared__ int all_bounds[kSubs][2];
 
   copy_view(in.tables[0], &table);
@@ -124,19 +177,18 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   float* middle = reinterpret_cast<float*>(memory) + sub * kSubValues;
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
-  int4* prefixes = all_prefixes[sub];
-  int* next = all_next + sub;
-  __syncthreads();  // the view is there
+  float* const product = products + thread / 32 * Config::kPrefixStep;  // of the warp
+  __syncthreads();                                                      // the view is there
   const int32_t lasts = static_cast<int32_t>(table.lasts);
-  const LastGradInBlock<Config> last_grad = {
-      reinterpret_cast<float*>(memory) + kSubs * kSubValues,
-      reinterpret_cast<int*>(reinterpret_cast<float*>(memory) + kSubs * kSubValues +
-                             static_cast<size_t>(lasts) * 4 * Config::kSlice)};
-  const int units = lasts * LastGradInBlock<Config>::kUnits;
+  float4* const last_units = memory + kSubs * kSubValues / 4;
+  int* const locks = reinterpret_cast<int*>(last_units + lasts * Config::kSlice);
+  const int units = lasts * Config::kSlice;
+#pragma unroll 4
   for (int i = threadIdx.x; i < units; i += kThreads) {
-    reinterpret_cast<float4*>(last_grad.values)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    last_units[LastSlice<Config>::place_of(i)] =
+        __ldg(static_cast<const float4*>(table.last) +
+              (static_cast<size_t>(i / kLine) * (Config::kRank / 4) + slice * kLine + i % kLine));
   }
-  for (int i = threadIdx.x; i < lasts; i += kThreads) last_grad.locks[i] = 0;
   find_share<Config>(in, counts, static_cast<int>(blockIdx.x) / Config::kSlices * kSubs + sub,
                      static_cast<int>(gridDim.x) / Config::kSlices * kSubs, thread,
                      all_bounds[sub]);
@@ -144,67 +196,96 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   auto wait = [&] {
     asm volatile("bar.sync %0, %1;" ::"r"(sub + 1), "n"(Config::kThreads) : "memory");
   };
-
   Piece<Config> piece;
   piece.table = &table;
   piece.middle = -1;
   piece.first_head_column = 0;
   piece.first_middle_column = 0;
-  MiddleGrad<Config> middle_grad;
-  const int end = all_bounds[sub][1];
-  int run;
+  {
+    const LastSlice<Config> last = {reinterpret_cast<const float*>(last_units)};
+    MiddleGrad<Config> middle_grad;
+    middle_grad.clear();
+    TileWalk<Config> walk{
+        in, piece, all_prefixes[sub], all_next_ids[sub], thread, all_bounds[sub][1]};
+    walk.start(all_bounds[sub][0], wait);
 #pragma unroll 1
-  for (int first = all_bounds[sub][0]; first < end; first += run) {
-    const int count = min(Config::kPrefixes, end - first);
-    wait();  // shared memory is done with
-    if (thread <= count) prefixes[thread] = in.prefixes[first + thread];
-    if (thread == 0) *next = 0;
-    wait();
-    run = run_length(prefixes, 0, count);
-    HeadLoad<Config> head_load;
-    head_load.read(thread, piece, prefixes, run);
-    if (prefixes[0].z != piece.middle) {
-      if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
-      middle_grad.clear();
-      piece.middle = prefixes[0].z;
-      load_middle<Config>(thread, piece, slice, middle);
+    while (walk.run > 0) {
+      const int4* const prefixes = walk.prefixes();
+      if (prefixes[0].z != piece.middle) {
+        if (piece.middle >= 0) {
+          middle_grad.flush(thread, piece, slice, 0);
+          middle_grad.clear();
+        }
+        piece.middle = prefixes[0].z;
+        load_middle<Config>(thread, piece, slice, middle);
+        if (thread == 0 && table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
+      }
+      const int run = walk.run;
+      if (thread < run && table.head_touched != nullptr) {
+        table.head_touched[prefixes[thread].w] = 1;
+      }
+      walk.head_load.store(thread, heads);
+      wait_for_copies();
+      const IdLane id = walk.next_ids.get(walk.warp());
+      walk.start_next_prefixes();
+      // Warps without a prefix store zeros, which are multiplied with the zeros of its heads.
+      const int begin = walk.begin(), stop = walk.mine() ? walk.stop() : begin;
+      prefix_grad(in, id, begin, stop, last, product);
+      wait_for_copies();
+      wait();
+      walk.move_on();
+      middle_grad.add(thread, 0, heads, products, run);
+      add_head_grad<Config, 2>(thread, piece, prefixes, run, middle, products);
+      wait();  // shared memory is done with
     }
-    if (thread < run) {
-      if (table.head_touched != nullptr) table.head_touched[prefixes[thread].w] = 1;
-      if (table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
-    }
-    head_load.store(thread, heads);
-    wait();
-    multiply_prefixes<Config>(thread, heads, middle, products);
-    wait();
-    for (;;) {
-      int at = 0;
-      if (thread % 32 == 0) at = atomicAdd(next, 1);
-      at = __shfl_sync(kAllLanes, at, 0);
-      if (at >= run) break;
-      gradient_ids(in, UnstagedIds{}, piece, slice, products + at * Config::kPrefixStep,
-                   prefixes[at].x, prefixes[at + 1].x, last_grad);
-    }
-    wait();
-    middle_grad.add(thread, 0, heads, products, run);
-    add_head_grad<Config>(thread, piece, prefixes, run, middle, products);
+    if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
   }
-  if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
+
+  __syncthreads();  // the last core is done with
+  const LastGradInBlock<Config> last_grad = {reinterpret_cast<float*>(last_units), locks};
+  for (int i = threadIdx.x; i < units; i += kThreads) {
+    last_units[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  for (int i = threadIdx.x; i < lasts; i += kThreads) locks[i] = 0;
+  __syncthreads();
+  {
+    piece.middle = -1;
+    TileWalk<Config> walk{
+        in, piece, all_prefixes[sub], all_next_ids[sub], thread, all_bounds[sub][1]};
+    walk.start(all_bounds[sub][0], wait);
+#pragma unroll 1
+    while (walk.run > 0) {
+      if (walk.prefixes()[0].z != piece.middle) {
+        piece.middle = walk.prefixes()[0].z;
+        load_middle<Config>(thread, piece, slice, middle);
+      }
+      walk.head_load.store(thread, heads);
+      wait_for_copies();
+      const IdLane id = walk.next_ids.get(walk.warp());
+      const bool mine = walk.mine();
+      const int begin = walk.begin(), stop = mine ? walk.stop() : begin;
+      wait();  // all warps are done with the products
+      walk.start_next_prefixes();
+      multiply_prefixes<Config>(thread, heads, middle, products);
+      wait_for_copies();
+      wait();
+      walk.move_on();
+      if (mine) last_grads<Config>(in, id, begin, stop, product, last_grad);
+    }
+  }
   __syncthreads();
   if (table.last_touched != nullptr) {
     for (int i = threadIdx.x; i < lasts; i += kThreads) {
-      if (last_grad.locks[i] != 0) table.last_touched[i] = 1;
+      if (locks[i] != 0) table.last_touched[i] = 1;
     }
   }
   // Blocks begin at different places.
   const int shift = static_cast<int>(static_cast<int64_t>(units) * blockIdx.x / gridDim.x);
   for (int i = threadIdx.x; i < units; i += kThreads) {
     const int at = i + shift < units ? i + shift : i + shift - units;
-    constexpr int kLine = Config::kSlice / 4;
     const int line = at / kLine;  // (slice of the core, last column)
     const int unit = at % kLine;
-    const float4 v = reinterpret_cast<const float4*>(
-        last_grad.values)[line * kLine + (unit ^ (line % 4 / 2 * 4))];
+    const float4 v = last_units[line * kLine + (unit ^ (line % 4 / 2 * 4))];
     if (v.x == 0.0f && v.y == 0.0f && v.z == 0.0f && v.w == 0.0f) continue;
     add_four(table.last_grad + static_cast<size_t>(line) * Config::kRank + slice * Config::kSlice +
                  unit * 4,
@@ -224,8 +305,10 @@ bool fits_resident(int64_t lasts) {
   return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMostResidentBytes;
 }
 
+// Launches it where it fits; whether it does.
 template <typename Config, int kSubs>
-void launch_resident(const TileRun& run, const TileInput& in) {
+bool launch_resident(const TileRun& run, const TileInput& in) {
+  if (!fits_resident<Config, kSubs>(run.only_lasts)) return false;
   auto kernel = resident_kernel<Config, kSubs>;
   const size_t bytes = resident_bytes<Config, kSubs>(run.only_lasts);
   HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -233,15 +316,7 @@ void launch_resident(const TileRun& run, const TileInput& in) {
   const unsigned blocks =
       static_cast<unsigned>(run.multiprocessors) / Config::kSlices * Config::kSlices;
   launch_chained(kernel, {dim3(blocks), Config::kThreads * kSubs, bytes}, run.stream, in);
-}
-
-// Gradients of a table: by the resident kernel where it fits and the device finds the batch to be
-// dense, otherwise by tiles.
-template <typename Resident, int kSubs, typename Tiles>
-void run_gradients(const TileRun& run, TileInput in) {
-  in.leaves_dense = fits_resident<Resident, kSubs>(run.only_lasts);
-  if (in.leaves_dense) launch_resident<Resident, kSubs>(run, in);
-  launch_tiles<Tiles, true, false>(run, in);
+  return true;
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -36,12 +36,13 @@ struct LastInBlock {
 template <typename Config, int kSubs>
 __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(TileInput in) {
   static_assert(Config::kFours && Config::kRank == 32 && Config::kSlices == 1);
+  static_assert(Config::kPrefixes == Config::kWarps);
   constexpr int kThreads = Config::kThreads * kSubs;
   constexpr int kSubValues = Config::kMiddleValues + Config::kHeadValues + Config::kSliceStep;
   extern __shared__ float4 memory[];
   __shared__ TableView table;
-  __shared__ int4 all_prefixes[kSubs][Config::kPrefixes + 1];
-  __shared__ int all_next[kSubs];
+  __shared__ int4 all_prefixes[kSubs][2][Config::kPrefixes + 1];
+  __shared__ NextIds<Config::kWarps> all_next_ids[kSubs];
   __shared__ int all_bounds[kSubs][2];
 
   copy_view(in.tables[0], &table);
@@ -51,11 +52,11 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   const bool gather = in.always_gather || counts.gather != 0;
   const int sub = threadIdx.x / Config::kThreads;
   const int thread = threadIdx.x % Config::kThreads;
+  const int warp = thread / 32, lane = thread % 32;
   float* middle = reinterpret_cast<float*>(memory) + sub * kSubValues;
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
-  int4* prefixes = all_prefixes[sub];
-  int* next = all_next + sub;
+  NextIds<Config::kWarps>& next_ids = all_next_ids[sub];
   __syncthreads();  // the view is there
   float4* const last_units = memory + kSubs * kSubValues / 4;
   const LastInBlock<Config> last = {reinterpret_cast<const float*>(last_units)};
@@ -77,34 +78,53 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   piece.middle = -1;
   piece.first_head_column = 0;
   piece.first_middle_column = 0;
+  int4* prefixes = all_prefixes[sub][0];
+  int4* other = all_prefixes[sub][1];
+  int first = all_bounds[sub][0];
   const int end = all_bounds[sub][1];
-  int run;
+  const int count = min(Config::kPrefixes, end - first);
+  if (count > 0 && thread <= count) prefixes[thread] = in.prefixes[first + thread];
+  wait();
+  int run = count > 0 ? run_length(prefixes, 0, count) : 0;
+  HeadLoad<Config> head_load;
+  auto read_next = [&](const int4* of) {
+    head_load.read(thread, piece, of, run);
+    if (warp < run) next_ids.start(in, warp, of[warp].x, of[warp + 1].x);
+  };
+  if (run > 0) read_next(prefixes);
 #pragma unroll 1
-  for (int first = all_bounds[sub][0]; first < end; first += run) {
-    const int count = min(Config::kPrefixes, end - first);
-    wait();  // shared memory is done with
-    if (thread <= count) prefixes[thread] = in.prefixes[first + thread];
-    if (thread == 0) *next = 0;
-    wait();
-    run = run_length(prefixes, 0, count);
-    HeadLoad<Config> head_load;
-    head_load.read(thread, piece, prefixes, run);
+  while (run > 0) {
     if (prefixes[0].z != piece.middle) {
       piece.middle = prefixes[0].z;
       load_middle<Config>(thread, piece, 0, middle);
     }
     head_load.store(thread, heads);
-    wait();
-    multiply_prefixes<Config>(thread, heads, middle, products);
-    wait();
-    for (;;) {
-      int at = 0;
-      if (thread % 32 == 0) at = atomicAdd(next, 1);
-      at = __shfl_sync(kAllLanes, at, 0);
-      if (at >= run) break;
-      lookup_ids<Config>(in, UnstagedIds{}, piece, products + at * Config::kPrefixStep, 1,
-                         prefixes[at].x, prefixes[at + 1].x, gather, last);
+    wait_for_copies();
+    const IdLane id = next_ids.get(warp);
+    const bool mine = warp < run;
+    const int begin = prefixes[warp].x, stop = mine ? prefixes[warp + 1].x : begin;
+    const int next = first + run;
+    const int next_count = min(Config::kPrefixes, end - next);
+    wait();  // all warps are done with the products
+    if (next_count > 0 && thread <= next_count) {
+      start_copy(other + thread, in.prefixes + next + thread);
     }
+    multiply_prefixes<Config>(thread, heads, middle, products);
+    wait_for_copies();
+    wait();
+    run = next_count > 0 ? run_length(other, 0, next_count) : 0;
+    if (run > 0) read_next(other);
+    if (mine) {
+      LastValues values;
+      last.read(piece, true, __shfl_sync(kAllLanes, id.last, min(lane / 8, stop - begin - 1)), 0, 0,
+                &values);
+      lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
+                       last, values);
+    }
+    int4* const done = prefixes;
+    prefixes = other;
+    other = done;
+    first = next;
   }
 }
 
@@ -114,22 +134,18 @@ size_t resident_lookup_bytes(int64_t lasts) {
          static_cast<size_t>(lasts) * 4 * Config::kRank * sizeof(float);
 }
 
-// A lookup of a table: by the resident kernel where it fits and the device finds the batch to be
-// dense, otherwise by tiles.
-template <typename Resident, int kSubs, typename Tiles>
-void run_lookup(const TileRun& run, TileInput in) {
-  const size_t bytes = resident_lookup_bytes<Resident, kSubs>(run.only_lasts);
-  in.leaves_dense = run.only_lasts > 0 && bytes <= kMostResidentBytes;
-  if (in.leaves_dense) {
-    auto kernel = resident_lookup<Resident, kSubs>;
-    HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(bytes)));
-    launch_chained(
-        kernel,
-        {dim3(static_cast<unsigned>(run.multiprocessors)), Resident::kThreads * kSubs, bytes},
-        run.stream, in);
-  }
-  launch_tiles<Tiles, false, false>(run, in);
+// Launches it where it fits; whether it does.
+template <typename Config, int kSubs>
+bool launch_resident_lookup(const TileRun& run, const TileInput& in) {
+  const size_t bytes = resident_lookup_bytes<Config, kSubs>(run.only_lasts);
+  if (run.only_lasts == 0 || bytes > kMostResidentBytes) return false;
+  auto kernel = resident_lookup<Config, kSubs>;
+  HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(bytes)));
+  launch_chained(
+      kernel, {dim3(static_cast<unsigned>(run.multiprocessors)), Config::kThreads * kSubs, bytes},
+      run.stream, in);
+  return true;
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -5,146 +5,46 @@
 // and products, not their number.
 #pragma once
 
+#include "tensor_train/ids_ahead.cuh"
 #include "tensor_train/resident_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// The first 32 ids of a warp's prefix, an id a lane, that were read before; others in memory.
-struct AheadIds {
-  int32_t begin;
-  int2 mine;
-
-  __device__ __forceinline__ int2 read(const TileInput& in, int32_t distinct) const {
-    if (distinct - begin < 32) return mine;
-    return make_int2(in.lasts[distinct], static_cast<int>(in.sources[distinct]));
-  }
-};
-
 // A flag that is set where it is not yet: read here, looked at when other work is done.
 struct LateFlag {
-  uint8_t* at = nullptr;
   uint32_t value = 1;
 
-  __device__ __forceinline__ void read(uint8_t* flag) {
-    at = flag;
-    value = __ldcg(flag);
-  }
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void read(const uint8_t* flag) { value = __ldcg(flag); }
+  // flag: the one that was read, if one was.
+  __device__ __forceinline__ void finish(uint8_t* flag) {
     asm volatile("" : "+r"(value));  // not earlier
-    if (value == 0) *at = 1;
+    if (value == 0) *flag = 1;
   }
 };
 
-// As lookup_ids, for a prefix whose first four slices of the last core are in `values` already.
-template <typename Config>
-__device__ __forceinline__ void lookup_share(const TileInput& in, const AheadIds& ids,
-                                             const Piece<Config>& piece, const float* prefix,
-                                             int begin, int end, bool gather, LastValues& values) {
-  constexpr int kProducts = Config::kProducts;
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  const RowPlace<Config> place(piece);
-  const LastInMemory<Config> last;
-  PrefixOperand<kProducts> held;
-  held.template read<Config>(prefix);
-#pragma unroll 1
-  for (int base = begin; base < end; base += 32) {
-    IdLane id;
-    id.read(in, ids, base + lane, base + lane < end);
-    const int limit = min(32, end - base);
-    auto read = [&](int from) {
-      last.read(piece, from + row / 2 < limit, __shfl_sync(kAllLanes, id.last, from + row / 2), 0,
-                0, &values);
-    };
-    if (base > begin) read(0);
-#pragma unroll 1
-    for (int from = 0; from < limit; from += 4) {
-      const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
-      float sums[2][4] = {};
-      add_rows(sums, held, values);
-      if (from + 4 < limit) read(from + 4);
-      if (from + column < limit) {
-        put_rows<Config>(in, place, 0, 4, base + from + column, source, gather, sums);
-      }
-    }
-  }
+// The word that a flag lies in, and the flag in it.
+__device__ __forceinline__ const uint32_t* word_of(const uint8_t* flag) {
+  return reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(flag) & ~uintptr_t{3});
+}
+__device__ __forceinline__ uint32_t byte_of(uint32_t word, const uint8_t* flag) {
+  return word >> (reinterpret_cast<uintptr_t>(flag) % 4 * 8) & 0xffu;
 }
 
-// As gradient_ids, for a prefix whose first four ids have been read already.
+// As LastGradInMemory, with flags that are looked at when other work is done.
 template <typename Config>
-__device__ __forceinline__ void gradient_share(const TileInput& in, const AheadIds& ids,
-                                               const Piece<Config>& piece, float* prefix, int begin,
-                                               int end, FourGrads<Config>& grads,
-                                               FourLasts<Config>& lasts) {
-  constexpr int kProducts = Config::kProducts;
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  const RowPlace<Config> place(piece);
-  const LastGradInMemory<Config, false> last_grad;
-  const float* const its_columns =
-      prefix + column * Config::kColumnStep + row / 2 * 4 + row % 2 * 16;
-  float sums[4][4] = {};
-#pragma unroll 1
-  for (int base = begin; base < end; base += 32) {
-    IdLane id;
-    id.read(in, ids, base + lane, base + lane < end);
+struct LastGradLate : LastGradInMemory<Config, false> {
+  __device__ __forceinline__ LateFlag begin(const Piece<Config>& piece, int32_t slice,
+                                            bool exists) const {
     LateFlag flag;
-    if (piece.table->last_touched != nullptr && base + lane < end) {
-      flag.read(piece.table->last_touched + id.last);
-    }
-    const int limit = min(32, end - base);
-#pragma unroll 1
-    for (int from = 0; from < limit; from += 4) {
-      if (base + from > begin) {
-        grads.read(in, piece, place, id, 0, base, from, limit);
-        lasts.read(piece, id, 0, 0, from);
-      }
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const auto a0 = rounded_operand<kProducts>(grads.low[2 * s]);
-        const auto a1 = rounded_operand<kProducts>(grads.high[2 * s]);
-        const auto a2 = rounded_operand<kProducts>(grads.low[2 * s + 1]);
-        const auto a3 = rounded_operand<kProducts>(grads.high[2 * s + 1]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          multiply_add(sums[j], a0, a1, a2, a3, rounded_operand<kProducts>(lasts.b[2 * s][j]),
-                       rounded_operand<kProducts>(lasts.b[2 * s + 1][j]));
-        }
-      }
-      float values[4][4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        *reinterpret_cast<float4*>(values[e]) =
-            *reinterpret_cast<const float4*>(its_columns + e * Config::kRowStep);
-      }
-      float d[4][4] = {};
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const auto a0 = rounded_operand<kProducts>(grads.other[2 * s].x);
-        const auto a1 = rounded_operand<kProducts>(grads.other[2 * s].y);
-        const auto a2 = rounded_operand<kProducts>(grads.other[2 * s + 1].x);
-        const auto a3 = rounded_operand<kProducts>(grads.other[2 * s + 1].y);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(values[2 * s][j]),
-                       operand<kProducts>(values[2 * s + 1][j]));
-        }
-      }
-      const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
-      last_grad.add(piece, from + row / 2 < limit, other_last, row % 2 * 2, 4 * column, d);
-    }
-    flag.finish();
+    uint8_t* const flags = piece.table->last_touched;
+    if (flags != nullptr && exists) flag.read(flags + slice);
+    return flag;
   }
-  __syncwarp();  // all lanes have read the prefix
-  float* to = prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + 8 * column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
-          prepared<kProducts>(make_float4(sums[0][2 * half + i], sums[1][2 * half + i],
-                                          sums[2][2 * half + i], sums[3][2 * half + i]));
-    }
+  __device__ __forceinline__ void end(const Piece<Config>& piece, int32_t slice,
+                                      LateFlag flag) const {
+    flag.finish(piece.table->last_touched + slice);
   }
-}
+};
 
 // All tables are of the class. Gradients follow sum_repeated_grads, which lets them start when the
 // index is there: they wait for sums of repeated ids when their first prefixes are multiplied.
@@ -155,6 +55,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
   extern __shared__ float4 memory[];
   __shared__ int4 both_prefixes[2][Config::kPrefixes + 1];
+  __shared__ NextIds<Config::kWarps> next_ids;
+  __shared__ uint32_t head_flags[Config::kPrefixes];
   __shared__ TableView table;
   __shared__ int bounds[2];
   float* middle = reinterpret_cast<float*>(memory);
@@ -167,7 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   bool waits = kBackward;
   if (!waits) wait_for_earlier();
   const Counts counts = *in.counts;
-  if (counts.prefixes == 0) {
+  if (counts.prefixes == 0 || (in.leaves_dense && counts.dense != 0)) {
     if (waits) wait_for_earlier();
     return;
   }
@@ -196,13 +98,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   int number = 0;  // of the table whose view is here
   int run = run_length(prefixes, 0, count);
   HeadLoad<Config> head_load;
-  AheadIds ids = {};
   auto read_ids = [&](const int4* of) {
-    ids.begin = of[warp].x;
-    if (warp < run && lane < of[warp + 1].x - ids.begin) {
-      ids.mine =
-          make_int2(in.lasts[ids.begin + lane], static_cast<int>(in.sources[ids.begin + lane]));
-    }
+    if (warp < run) next_ids.start(in, warp, of[warp].x, of[warp + 1].x);
   };
 #pragma unroll 1
   for (;;) {
@@ -231,49 +128,48 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       }
       piece.middle = prefixes[0].z;
       load_middle<Config>(thread, piece, 0, middle);
+      if (kBackward && thread == 0 && table.middle_touched != nullptr) {
+        table.middle_touched[piece.middle] = 1;
+      }
     }
     head_load.store(thread, heads);
+    wait_for_copies();
     __syncthreads();
     // The next prefixes, and this warp's first ids, are on their way while prefixes are multiplied.
     const int next = first + run;
     const int next_count = min(Config::kPrefixes, end - next);
-    int4 ahead = make_int4(0, 0, 0, 0);
-    if (next_count > 0 && thread <= next_count) ahead = in.prefixes[next + thread];
+    if (next_count > 0 && thread <= next_count) {
+      start_copy(other + thread, in.prefixes + next + thread);
+    }
     const bool mine = warp < run;
     const int begin = prefixes[warp].x, stop = mine ? prefixes[warp + 1].x : begin;
-    IdLane id;
-    id.read(in, ids, begin + lane, begin + lane < stop);
+    const IdLane id = next_ids.get(warp);
     if constexpr (kBackward) {
-      FourGrads<Config> grads;
-      FourLasts<Config> lasts;
+      FourIds<Config> four;
+      const float* const core = static_cast<const float*>(table.last) + lane / 4 * 4;
       auto read = [&] {
-        if (!mine) return;
-        const RowPlace<Config> place(piece);
-        grads.read(in, piece, place, id, 0, begin, 0, min(32, stop - begin));
-        lasts.read(piece, id, 0, 0, 0);
+        if (mine) four.read(in, id, core, 0, min(32, stop - begin));
       };
       if (!waits) read();
       multiply_prefixes<Config>(thread, heads, middle, products);
-      if (next_count > 0 && thread <= next_count) other[thread] = ahead;
+      wait_for_copies();
       if (waits) {
         wait_for_earlier();
         waits = false;
         read();
       }
-      LateFlag head_flag, middle_flag;
-      if (thread < run) {
-        if (table.head_touched != nullptr) head_flag.read(table.head_touched + prefixes[thread].w);
-        if (table.middle_touched != nullptr && thread == 0) {
-          middle_flag.read(table.middle_touched + piece.middle);
-        }
-      }
+      const bool flags = thread < run && table.head_touched != nullptr;
+      if (flags) start_copy(head_flags + thread, word_of(table.head_touched + prefixes[thread].w));
       __syncthreads();
       if (mine) {
-        gradient_share(in, ids, piece, products + warp * Config::kPrefixStep, begin, stop, grads,
-                       lasts);
+        gradient_ids_ahead(in, piece, core, id, products + warp * Config::kPrefixStep, begin, stop,
+                           LastGradLate<Config>{}, 0, four);
       }
-      head_flag.finish();
-      middle_flag.finish();
+      if (flags) {
+        wait_for_copies();
+        uint8_t* const flag = table.head_touched + prefixes[thread].w;
+        if (byte_of(head_flags[thread], flag) == 0) *flag = 1;
+      }
       const int this_run = run;
       if (next_count > 0) {
         run = run_length(other, 0, next_count);
@@ -287,23 +183,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       __syncthreads();
     } else {
       LastValues values;
+      const LastInMemory<Config> last;
       if (mine) {
-        const LastInMemory<Config> last;
         last.read(piece, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
                   &values);
       }
       multiply_prefixes<Config>(thread, heads, middle, products);
-      if (next_count > 0 && thread <= next_count) other[thread] = ahead;
+      wait_for_copies();
       __syncthreads();
-      const AheadIds these = ids;
       if (next_count > 0) {
         run = run_length(other, 0, next_count);
         if (other[0].y == number) head_load.read(thread, piece, other, run);
         read_ids(other);
       }
       if (mine) {
-        lookup_share(in, these, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
-                     values);
+        lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
+                         last, values);
       }
       if (next_count <= 0) break;
     }

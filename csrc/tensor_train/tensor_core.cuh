@@ -110,6 +110,22 @@ __device__ __forceinline__ void add_four(float* to, float4 v) {
 #endif
 }
 
+// A value of 4 or 16 bytes from global into shared memory, where this thread sees it after
+// wait_for_copies. It takes no registers on its way.
+template <typename Value>
+__device__ __forceinline__ void start_copy(Value* to, const Value* from) {
+  static_assert(sizeof(Value) == 4 || sizeof(Value) == 16);
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (sizeof(Value) == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+  }
+}
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // Kernels of a chain. From start_next on, blocks of the next kernel may be placed while this one
 // runs; after wait_for_earlier, what the kernels before wrote is seen. All blocks of all kernels of
 // a chain call both, also those with nothing to do: a kernel that ended before its predecessor

@@ -12,34 +12,51 @@ template <typename Config>
 __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& piece, int slice,
                                             float* to) {
   constexpr int kQuads = Config::kRank * Config::kSlice;  // of 4 values
+  constexpr int kMine = kQuads / Config::kThreads;
+  static_assert(kQuads % Config::kThreads == 0);
+  // Read before the first is stored: a loop of reads and stores would wait for each read, as the
+  // compiler cannot know that what is stored is not what says where to read.
+  constexpr int kTogether = kMine < 4 ? kMine : 4;
+  static_assert(kMine % kTogether == 0);
   const TableView& table = *piece.table;
+  const void* const core = table.middle;
+  const RowType type = table.middle_type;
   const int32_t head_r = piece.head_r();
   const int32_t last_r = piece.last_r();
   const int32_t middle_q = piece.middle_q();
   const size_t first =
       (static_cast<size_t>(piece.middle) * head_r * middle_q + piece.middle_column()) * last_r +
       slice * Config::kSlice;
-#pragma unroll 4
-  for (int i = thread; i < kQuads; i += Config::kThreads) {
-    const int r = i / Config::kSlice;
-    const int quad = i % Config::kSlice;
-    const int column = quad / (Config::kSlice / 4);
-    const int within = quad % (Config::kSlice / 4) * 4;
-    float4 v;
-    if (Config::kVectors || table.middle != nullptr) {
-      const bool exists = (Config::kVectors || r < head_r) && piece.has_middle(column);
-      const int count = exists ? last_r - slice * Config::kSlice - within : 0;
-      v = load_four<Config>(table.middle, table.middle_type,
-                            first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
-                            count);
-    } else {  // the identity
-      const int at = r - slice * Config::kSlice - within;
-      const bool here = column == 0 && r < head_r;
-      v = make_float4(here && at == 0 ? 1.0f : 0.0f, here && at == 1 ? 1.0f : 0.0f,
-                      here && at == 2 ? 1.0f : 0.0f, here && at == 3 ? 1.0f : 0.0f);
+#pragma unroll 1
+  for (int base = 0; base < kMine; base += kTogether) {
+    float4 values[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const unsigned i = thread + (base + k) * Config::kThreads;
+      const int r = i / Config::kSlice;
+      const int quad = i % Config::kSlice;
+      const int column = quad / (Config::kSlice / 4);
+      const int within = quad % (Config::kSlice / 4) * 4;
+      if (Config::kVectors || core != nullptr) {
+        const bool exists = (Config::kVectors || r < head_r) && piece.has_middle(column);
+        const int count = exists ? last_r - slice * Config::kSlice - within : 0;
+        values[k] = load_four<Config>(
+            core, type, first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
+            count);
+      } else {  // the identity
+        const int at = r - slice * Config::kSlice - within;
+        const bool here = column == 0 && r < head_r;
+        values[k] = make_float4(here && at == 0 ? 1.0f : 0.0f, here && at == 1 ? 1.0f : 0.0f,
+                                here && at == 2 ? 1.0f : 0.0f, here && at == 3 ? 1.0f : 0.0f);
+      }
     }
-    *reinterpret_cast<float4*>(to + r * Config::kMiddleStep + column * Config::kSlice + within) =
-        prepared<Config::kProducts>(v);
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const unsigned i = thread + (base + k) * Config::kThreads;
+      const int at =
+          static_cast<int>(i / Config::kSlice * Config::kMiddleStep + i % Config::kSlice * 4);
+      *reinterpret_cast<float4*>(to + at) = prepared<Config::kProducts>(values[k]);
+    }
   }
 }
 

@@ -249,9 +249,6 @@ __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t s
 // Adds gradients of the last core in memory.
 template <typename Config, bool kFew>
 struct LastGradInMemory {
-  // Whether the next four ids are read before this adds: pays where prefixes have many.
-  static constexpr bool kAhead = false;
-
   // Whether the flag of a lane's slice has to be set after its ids. Flags of a core lie in a few
   // sectors: writing them for each id would make all multiprocessors wait for these. Of few ids
   // they are set at once, as reading them first is one more wait.
@@ -373,7 +370,6 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
                                              int begin, int end, const LastGrad& last_grad) {
   static_assert(Config::kSlice == 32);
   constexpr int kProducts = Config::kProducts;
-  constexpr bool kAhead = LastGrad::kAhead;
   const TableView& table = *piece.table;
   const int32_t last_q = piece.last_q();
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -395,14 +391,10 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
       const int limit = min(32, end - base);
       FourGrads<Config> grads;
       FourLasts<Config> lasts;
-      auto read = [&](int from) {
-        grads.read(in, piece, place, id, last_column, base, from, limit);
-        lasts.read(piece, id, last_column, first_r, from);
-      };
-      if constexpr (kAhead) read(0);
 #pragma unroll 1
       for (int from = 0; from < limit; from += 4) {
-        if constexpr (!kAhead) read(from);
+        grads.read(in, piece, place, id, last_column, base, from, limit);
+        lasts.read(piece, id, last_column, first_r, from);
         // Gradient of the prefix: 16 rows; depth (id, last column).
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
@@ -439,9 +431,6 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
         }
         const bool has_other = from + row / 2 < limit;
         const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
-        if constexpr (kAhead) {
-          if (from + 4 < limit) read(from + 4);
-        }
         last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2, first_r + 4 * column,
                       d);
       }

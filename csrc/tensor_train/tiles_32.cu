@@ -17,15 +17,12 @@ struct Shapes32 {
   using ManyBackward = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kLean ? 3 : 2>;
 };
 
+// Launches the kernel for many ids a prefix, if there is one for the table; whether it did.
 template <int kProducts>
-void run_dense(const TileRun& run, const TileInput& in) {
+bool launch_dense(const TileRun& run, const TileInput& in) {
   using Resident = TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, RowType::kFloat32, 1>;
-  using Tiles = Shapes32<kProducts, Fit::kFours, RowType::kFloat32>;
-  if (run.backward) {
-    run_gradients<Resident, 2, typename Tiles::ManyBackward>(run, in);
-  } else {
-    run_lookup<Resident, 2, typename Tiles::Many>(run, in);
-  }
+  return run.backward ? launch_resident<Resident, 2>(run, in)
+                      : launch_resident_lookup<Resident, 2>(run, in);
 }
 
 template <int kProducts>
@@ -45,22 +42,18 @@ void run_shares(const TileRun& run, const TileInput& in) {
 
 }  // namespace
 
-void run_tiles_32(const TileRun& run, const TileInput& in) {
-  if (run.shares) {
-    const bool tf32 = run.precision == Precision::kTf32;
-    if (run.kernel.fours) {
-      return tf32 ? run_shares<1, Fit::kFours>(run, in) : run_shares<3, Fit::kFours>(run, in);
-    }
-    return tf32 ? run_shares<1, Fit::kNarrow>(run, in) : run_shares<3, Fit::kNarrow>(run, in);
+void run_tiles_32(const TileRun& run, const TileInput& input) {
+  if (run.backward && run.deterministic) return run_fixed_point<Repeatable32>(run, input);
+  const bool tf32 = run.precision == Precision::kTf32;
+  TileInput in = input;
+  if (run.may_be_dense && run.kernel.fours) {
+    in.leaves_dense = tf32 ? launch_dense<1>(run, in) : launch_dense<3>(run, in);
   }
-  if (run.backward && run.deterministic) return run_fixed_point<Repeatable32>(run, in);
-  if (!run.may_be_dense || !run.kernel.fours) {
-    run_rank<Shapes32>(run, in);
-  } else if (run.precision == Precision::kTf32) {
-    run_dense<1>(run, in);
-  } else {
-    run_dense<3>(run, in);
+  if (!run.shares) return run_rank<Shapes32>(run, in);
+  if (run.kernel.fours) {
+    return tf32 ? run_shares<1, Fit::kFours>(run, in) : run_shares<3, Fit::kFours>(run, in);
   }
+  return tf32 ? run_shares<1, Fit::kNarrow>(run, in) : run_shares<3, Fit::kNarrow>(run, in);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

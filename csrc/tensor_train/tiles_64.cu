@@ -16,26 +16,22 @@ struct Shapes64 {
 };
 
 template <int kProducts>
-void run_many_gradients(const TileRun& run, const TileInput& in) {
-  using Resident = TileConfig<64, 32, 16, 16, kProducts, Fit::kFours, RowType::kFloat32, 1>;
-  using Tiles = typename Shapes64<kProducts, Fit::kFours, RowType::kFloat32>::ManyBackward;
-  run_gradients<Resident, 1, Tiles>(run, in);
-}
+using Resident64 = TileConfig<64, 32, 16, 16, kProducts, Fit::kFours, RowType::kFloat32, 1>;
 
 template <int kProducts>
 using Repeatable64 = TileConfig<64, 32, 8, 8, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
 }  // namespace
 
-void run_tiles_64(const TileRun& run, const TileInput& in) {
-  if (run.backward && run.deterministic) return run_fixed_point<Repeatable64>(run, in);
-  if (!run.backward || !run.may_be_dense || !run.kernel.fours) {
-    run_rank<Shapes64>(run, in);
-  } else if (run.precision == Precision::kTf32) {
-    run_many_gradients<1>(run, in);
-  } else {
-    run_many_gradients<3>(run, in);
+void run_tiles_64(const TileRun& run, const TileInput& input) {
+  if (run.backward && run.deterministic) return run_fixed_point<Repeatable64>(run, input);
+  TileInput in = input;
+  if (run.backward && run.may_be_dense && run.kernel.fours) {
+    in.leaves_dense = run.precision == Precision::kTf32
+                          ? launch_resident<Resident64<1>, 1>(run, in)
+                          : launch_resident<Resident64<3>, 1>(run, in);
   }
+  run_rank<Shapes64>(run, in);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,241 @@
+// The distinct ids of one prefix, by one warp, where q is known: four at a time, of which the next
+// four are on their way from memory while results are put where they belong. tile_ids.cuh has the
+// same products for tables of any shape.
+//
+// What is read stays in the registers that it was read into until it is used: a copy, or a product
+// with a factor, would wait for it where it was to be on its way.
+#pragma once
+
+#include "tensor_train/tile_ids.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// The first 32 ids of each warp's next prefix, on their way to shared memory while this one is
+// worked on. A lane reads what it copied itself.
+template <int kWarps>
+struct NextIds {
+  int32_t lasts[kWarps][32];
+  uint32_t sources[kWarps][32];
+
+  // Of a prefix whose distinct ids are [begin, end).
+  __device__ __forceinline__ void start(const TileInput& in, int warp, int32_t begin, int32_t end) {
+    const int lane = threadIdx.x % 32;
+    if (begin + lane >= end) return;
+    start_copy(&lasts[warp][lane], in.lasts + begin + lane);
+    start_copy(&sources[warp][lane], in.sources + begin + lane);
+  }
+  // After wait_for_copies. What lanes without an id have is not used.
+  __device__ __forceinline__ IdLane get(int warp) const {
+    IdLane id;
+    id.last = lasts[warp][threadIdx.x % 32];
+    id.source = sources[warp][threadIdx.x % 32];
+    return id;
+  }
+};
+
+__device__ __forceinline__ float part(const float4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// The gradient of the row of a distinct id where places count in units of four values.
+__device__ __forceinline__ const float* unit_row(const TileInput& in, uint32_t source) {
+  const bool slot = (source & kSlotBit) != 0;
+  const char* const base = reinterpret_cast<const char*>(slot ? in.slot_grads : in.grad);
+  const uint32_t bytes = (slot ? static_cast<uint32_t>(in.widest) : 4u) * 4u;
+  return reinterpret_cast<const float*>(base + static_cast<uint64_t>(source & ~kSlotBit) * bytes);
+}
+
+// Gradients of the rows of four distinct ids and their slices of the last core.
+template <typename Config>
+struct FourIds {
+  static_assert(Config::kKnown && Config::kSlice == 32);
+  static constexpr int kHeadStep = Config::kMiddleQ * 4;  // of a head column in a row
+  float4 low, high;  // of the id of this lane's column: (head column, middle column) by row
+  float2 other[4];   // of the id of row / 2: two columns; middle column by column
+  float4 lasts[4];   // of the id of column: four ranks by row
+
+  // Of the ids from `from` on among the `limit` that lanes have. The last one stands for those
+  // behind it. core: the last core, from the first rank of this lane on.
+  __device__ __forceinline__ void read(const TileInput& in, const IdLane& id, const float* core,
+                                       int from, int limit) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    const int of_column = min(from + column, limit - 1), of_row = min(from + row / 2, limit - 1);
+    const uint32_t source = __shfl_sync(kAllLanes, id.source, of_column);
+    const uint32_t other_source = __shfl_sync(kAllLanes, id.source, of_row);
+    const int32_t last = __shfl_sync(kAllLanes, id.last, of_column);
+    const float* const at = unit_row(in, source) + (row / 4 * kHeadStep + row % 4 * 4);
+    if (Config::kFours) {
+      low = *reinterpret_cast<const float4*>(at);
+      high = *reinterpret_cast<const float4*>(at + 2 * kHeadStep);
+    } else {
+      low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (row % 4 < Config::kMiddleQ) {
+        low = *reinterpret_cast<const float4*>(at);
+        high = *reinterpret_cast<const float4*>(at + 2 * kHeadStep);
+      }
+    }
+    const float* const line = unit_row(in, other_source) + (column * 4 + row % 2 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (Config::kFours) {
+        other[e] = *reinterpret_cast<const float2*>(line + e * kHeadStep);
+      } else {
+        other[e] = make_float2(0.0f, 0.0f);
+        if (column < Config::kMiddleQ) {
+          other[e] = *reinterpret_cast<const float2*>(line + e * kHeadStep);
+        }
+      }
+    }
+    const float* const slice = core + static_cast<size_t>(static_cast<uint32_t>(last)) *
+                                          static_cast<uint32_t>(4 * Config::kRank);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      lasts[e] = __ldg(reinterpret_cast<const float4*>(slice + e * Config::kRank));
+    }
+  }
+
+  // Zeros for those of the four that do not exist: from `left` on.
+  __device__ __forceinline__ void cut(int left) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    if (column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (row / 2 >= left) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) other[e] = make_float2(0.0f, 0.0f);
+    }
+  }
+
+  // first: distinct id of the first of the four, of which `left` exist.
+  __device__ __forceinline__ void scale(const float* factors, int first, int left) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    const float factor = factors[first + min(column, left - 1)];
+    const float other_factor = factors[first + min(row / 2, left - 1)];
+    low = scaled(low, factor);
+    high = scaled(high, factor);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      other[e].x *= other_factor;
+      other[e].y *= other_factor;
+    }
+  }
+};
+
+// As lookup_ids, for a prefix whose first 32 ids are in `id`, and whose first four slices of the
+// last core are in `values` already.
+template <typename Config, typename Last>
+__device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
+                                                 const Piece<Config>& piece, const float* prefix,
+                                                 int begin, int end, bool gather, const Last& last,
+                                                 LastValues& values) {
+  constexpr int kProducts = Config::kProducts;
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  const RowPlace<Config> place(piece);
+  PrefixOperand<kProducts> held;
+  held.template read<Config>(prefix);
+#pragma unroll 1
+  for (int base = begin; base < end; base += 32) {
+    const int limit = min(32, end - base);
+    auto read = [&](int from) {
+      const int at = min(from + row / 2, limit - 1);  // the last one stands for those behind it
+      last.read(piece, from + row / 2 < limit, __shfl_sync(kAllLanes, id.last, at), 0, 0, &values);
+    };
+    if (base > begin) {
+      id.read(in, UnstagedIds{}, base + lane, lane < limit);
+      read(0);
+    }
+#pragma unroll 1
+    for (int from = 0; from < limit; from += 4) {
+      const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
+      float sums[2][4] = {};
+      add_rows(sums, held, values);
+      if (from + 4 < limit) read(from + 4);
+      if (from + column < limit) {
+        put_rows<Config>(in, place, 0, 4, base + from + column, source, gather, sums);
+      }
+    }
+  }
+}
+
+// Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks, whose first 32 are in
+// `id` and whose first four have been read: that of the prefix replaces it in shared memory, those
+// of slices of the last core go to last_grad. core: as of FourIds::read.
+template <typename Config, typename LastGrad>
+__device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Piece<Config>& piece,
+                                                   const float* core, IdLane id, float* prefix,
+                                                   int begin, int end, const LastGrad& last_grad,
+                                                   int first_r, FourIds<Config>& four) {
+  constexpr int kProducts = Config::kProducts;
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  // As in gradient_ids: whole sectors of memory for the four lanes of a row.
+  const float* const its_columns =
+      prefix + column * Config::kColumnStep + row / 2 * 4 + row % 2 * 16;
+  float sums[4][4] = {};
+#pragma unroll 1
+  for (int base = begin; base < end; base += 32) {
+    const int limit = min(32, end - base);
+    if (base > begin) {
+      if (lane < limit) {
+        id.last = in.lasts[base + lane];
+        id.source = in.sources[base + lane];
+      }
+      four.read(in, id, core, 0, limit);
+    }
+    const auto kept = last_grad.begin(piece, id.last, lane < limit);
+#pragma unroll 1
+    for (int from = 0; from < limit; from += 4) {
+      if (from + 4 > limit) four.cut(limit - from);
+      if (in.factors != nullptr) four.scale(in.factors, base + from, limit - from);
+      // Gradient of the prefix: 16 rows; depth (id, last column).
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const auto a0 = rounded_operand<kProducts>(part(four.low, 2 * s));
+        const auto a1 = rounded_operand<kProducts>(part(four.high, 2 * s));
+        const auto a2 = rounded_operand<kProducts>(part(four.low, 2 * s + 1));
+        const auto a3 = rounded_operand<kProducts>(part(four.high, 2 * s + 1));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          multiply_add(sums[j], a0, a1, a2, a3,
+                       rounded_operand<kProducts>(part(four.lasts[2 * s], j)),
+                       rounded_operand<kProducts>(part(four.lasts[2 * s + 1], j)));
+        }
+      }
+      // Gradients of slices of the last core: rows (id, last column); depth (head column, middle
+      // column).
+      float4 values[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        values[e] = *reinterpret_cast<const float4*>(its_columns + e * Config::kRowStep);
+      }
+      float d[4][4] = {};
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const auto a0 = rounded_operand<kProducts>(four.other[2 * s].x);
+        const auto a1 = rounded_operand<kProducts>(four.other[2 * s].y);
+        const auto a2 = rounded_operand<kProducts>(four.other[2 * s + 1].x);
+        const auto a3 = rounded_operand<kProducts>(four.other[2 * s + 1].y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(part(values[2 * s], j)),
+                       operand<kProducts>(part(values[2 * s + 1], j)));
+        }
+      }
+      const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
+      if (from + 4 < limit) four.read(in, id, core, from + 4, limit);
+      last_grad.add(piece, from + row / 2 < limit, other_last, row % 2 * 2, first_r + 4 * column,
+                    d);
+    }
+    last_grad.end(piece, id.last, kept);
+  }
+  __syncwarp();  // all lanes have read the prefix
+  float* to = prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + 8 * column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
+          prepared<kProducts>(make_float4(sums[0][2 * half + i], sums[1][2 * half + i],
+                                          sums[2][2 * half + i], sums[3][2 * half + i]));
+    }
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,191 @@
+// The distinct ids of one prefix where each block keeps the last core, or its gradient, in shared
+// memory: gradients of the prefix from those of rows and the last core, and gradients of the last
+// core from those of rows and the prefix. Four ids at a time; eight further are on their way.
+#pragma once
+
+#include "tensor_train/ids_ahead.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// Gradients of the rows of four distinct ids, of which those behind `limit` are the last one's.
+// (head column, middle column) by row, of the id of this lane's column.
+struct FourRowsByColumn {
+  float4 low, high;
+
+  __device__ __forceinline__ void read(const TileInput& in, const IdLane& id, int from, int limit) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + column, limit - 1));
+    const float* const at = unit_row(in, source) + 4 * row;
+    low = *reinterpret_cast<const float4*>(at);
+    high = *reinterpret_cast<const float4*>(at + 32);
+  }
+  // Of the first of the four, `left` exist; others are set to zero. first: its distinct id.
+  __device__ __forceinline__ void finish(const float* factors, int first, int left) {
+    const int column = threadIdx.x % 4;
+    if (left < 4 && column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (factors == nullptr) return;
+    const float factor = factors[first + min(column, left - 1)];
+    low = scaled(low, factor);
+    high = scaled(high, factor);
+  }
+};
+
+// The same with two columns of the id of row / 2, middle column by column.
+struct FourRowsByRow {
+  float2 other[4];
+
+  __device__ __forceinline__ void read(const TileInput& in, const IdLane& id, int from, int limit) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + row / 2, limit - 1));
+    const float* const at = unit_row(in, source) + (4 * column + row % 2 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) other[e] = *reinterpret_cast<const float2*>(at + 16 * e);
+  }
+  __device__ __forceinline__ void finish(const float* factors, int first, int left) {
+    const int row = threadIdx.x % 32 / 4;
+    if (left < 4 && row / 2 >= left) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) other[e] = make_float2(0.0f, 0.0f);
+    }
+    if (factors == nullptr) return;
+    const float factor = factors[first + min(row / 2, left - 1)];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      other[e].x *= factor;
+      other[e].y *= factor;
+    }
+  }
+};
+
+// Runs `use` on the distinct ids [begin, end) of a prefix, four at a time, of which the first 32
+// are in `id`. use(rows, last of this lane's id or of those that others have, from, limit).
+template <typename Rows, typename Use>
+__device__ __forceinline__ void each_four(const TileInput& in, IdLane id, int begin, int end,
+                                          const Use& use) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int base = begin; base < end; base += 32) {
+    const int limit = min(32, end - base);
+    if (base > begin) id.read(in, UnstagedIds{}, base + lane, lane < limit);
+    Rows first, second;
+    first.read(in, id, 0, limit);
+    if (limit > 4) second.read(in, id, 4, limit);
+#pragma unroll 1
+    for (int from = 0; from < limit; from += 8) {
+      first.finish(in.factors, base + from, limit - from);
+      use(first, id, from, limit);
+      if (from + 8 < limit) first.read(in, id, from + 8, limit);
+      if (from + 4 >= limit) break;
+      second.finish(in.factors, base + from + 4, limit - from - 4);
+      use(second, id, from + 4, limit);
+      if (from + 12 < limit) second.read(in, id, from + 12, limit);
+    }
+  }
+}
+
+// A slice of ranks of the last core in shared memory, [lasts][4][32]. 16-byte units are swizzled by
+// the last column, and lanes of different columns read different last columns at a time, so that
+// they read different banks whatever their ids are.
+template <typename Config>
+struct LastSlice {
+  static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
+  const float* values;
+
+  __device__ __forceinline__ static int place_of(int unit) {
+    return unit ^ (unit / (Config::kSlice / 4) % 4 * 2);
+  }
+  // to[e]: four ranks by row of last column e ^ column.
+  __device__ __forceinline__ void read(int32_t slice, float4 (&to)[4]) const {
+    static_assert(Config::kSlice == 32);
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    const int at = slice * 128 + (column * 32 | (row ^ column * 2) * 4);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[e] = *reinterpret_cast<const float4*>(values + (at ^ (e * 32 | e * 8)));
+    }
+  }
+};
+
+// v[e ^ column] in the place of v[e].
+__device__ __forceinline__ float4 by_column(float4 v) {
+  const int column = threadIdx.x % 4;
+  if (column % 2 != 0) v = make_float4(v.y, v.x, v.w, v.z);
+  if (column / 2 != 0) v = make_float4(v.z, v.w, v.x, v.y);
+  return v;
+}
+
+// The gradient of a prefix, [4 head columns][4 middle columns][32], from its ids into shared
+// memory.
+template <typename Config>
+__device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& id, int begin,
+                                            int end, const LastSlice<Config>& last, float* prefix) {
+  constexpr int kProducts = Config::kProducts;
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  float sums[4][4] = {};
+  each_four<FourRowsByColumn>(
+      in, id, begin, end,
+      [&](const FourRowsByColumn& rows, const IdLane& ids, int from, int limit) {
+        float4 lasts[4];
+        last.read(__shfl_sync(kAllLanes, ids.last, min(from + column, limit - 1)), lasts);
+        const float4 low = by_column(rows.low), high = by_column(rows.high);
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {  // 16 rows; depth (id, last column)
+          const auto a0 = rounded_operand<kProducts>(part(low, 2 * s));
+          const auto a1 = rounded_operand<kProducts>(part(high, 2 * s));
+          const auto a2 = rounded_operand<kProducts>(part(low, 2 * s + 1));
+          const auto a3 = rounded_operand<kProducts>(part(high, 2 * s + 1));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            multiply_add(sums[j], a0, a1, a2, a3, rounded_operand<kProducts>(part(lasts[2 * s], j)),
+                         rounded_operand<kProducts>(part(lasts[2 * s + 1], j)));
+          }
+        }
+      });
+  float* to = prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + 8 * column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
+          prepared<kProducts>(make_float4(sums[0][2 * half + i], sums[1][2 * half + i],
+                                          sums[2][2 * half + i], sums[3][2 * half + i]));
+    }
+  }
+}
+
+// Adds the gradients of slices of the last core that the ids of a prefix have.
+template <typename Config, typename LastGrad>
+__device__ __forceinline__ void last_grads(const TileInput& in, const IdLane& id, int begin,
+                                           int end, const float* prefix,
+                                           const LastGrad& last_grad) {
+  constexpr int kProducts = Config::kProducts;
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  // Columns in such an order that the four lanes of a row have 16 neighbouring ones at a time.
+  const float* const its_columns =
+      prefix + column * Config::kColumnStep + row / 2 * 4 + row % 2 * 16;
+  float4 values[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    values[e] = *reinterpret_cast<const float4*>(its_columns + e * Config::kRowStep);
+  }
+  each_four<FourRowsByRow>(
+      in, id, begin, end, [&](const FourRowsByRow& rows, const IdLane& ids, int from, int limit) {
+        float d[4][4] = {};
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {  // rows (id, last column); depth (head and middle column)
+          const auto a0 = rounded_operand<kProducts>(rows.other[2 * s].x);
+          const auto a1 = rounded_operand<kProducts>(rows.other[2 * s].y);
+          const auto a2 = rounded_operand<kProducts>(rows.other[2 * s + 1].x);
+          const auto a3 = rounded_operand<kProducts>(rows.other[2 * s + 1].y);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(part(values[2 * s], j)),
+                         operand<kProducts>(part(values[2 * s + 1], j)));
+          }
+        }
+        const int at = from + row / 2;
+        last_grad.add(at < limit, __shfl_sync(kAllLanes, ids.last, at), row % 2 * 2, d);
+      });
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda
