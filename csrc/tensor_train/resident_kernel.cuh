@@ -58,8 +58,8 @@ struct LastGradInBlock {
   float* values;
   int* locks;
 
-  // Accesses of a warp to shared memory are made in their order, so that the compiler alone has to
-  // keep it: a fence would wait for what is being read of the next ids too.
+  // A word is taken with acquire and given back with release. Fences would be slower: they wait for
+  // what is being read of the next ids too.
   __device__ __forceinline__ void add(bool exists, int32_t slice, int32_t last_column,
                                       const float (&d)[4][4]) const {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -72,9 +72,9 @@ struct LastGradInBlock {
     bool waits = exists;
     do {
       int got = 0;
-      if (waits && lane == leader) got = (atomicOr(locks + slice, kHeld) & kHeld) == 0;
+      if (waits && lane == leader) got = (acquire(locks + slice) & kHeld) == 0;
       got = __shfl_sync(kAllLanes, got, leader);
-      asm volatile("" ::: "memory");
+      __syncwarp();  // orders the leader's acquire before the lanes' reads
       if (got != 0) {
         float4 v[4] = {*low, *high, low[kNextLine], high[kNextLine]};
 #pragma unroll
@@ -91,8 +91,24 @@ struct LastGradInBlock {
         waits = false;
       }
       __syncwarp();
-      if (got != 0 && lane == leader) *const_cast<volatile int*>(locks + slice) = kTouched;
+      if (got != 0 && lane == leader) release(locks + slice);
     } while (__any_sync(kAllLanes, waits));
+  }
+
+ private:
+  static __device__ __forceinline__ int acquire(int* lock) {
+    int before = 0;
+    asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(lock))), "n"(kHeld)
+                 : "memory");
+    return before;
+  }
+  static __device__ __forceinline__ void release(int* lock) {
+    asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(lock))),
+                 "r"(kTouched)
+                 : "memory");
   }
 };
 
