@@ -36,6 +36,9 @@ void check_config(const TableConfig& config, bool cuda) {
       " slots must be all, none, or a multiple of ", hash_table::kFramesOfSet, " that is at least ",
       2 * hash_table::kFramesOfSet, " and a ",
       hash_table::kMostSlotsOfSet / hash_table::kFramesOfSet, "th of them.");
+  TORCH_CHECK_VALUE(!config.all_states_in_hbm || (0 < config.hbm_slots && config.hbm_slots < slots),
+                    "table '", name, "': states are in HBM apart from rows, but hbm_slots is ",
+                    config.hbm_slots, " of ", slots, " slots, so that there are no frames.");
   TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
                     name, "': expire_after is ", config.expire_after,
                     ", but must be from 1 to 2^32 - 1, or 0 for never.");

@@ -194,7 +194,8 @@ TableLayout TableGroup::layout(const TableConfig& config) const {
                      scalar_type(config.row_type),
                      state_width_of(config),
                      keeps_scores(config.eviction),
-                     config.hbm_slots};
+                     config.hbm_slots,
+                     config.all_states_in_hbm};
 }
 
 void TableGroup::check_memory(const AvailableMemory& available) const {
@@ -230,7 +231,7 @@ TableView TableGroup::make_view(int64_t table) const {
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
   view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),
                config.row_type};
-  view.states = {memory.state_homes().data(), memory.states.data(),
+  view.states = {memory.state_homes().data(), memory.states_move() ? memory.states.data() : nullptr,
                  static_cast<int32_t>(state_width_of(config)), RowType::kFloat32};
   view.homes_on_host = memory.rows_on_host();
   if (memory.rows_on_host() && memory.num_sets() > 0) view.frames = make_frames(memory);

@@ -2,6 +2,9 @@
 // has its row and its state in host memory, and some have them in a *frame* of HBM. Only the frame
 // is then up to date, until it is written home.
 //
+// Narrow states, of a few bytes a row, stay in HBM for all slots and never move: the link takes as
+// long for four bytes at a place of their own as for a piece of a row. See kNarrowState.
+//
 // Frames come in sets of four. A set serves the slots s with s mod num_sets = its number; num_sets
 // has no divisor in common with the slots of a bucket, so that a set's slots stand at all positions
 // of buckets, whose first ones are full earlier. A word of 64 bits a set holds four *tags*, each of
@@ -85,15 +88,36 @@ struct Frames {
   }
 };
 
-// Frames of a table of so many slots, in buckets of bucket_slots, whose rows, with state, take
-// row_bytes each, in so many bytes of HBM: num_slots where they all fit, otherwise a multiple of
-// kFramesOfSet; none where they would be too few for a set to serve its slots.
-inline int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
+// Frames of a table of so many slots, in buckets of bucket_slots, where a frame takes frame_bytes,
+// in so many bytes of HBM: a multiple of kFramesOfSet, none where they would be too few for a set
+// to serve its slots.
+inline int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t frame_bytes,
                                int64_t bytes) {
-  if (bytes >= num_slots * row_bytes) return num_slots;
-  int64_t sets = bytes <= 0 ? 0 : bytes / (kFramesOfSet * row_bytes + kSetBytes);
+  int64_t sets = bytes <= 0 ? 0 : bytes / (kFramesOfSet * frame_bytes + kSetBytes);
   while (std::gcd(sets, bucket_slots) > 1) --sets;
   return sets < 2 || sets * kMostSlotsOfSet < num_slots ? 0 : sets * kFramesOfSet;
+}
+
+// What of a table's rows and states is in HBM.
+struct HbmShare {
+  int64_t slots;    // the table's, where all fit; otherwise frames, or none
+  bool all_states;  // the states of all slots are, though not all rows
+};
+
+// States of at most so many bytes are narrow.
+constexpr int64_t kNarrowState = 16;
+
+// In so many bytes of HBM, beside the index. Narrow states of all slots have at most half of them:
+// where they take more, rows are as short, or frames as few, that states had better move with rows.
+inline HbmShare share_that_fits(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
+                                int64_t state_bytes, int64_t bytes) {
+  if (bytes >= num_slots * (row_bytes + state_bytes)) return {num_slots, false};
+  const int64_t states = num_slots * state_bytes;
+  if (state_bytes > 0 && state_bytes <= kNarrowState && states <= bytes / 2) {
+    const int64_t frames = frames_that_fit(num_slots, bucket_slots, row_bytes, bytes - states);
+    if (frames > 0) return {frames, true};
+  }
+  return {frames_that_fit(num_slots, bucket_slots, row_bytes + state_bytes, bytes), false};
 }
 
 }  // namespace torchrec_hkv::hash_table

@@ -89,7 +89,7 @@ __device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_bus
     }
   };
   is_busy = is_busy && (leaver != kNoSlot || slot != kNoSlot);
-  of(&TableView::states, is_busy && mine->states.width > 0);
+  of(&TableView::states, is_busy && mine->states.moves());
   of(&TableView::rows, is_busy);
 }
 
