@@ -52,7 +52,7 @@ def measure_side(side: str, work: Workload, hbm: float) -> dict[str, object]:
     if tables is not None and before is not None:
         steps = 6 * STEPS + 3  # that milliseconds() runs
         row |= {name: (n - before[name]) // steps for name, n in moved(tables).items()}
-        row["link_gb_s"] = round(row["fetched"] * (work.dim * 4 + 4) / ms / 1e6, 1)
+        row["link_gb_s"] = round(row["fetched"] * work.dim * 4 / ms / 1e6, 1)
     return row
 
 

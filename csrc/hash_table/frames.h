@@ -8,9 +8,10 @@
 // Frames come in sets of four. A set serves the slots s with s mod num_sets = its number; num_sets
 // has no divisor in common with the slots of a bucket, so that a set's slots stand at all positions
 // of buckets, whose first ones are full earlier. A word of 64 bits a set holds four *tags*, each of
-// which says whether its frame is taken, whether it differs from what is at home (is *dirty*), and
-// which of the set's slots it is. So one compare-and-swap finds out that a slot has no frame and
-// gives it one: there are no locks, and no slot gets two.
+// which says whether its frame is taken, whether it differs from what is at home (is *dirty*),
+// whether its row was touched again since it came, and which of the set's slots it is. So one
+// compare-and-swap finds out that a slot has no frame and gives it one: there are no locks, and no
+// slot gets two.
 //
 // A frame is never taken from a row that is pinned or that the present call has touched. So a
 // backward finds the rows of its batch where they are, even beside a call that moves others. Of a
@@ -28,7 +29,7 @@ namespace torchrec_hkv::hash_table {
 constexpr int64_t kNoFrame = -1;
 constexpr int kFramesOfSet = 4;
 constexpr int kTagBits = 16;
-constexpr uint32_t kTagTaken = 0x8000, kTagDirty = 0x4000, kTagSlot = 0x3fff;
+constexpr uint32_t kTagTaken = 0x8000, kTagDirty = 0x4000, kTagAgain = 0x2000, kTagSlot = 0x1fff;
 constexpr int64_t kMostSlotsOfSet = kTagSlot;
 // Of a set, beside its frames: the tags and the step.
 constexpr int64_t kSetBytes = sizeof(uint64_t) + sizeof(uint32_t);
@@ -68,7 +69,7 @@ struct Frames {
   // Which frame of its set the slot with this number there has, or -1.
   HKV_HOST_DEVICE static int place_of(uint64_t tags, uint32_t number) {
     for (int place = 0; place < kFramesOfSet; ++place) {
-      if ((tag_at(tags, place) & ~kTagDirty) == (kTagTaken | number)) return place;
+      if ((tag_at(tags, place) & (kTagTaken | kTagSlot)) == (kTagTaken | number)) return place;
     }
     return -1;
   }

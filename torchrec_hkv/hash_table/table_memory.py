@@ -84,7 +84,7 @@ class HbmShare:
 
     Attributes:
         slots: those of the table where all rows fit; otherwise the number of frames that rows from
-            host memory come into, 0 where these would be fewer than a four-thousandth of the slots.
+            host memory come into, 0 where these would be fewer than a two-thousandth of the slots.
         all_states: whether the states of all slots are in HBM, though not all rows. They are where
             a state takes at most 16 bytes, and those of all slots at most half of the HBM that
             there is beside the index. Other states are where their rows are.

@@ -8,12 +8,11 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Notes that what is in a frame differs from what is at home. Testing first keeps hot rows from
-// changing one word thousands of times.
-__device__ __forceinline__ void mark_dirty(const Frames& frames, int64_t set, int place,
-                                           uint64_t tags) {
-  const unsigned long long dirty = static_cast<unsigned long long>(kTagDirty) << place * kTagBits;
-  if (!(tags & dirty)) atomicOr(&frames.tags[set], dirty);
+// Sets a bit of a tag. Testing first keeps hot rows from changing one word thousands of times.
+__device__ __forceinline__ void mark(const Frames& frames, int64_t set, int place, uint64_t tags,
+                                     uint32_t bit) {
+  const unsigned long long bits = static_cast<unsigned long long>(bit) << place * kTagBits;
+  if (!(tags & bits)) atomicOr(&frames.tags[set], bits);
 }
 
 // The frame of a slot whose row or state is going to be written, or kNoFrame. One of the threads
@@ -25,7 +24,7 @@ __device__ __forceinline__ int64_t frame_to_write(const Frames& frames, int64_t 
   const uint64_t tags = frames.load_tags(home.set);
   const int place = Frames::place_of(tags, home.number);
   if (place < 0) return kNoFrame;
-  if (marking) mark_dirty(frames, home.set, place, tags);
+  if (marking) mark(frames, home.set, place, tags, kTagDirty);
   return home.set * kFramesOfSet + place;
 }
 __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t slot,
@@ -43,6 +42,10 @@ struct FrameClaim {
 // Gives a slot that the present call has touched a frame, if it has none. No slot may be touched or
 // filled meanwhile. kNew: the slot's id is new, its row at home means nothing, and its frame
 // becomes dirty. The caller has to move the rows.
+//
+// Under LRU rows that were touched again since they came, in another call or at another position,
+// go after those that were not: of skewed ids most that come are rare, and would push rows out that
+// are touched every few calls.
 template <bool kNew>
 __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
                                                   const Visit& visit) {
@@ -55,7 +58,8 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
     FrameClaim claim;
     int place = Frames::place_of(tags, home.number);
     if (place >= 0) {
-      if (kNew) mark_dirty(frames, set, place, tags);
+      if (kNew) mark(frames, set, place, tags, kTagDirty);
+      if (!kNew && table.scores == nullptr) mark(frames, set, place, tags, kTagAgain);
       claim.frame = set * kFramesOfSet + place;
       return claim;
     }
@@ -70,7 +74,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
         const uint32_t step = load_l2(&table.last_steps[other]);
         if (step != kFreeStep) {  // else its entry is gone, and nobody wants its row
           if (step >= pinned_from) continue;
-          rank = Rank{table.scores == nullptr ? step : load_score(table, other), step};
+          rank = Rank{table.scores == nullptr ? tag & kTagAgain : load_score(table, other), step};
           if (tag & kTagDirty) leaver = other;
         }
       }
