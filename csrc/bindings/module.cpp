@@ -134,13 +134,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          int64_t bytes) {
         const hash_table::HbmShare share =
             hash_table::share_that_fits(num_slots, bucket_slots, row_bytes, state_bytes, bytes);
-        return py::make_tuple(share.slots, share.all_states);
+        const int of_set = share.slots == 0 || share.slots == num_slots
+                               ? 0
+                               : hash_table::frames_of_set(num_slots, bucket_slots, share.slots);
+        return py::make_tuple(share.slots, of_set == 0 ? 0 : share.slots / of_set,
+                              share.all_states);
       },
       py::arg("num_slots"), py::arg("bucket_slots"), py::arg("row_bytes"), py::arg("state_bytes"),
       py::arg("bytes"),
-      "(slots whose rows fit in so many bytes of HBM: all, or how many frames (frames.h); whether "
-      "the states of all slots are there, though not all rows).");
-  m.attr("FRAMES_OF_SET") = hash_table::kFramesOfSet;
+      "(slots whose rows fit in so many bytes of HBM: all, or how many frames (frames.h); in how "
+      "many sets; whether the states of all slots are there, though not all rows).");
   m.attr("SET_BYTES") = hash_table::kSetBytes;
   m.def(
       "index_bytes",

@@ -35,14 +35,9 @@ at::Tensor to_device_int32(const std::vector<int64_t>& values, at::Device device
 }
 
 hash_table::Frames make_frames(const TableMemory& memory) {
-  hash_table::Frames frames{};
-  frames.tags = reinterpret_cast<unsigned long long*>(memory.tags.data());
-  frames.crowded = reinterpret_cast<uint32_t*>(memory.crowded.data());
-  frames.num_slots = memory.num_slots();
-  frames.num_sets = memory.num_sets();
-  frames.reciprocal = static_cast<uint64_t>((static_cast<unsigned __int128>(1) << 64) /
-                                            static_cast<uint64_t>(frames.num_sets));
-  return frames;
+  return hash_table::Frames::make(reinterpret_cast<unsigned long long*>(memory.tags.data()),
+                                  reinterpret_cast<uint32_t*>(memory.crowded.data()),
+                                  memory.num_slots(), memory.num_sets(), memory.frames_of_set());
 }
 
 }  // namespace

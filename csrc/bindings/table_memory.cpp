@@ -12,7 +12,10 @@ int64_t most_on_host(const TableLayout& layout) {
 }
 
 int64_t sets_of(const TableLayout& layout) {
-  return most_on_host(layout) > 0 ? layout.hbm_slots / hash_table::kFramesOfSet : 0;
+  if (most_on_host(layout) == 0 || layout.hbm_slots == 0) return 0;
+  const hash_table::Geometry& geometry = layout.geometry;
+  return layout.hbm_slots /
+         hash_table::frames_of_set(geometry.num_slots(), geometry.bucket_slots, layout.hbm_slots);
 }
 
 // One array, of PyTorch's memory where it is in HBM and the table never grows.

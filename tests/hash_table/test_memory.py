@@ -48,7 +48,7 @@ def test_rows_beyond_hbm_bytes_lie_in_host_memory(share, state_width):
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
     frames = hbm_slots_for(memory, hbm_bytes)
     wanted = share * memory.num_slots
-    assert frames == wanted or wanted * 0.9 - 4 <= frames < wanted  # in fours, beside their tags
+    assert frames == wanted or wanted * 0.9 - 4 <= frames < wanted  # in sets, beside their tags
     hbm, host = gpu_table_bytes(memory, hbm_bytes)
     assert hbm <= hbm_bytes
     assert host == (0 if share == 1.0 else memory.num_slots * memory.row_bytes)
@@ -65,7 +65,7 @@ def test_narrow_states_of_all_slots_are_in_hbm(state_width):
     assert share.all_states
     assert slots * 0.09 < share.slots < slots * 0.1
     assert gpu_table_bytes(memory, hbm_bytes) == (
-        memory.index_bytes + states + share.slots * 64 * 4 + share.slots // 4 * 12,
+        memory.index_bytes + states + share.slots * 64 * 4 + share.sets * 12,
         slots * 64 * 4,
     )
     # Not where all rows are in HBM, nor none.
@@ -86,7 +86,7 @@ def test_wide_states_and_those_that_leave_rows_little_move_with_rows(state_width
         assert hbm <= hbm_bytes
         if its.all_states:
             continue
-        assert hbm == memory.index_bytes + its.slots * memory.row_bytes + its.slots // 4 * 12
+        assert hbm == memory.index_bytes + its.slots * memory.row_bytes + its.sets * 12
         assert host == memory.num_slots * memory.row_bytes
 
 

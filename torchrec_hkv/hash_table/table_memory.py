@@ -84,28 +84,30 @@ class HbmShare:
 
     Attributes:
         slots: those of the table where all rows fit; otherwise the number of frames that rows from
-            host memory come into, 0 where these would be fewer than a two-thousandth of the slots.
+            host memory come into, 0 where these would be fewer than a four-thousandth of the slots.
+        sets: of the frames.
         all_states: whether the states of all slots are in HBM, though not all rows. They are where
             a state takes at most 16 bytes, and those of all slots at most half of the HBM that
             there is beside the index. Other states are where their rows are.
     """
 
     slots: int
+    sets: int
     all_states: bool
 
 
 def hbm_share_for(memory: TableMemory, hbm_bytes: int | None) -> HbmShare:
     """What is in HBM when the table may take ``hbm_bytes`` there (None: all)."""
     if hbm_bytes is None:
-        return HbmShare(memory.num_slots, all_states=False)
-    slots, all_states = _C.share_that_fits(
+        return HbmShare(memory.num_slots, sets=0, all_states=False)
+    slots, sets, all_states = _C.share_that_fits(
         memory.num_slots,
         memory.bucket_slots,
         memory.row_bytes - memory.state_bytes,
         memory.state_bytes,
         hbm_bytes - memory.index_bytes,
     )
-    return HbmShare(slots, all_states)
+    return HbmShare(slots, sets, all_states)
 
 
 def hbm_slots_for(memory: TableMemory, hbm_bytes: int | None) -> int:
@@ -124,8 +126,7 @@ def gpu_table_bytes(memory: TableMemory, hbm_bytes: int | None) -> tuple[int, in
     share = hbm_share_for(memory, hbm_bytes)
     if share.slots == memory.num_slots:
         return memory.bytes, 0
-    sets = share.slots // _C.FRAMES_OF_SET
-    hbm = memory.index_bytes + share.slots * memory.row_bytes + sets * _C.SET_BYTES
+    hbm = memory.index_bytes + share.slots * memory.row_bytes + share.sets * _C.SET_BYTES
     host = memory.num_slots * memory.row_bytes
     if share.all_states:
         hbm += (memory.num_slots - share.slots) * memory.state_bytes

@@ -95,7 +95,7 @@ def test_what_a_table_takes(device_type, share, optimizer):
             if present > its.slots:  # all rows in host memory, and some in frames
                 state = memory.state_bytes if its.all_states else 0
                 expected += its.slots * (memory.row_bytes - state)
-            expected += its.slots // 4 * 12
+            expected += its.sets * 12
         assert expected <= taken <= expected + pages
         assert group.hbm_bytes(0) <= hbm_bytes + pages
         insert(group, Bags.flat(random_ids(100)).to(device_type))
