@@ -2,8 +2,9 @@
 
     python -m benchmarks.training_step_tiers --out benchmarks/results/training_step_tiers.csv
 
-Both sides keep ``--hbm`` of the rows in HBM. ``fetched`` and ``written_home`` are the group's rows
-a step that came from host memory and went back; ``link_gb_s`` is what the first moved a second.
+Both sides keep ``--hbm`` of the rows in HBM, and the row-wise states of all. ``fetched`` and
+``written_home`` are the group's rows a step that came from host memory and went back; ``link_gb_s``
+is what the first moved a second.
 """
 
 from __future__ import annotations
