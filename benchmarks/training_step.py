@@ -111,7 +111,9 @@ class HashTables:
             width = OPTIMIZERS[optimizer][0].state_width(work.dim)
             memory = table_memory(capacity, work.dim, width, "lru")
             rows = int(hbm_share * work.rows)
-            hbm_bytes = memory.index_bytes + rows * (memory.row_bytes + 3)
+            # As FBGEMM does, the row-wise states of all rows besides.
+            states = memory.num_slots * memory.state_bytes if width == 1 else 0
+            hbm_bytes = memory.index_bytes + rows * (memory.row_bytes + 3) + states
         specs = [
             TableSpec(
                 f"t{t}",

@@ -2,8 +2,9 @@
 
     python -m benchmarks.training_step_tiers --out benchmarks/results/training_step_tiers.csv
 
-Both sides keep ``--hbm`` of the rows in HBM. ``fetched`` and ``written_home`` are the group's rows
-a step that came from host memory and went back; ``link_gb_s`` is what the first moved a second.
+Both sides keep ``--hbm`` of the rows in HBM, and the row-wise states of all. ``fetched`` and
+``written_home`` are the group's rows a step that came from host memory and went back; ``link_gb_s``
+is what the first moved a second.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def measure_side(side: str, work: Workload, hbm: float) -> dict[str, object]:
     if tables is not None and before is not None:
         steps = 6 * STEPS + 3  # that milliseconds() runs
         row |= {name: (n - before[name]) // steps for name, n in moved(tables).items()}
-        row["link_gb_s"] = round(row["fetched"] * (work.dim * 4 + 4) / ms / 1e6, 1)
+        row["link_gb_s"] = round(row["fetched"] * work.dim * 4 / ms / 1e6, 1)
     return row
 
 

@@ -29,8 +29,8 @@ hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> i
 TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capacity, int64_t dim,
                         int64_t column_offset, Eviction eviction, RowType row_type, int64_t seed,
                         std::string distribution, double low, double high, double mean, double std,
-                        int64_t hbm_slots, const AdmissionConfig& admission, int64_t expire_after,
-                        int64_t remember_evicted, bool deterministic) {
+                        int64_t hbm_slots, bool all_states_in_hbm, const AdmissionConfig& admission,
+                        int64_t expire_after, int64_t remember_evicted, bool deterministic) {
   return TableConfig{std::move(name),
                      capacity,
                      initial_capacity,
@@ -41,6 +41,7 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                      static_cast<uint64_t>(seed),
                      InitialConfig{std::move(distribution), low, high, mean, std},
                      hbm_slots,
+                     all_states_in_hbm,
                      admission,
                      expire_after,
                      remember_evicted,
@@ -127,10 +128,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return geometry.initial_buckets() * geometry.bucket_slots;
       },
       py::arg("capacity"), py::arg("initial_capacity"), "Slots that a table begins with.");
-  m.def("frames_that_fit", &hash_table::frames_that_fit, py::arg("num_slots"),
-        py::arg("bucket_slots"), py::arg("row_bytes"), py::arg("bytes"),
-        "Slots whose rows fit in so many bytes of HBM: all, or how many frames (frames.h).");
-  m.attr("FRAMES_OF_SET") = hash_table::kFramesOfSet;
+  m.def(
+      "share_that_fits",
+      [](int64_t num_slots, int64_t bucket_slots, int64_t row_bytes, int64_t state_bytes,
+         int64_t bytes) {
+        const hash_table::HbmShare share =
+            hash_table::share_that_fits(num_slots, bucket_slots, row_bytes, state_bytes, bytes);
+        const int of_set = share.slots == 0 || share.slots == num_slots
+                               ? 0
+                               : hash_table::frames_of_set(num_slots, bucket_slots, share.slots);
+        return py::make_tuple(share.slots, of_set == 0 ? 0 : share.slots / of_set,
+                              share.all_states);
+      },
+      py::arg("num_slots"), py::arg("bucket_slots"), py::arg("row_bytes"), py::arg("state_bytes"),
+      py::arg("bytes"),
+      "(slots whose rows fit in so many bytes of HBM: all, or how many frames (frames.h); in how "
+      "many sets; whether the states of all slots are there, though not all rows).");
   m.attr("SET_BYTES") = hash_table::kSetBytes;
   m.def(
       "index_bytes",
@@ -196,9 +209,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("initial_capacity"), py::arg("dim"), py::arg("column_offset"),
            py::arg("eviction"), py::arg("row_type"), py::arg("seed"), py::arg("distribution"),
            py::arg("low"), py::arg("high"), py::arg("mean"), py::arg("std"), py::arg("hbm_slots"),
-           py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"),
-           py::arg("deterministic"))
-      .def_readonly("hbm_slots", &TableConfig::hbm_slots);
+           py::arg("all_states_in_hbm"), py::arg("admission"), py::arg("expire_after"),
+           py::arg("remember_evicted"), py::arg("deterministic"))
+      .def_readonly("hbm_slots", &TableConfig::hbm_slots)
+      .def_readonly("all_states_in_hbm", &TableConfig::all_states_in_hbm);
 
   py::class_<TableState>(m, "TableState")
       .def(py::init<>())

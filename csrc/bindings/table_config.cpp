@@ -21,21 +21,21 @@ void check_config(const TableConfig& config, bool cuda) {
   TORCH_CHECK_VALUE(config.initial_capacity >= 1 && config.initial_capacity <= config.capacity,
                     "table '", name, "': initial_capacity is ", config.initial_capacity,
                     ", but must be from 1 to the capacity, ", config.capacity, ".");
-  const int64_t slots =
-      hash_table::geometry_of(config.capacity, config.initial_capacity).num_slots();
+  const hash_table::Geometry geometry =
+      hash_table::geometry_of(config.capacity, config.initial_capacity);
+  const int64_t slots = geometry.num_slots();
   TORCH_CHECK_VALUE(config.hbm_slots >= 0 && config.hbm_slots <= slots, "table '", name,
                     "': hbm_slots is ", config.hbm_slots, ", but must be from 0 to ", slots, ".");
   TORCH_CHECK_VALUE(cuda || config.hbm_slots == slots, "table '", name,
                     "': on a CPU hbm_slots must be all ", slots, " slots.");
   TORCH_CHECK_VALUE(
       config.hbm_slots == slots || config.hbm_slots == 0 ||
-          (config.hbm_slots % hash_table::kFramesOfSet == 0 &&
-           config.hbm_slots / hash_table::kFramesOfSet >= 2 &&
-           config.hbm_slots / hash_table::kFramesOfSet * hash_table::kMostSlotsOfSet >= slots),
+          hash_table::frames_of_set(slots, geometry.bucket_slots, config.hbm_slots) > 0,
       "table '", name, "': hbm_slots is ", config.hbm_slots, ", but of ", slots,
-      " slots must be all, none, or a multiple of ", hash_table::kFramesOfSet, " that is at least ",
-      2 * hash_table::kFramesOfSet, " and a ",
-      hash_table::kMostSlotsOfSet / hash_table::kFramesOfSet, "th of them.");
+      " slots must be all, none, or as many as make sets of frames that serve all slots.");
+  TORCH_CHECK_VALUE(!config.all_states_in_hbm || (0 < config.hbm_slots && config.hbm_slots < slots),
+                    "table '", name, "': states are in HBM apart from rows, but hbm_slots is ",
+                    config.hbm_slots, " of ", slots, " slots, so that there are no frames.");
   TORCH_CHECK_VALUE(config.expire_after >= 0 && config.expire_after <= 0xffffffffll, "table '",
                     name, "': expire_after is ", config.expire_after,
                     ", but must be from 1 to 2^32 - 1, or 0 for never.");

@@ -22,7 +22,9 @@ struct TableConfig {
   RowType row_type;
   uint64_t seed;  // already mixed with the table's name
   InitialConfig initial;
-  int64_t hbm_slots;  // rows and states of the slots from here on lie in host memory; CUDA only
+  int64_t hbm_slots;       // rows and states that are in HBM; where there are more slots, these are
+                           // frames (hash_table/frames.h), or 0. CUDA only
+  bool all_states_in_hbm;  // the states of all slots are, though the rows are not
   AdmissionConfig admission;
   int64_t expire_after;      // calls; 0: entries don't expire
   int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)

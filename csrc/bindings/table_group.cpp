@@ -35,14 +35,9 @@ at::Tensor to_device_int32(const std::vector<int64_t>& values, at::Device device
 }
 
 hash_table::Frames make_frames(const TableMemory& memory) {
-  hash_table::Frames frames{};
-  frames.tags = reinterpret_cast<unsigned long long*>(memory.tags.data());
-  frames.crowded = reinterpret_cast<uint32_t*>(memory.crowded.data());
-  frames.num_slots = memory.num_slots();
-  frames.num_sets = memory.num_sets();
-  frames.reciprocal = static_cast<uint64_t>((static_cast<unsigned __int128>(1) << 64) /
-                                            static_cast<uint64_t>(frames.num_sets));
-  return frames;
+  return hash_table::Frames::make(reinterpret_cast<unsigned long long*>(memory.tags.data()),
+                                  reinterpret_cast<uint32_t*>(memory.crowded.data()),
+                                  memory.num_slots(), memory.num_sets(), memory.frames_of_set());
 }
 
 }  // namespace
@@ -194,7 +189,8 @@ TableLayout TableGroup::layout(const TableConfig& config) const {
                      scalar_type(config.row_type),
                      state_width_of(config),
                      keeps_scores(config.eviction),
-                     config.hbm_slots};
+                     config.hbm_slots,
+                     config.all_states_in_hbm};
 }
 
 void TableGroup::check_memory(const AvailableMemory& available) const {
@@ -230,7 +226,7 @@ TableView TableGroup::make_view(int64_t table) const {
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
   view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),
                config.row_type};
-  view.states = {memory.state_homes().data(), memory.states.data(),
+  view.states = {memory.state_homes().data(), memory.states_move() ? memory.states.data() : nullptr,
                  static_cast<int32_t>(state_width_of(config)), RowType::kFloat32};
   view.homes_on_host = memory.rows_on_host();
   if (memory.rows_on_host() && memory.num_sets() > 0) view.frames = make_frames(memory);

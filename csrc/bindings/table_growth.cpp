@@ -192,7 +192,7 @@ void TableGroup::grow(int64_t table, int64_t num_buckets) {
 hash_table::TableView TableGroup::view_at_home(int64_t table) const {
   hash_table::TableView view = make_view(table);
   view.rows.homes = memory_[table].rows_host.data();
-  view.states.homes = memory_[table].states_host.data();
+  if (memory_[table].states_move()) view.states.homes = memory_[table].states_host.data();
   view.homes_on_host = true;
   view.frames = {};
   return view;
@@ -213,7 +213,9 @@ bool TableGroup::bring_home([[maybe_unused]] int64_t table, [[maybe_unused]] int
                                      cudaMemcpyDefault, stream));
     };
     copy(memory.rows, memory.rows_host, memory.num_slots() * view.rows.bytes());
-    copy(memory.states, memory.states_host, memory.num_slots() * view.states.bytes());
+    if (memory.states_move()) {
+      copy(memory.states, memory.states_host, memory.num_slots() * view.states.bytes());
+    }
   }
   // Whatever a backward that is still to come has found, it may have to write at home.
   memory.empty_frames(clock_->now());

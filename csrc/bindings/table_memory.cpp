@@ -12,7 +12,10 @@ int64_t most_on_host(const TableLayout& layout) {
 }
 
 int64_t sets_of(const TableLayout& layout) {
-  return most_on_host(layout) > 0 ? layout.hbm_slots / hash_table::kFramesOfSet : 0;
+  if (most_on_host(layout) == 0 || layout.hbm_slots == 0) return 0;
+  const hash_table::Geometry& geometry = layout.geometry;
+  return layout.hbm_slots /
+         hash_table::frames_of_set(geometry.num_slots(), geometry.bucket_slots, layout.hbm_slots);
 }
 
 // One array, of PyTorch's memory where it is in HBM and the table never grows.
@@ -72,14 +75,17 @@ int64_t SlotArray::bytes() const {
 MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device device) {
   hash_table::Geometry present = layout.geometry;
   present.num_buckets = num_buckets;
-  const int64_t row_bytes = layout.dim * static_cast<int64_t>(at::elementSize(layout.row_dtype)) +
-                            layout.state_width * static_cast<int64_t>(sizeof(float));
+  const int64_t row_bytes = layout.dim * static_cast<int64_t>(at::elementSize(layout.row_dtype));
+  const int64_t state_bytes = layout.state_width * static_cast<int64_t>(sizeof(float));
   const int64_t index = hash_table::index_bytes(present, layout.scores);
   const int64_t slots = present.num_slots();
-  if (device.is_cpu()) return {0, index + slots * row_bytes};
+  if (device.is_cpu()) return {0, index + slots * (row_bytes + state_bytes)};
+  const int64_t in_hbm = std::min(slots, layout.hbm_slots);
+  const int64_t on_host = slots > layout.hbm_slots ? slots : 0;
+  const bool apart = layout.all_states_in_hbm;
   const int64_t frames = sets_of(layout) * hash_table::kSetBytes;
-  return {index + frames + std::min(slots, layout.hbm_slots) * row_bytes,
-          slots > layout.hbm_slots ? slots * row_bytes : 0};
+  return {index + frames + in_hbm * row_bytes + (apart ? slots : in_hbm) * state_bytes,
+          on_host * (row_bytes + (apart ? 0 : state_bytes))};
 }
 
 TableMemory::TableMemory(const TableLayout& layout, at::Device device)
@@ -90,10 +96,12 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device)
       scores(make_array(layout, device, at::kLong, {},
                         layout.scores ? layout.geometry.num_slots() : 0)),
       rows(make_array(layout, device, layout.row_dtype, {layout.dim}, layout.hbm_slots)),
-      states(make_array(layout, device, at::kFloat, {layout.state_width}, layout.hbm_slots)),
+      states(make_array(layout, device, at::kFloat, {layout.state_width},
+                        layout.all_states_in_hbm ? layout.geometry.num_slots() : layout.hbm_slots)),
       rows_host(make_array(layout, device, layout.row_dtype, {layout.dim}, most_on_host(layout),
                            /*on_host=*/true)),
-      states_host(make_array(layout, device, at::kFloat, {layout.state_width}, most_on_host(layout),
+      states_host(make_array(layout, device, at::kFloat, {layout.state_width},
+                             layout.all_states_in_hbm ? 0 : most_on_host(layout),
                              /*on_host=*/true)),
       tags(at::zeros({sets_of(layout)}, at::dtype(at::kLong).device(device))),
       crowded(at::zeros({sets_of(layout)}, at::dtype(at::kInt).device(device))),
@@ -111,9 +119,9 @@ void TableMemory::back(int64_t num_buckets) {
   last_steps.back(slots);
   scores.back(std::min(slots, scores.most()));
   rows.back(in_hbm(slots));
-  states.back(in_hbm(slots));
+  states.back(states_in_hbm(slots));
   rows_host.back(on_host(slots));
-  states_host.back(on_host(slots));
+  states_host.back(states_on_host(slots));
 }
 
 void TableMemory::resize(int64_t num_buckets) {
@@ -124,9 +132,9 @@ void TableMemory::resize(int64_t num_buckets) {
   last_steps.resize(slots);
   scores.resize(std::min(slots, scores.most()));
   rows.resize(in_hbm(slots));
-  states.resize(in_hbm(slots));
+  states.resize(states_in_hbm(slots));
   rows_host.resize(on_host(slots));
-  states_host.resize(on_host(slots));
+  states_host.resize(states_on_host(slots));
 }
 
 void TableMemory::clear() {

@@ -52,6 +52,7 @@ struct TableLayout {
   bool scores;
   int64_t hbm_slots;  // whose rows and states fit in HBM; where there are more slots, these are
                       // frames (hash_table/frames.h), or 0. CUDA only
+  bool all_states_in_hbm;  // the states of all slots are in HBM, by slot
 };
 
 struct MemoryBytes {
@@ -95,9 +96,14 @@ class TableMemory {
   bool rows_on_host() const { return rows_on_host(num_slots()); }
   bool rows_on_host(int64_t slots) const { return device_.is_cuda() && slots > layout_.hbm_slots; }
   int64_t num_sets() const { return tags.tensor.size(0); }
+  int frames_of_set() const { return static_cast<int>(layout_.hbm_slots / num_sets()); }
   // The homes of rows and states: by slot.
   const SlotArray& row_homes() const { return rows_on_host() ? rows_host : rows; }
-  const SlotArray& state_homes() const { return rows_on_host() ? states_host : states; }
+  const SlotArray& state_homes() const {
+    return rows_on_host() && states_move() ? states_host : states;
+  }
+  // Whether states are where their rows are, in HBM or in host memory.
+  bool states_move() const { return !layout_.all_states_in_hbm; }
   // No frame is taken any more. step: what `crowded` of each set becomes.
   void empty_frames(int64_t step);
 
@@ -106,15 +112,17 @@ class TableMemory {
   SlotArray last_steps;  // int32 [num_slots]
   SlotArray scores;      // int64 [num_slots] or empty
   SlotArray rows;        // [slots or frames in HBM, dim]
-  SlotArray states;
-  SlotArray rows_host;  // [num_slots, dim] where they don't fit in HBM, otherwise empty
+  SlotArray states;      // the same, or [num_slots, width] where all are in HBM
+  SlotArray rows_host;   // [num_slots, dim] where they don't fit in HBM, otherwise empty
   SlotArray states_host;
   SlotArray tags;     // int64 [sets of frames]
   SlotArray crowded;  // int32 [sets of frames]
 
  private:
   int64_t in_hbm(int64_t slots) const { return std::min(slots, layout_.hbm_slots); }
+  int64_t states_in_hbm(int64_t slots) const { return states_move() ? in_hbm(slots) : slots; }
   int64_t on_host(int64_t slots) const { return rows_on_host(slots) ? slots : 0; }
+  int64_t states_on_host(int64_t slots) const { return states_move() ? on_host(slots) : 0; }
 
   TableLayout layout_;
   at::Device device_;

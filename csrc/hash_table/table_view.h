@@ -48,16 +48,19 @@ enum Counter : int32_t {
 
 // Vectors of one kind, by slot, and, where the table has frames, by frame.
 struct RowStore {
-  char* homes;   // [num_slots][width], in host memory where there are frames
-  char* frames;  // [num frames][width]
+  char* homes;   // [num_slots][width], in host memory where there are frames for them
+  char* frames;  // [num frames][width]; null: all are at home, whether their slots have frames
   int32_t width;
   RowType type;
 
   HKV_HOST_DEVICE int64_t bytes() const { return static_cast<int64_t>(width) * element_size(type); }
   // frame: of the slot, or kNoFrame.
   HKV_HOST_DEVICE char* at(int64_t slot, int64_t frame) const {
-    return frame == kNoFrame ? homes + slot * bytes() : frames + frame * bytes();
+    return frame == kNoFrame || frames == nullptr ? homes + slot * bytes()
+                                                  : frames + frame * bytes();
   }
+  // Whether they come into frames and leave them.
+  HKV_HOST_DEVICE bool moves() const { return width > 0 && frames != nullptr; }
 };
 
 struct TableView {
@@ -76,7 +79,8 @@ struct TableView {
   uint32_t num_buckets;
   int32_t bucket_slots;
   int32_t column_offset;  // of the table's first column, where columns are sharded
-  bool homes_on_host;  // of a GPU's table: whether homes are in host memory, which it never caches
+  bool homes_on_host;  // of a GPU's table: whether rows are at home in host memory, which it never
+                       // caches; states too, but where they are in HBM for all slots
   Eviction eviction;
   InitialRows initial_rows;
 

@@ -12,6 +12,7 @@ from torchrec_hkv.hash_table import (
     TableSpec,
     Uniform,
     gpu_table_bytes,
+    hbm_share_for,
     hbm_slots_for,
     initial_rows,
     table_memory,
@@ -41,17 +42,52 @@ def test_index_bytes_a_slot():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_rows_beyond_hbm_bytes_lie_in_host_memory(share):
-    memory = table_memory(1000, 8, 1, "lru")
+@pytest.mark.parametrize("state_width", [0, 8])
+def test_rows_beyond_hbm_bytes_lie_in_host_memory(share, state_width):
+    memory = table_memory(1000, 8, state_width, "lru")
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
     frames = hbm_slots_for(memory, hbm_bytes)
     wanted = share * memory.num_slots
-    assert frames == wanted or wanted * 0.9 - 4 <= frames < wanted  # in fours, beside their tags
+    assert frames == wanted or wanted * 0.9 - 4 <= frames < wanted  # in sets, beside their tags
     hbm, host = gpu_table_bytes(memory, hbm_bytes)
     assert hbm <= hbm_bytes
     assert host == (0 if share == 1.0 else memory.num_slots * memory.row_bytes)
     assert hbm_slots_for(memory, None) == memory.num_slots
     assert gpu_table_bytes(memory, None) == (memory.bytes, 0)
+
+
+@pytest.mark.parametrize("state_width", [1, 4])
+def test_narrow_states_of_all_slots_are_in_hbm(state_width):
+    memory = table_memory(10_000, 64, state_width, "lru")
+    slots, states = memory.num_slots, memory.num_slots * 4 * state_width
+    hbm_bytes = memory.index_bytes + states + slots * 64 * 4 // 10
+    share = hbm_share_for(memory, hbm_bytes)
+    assert share.all_states
+    assert slots * 0.09 < share.slots < slots * 0.1
+    assert gpu_table_bytes(memory, hbm_bytes) == (
+        memory.index_bytes + states + share.slots * 64 * 4 + share.sets * 12,
+        slots * 64 * 4,
+    )
+    # Not where all rows are in HBM, nor none.
+    assert not hbm_share_for(memory, None).all_states
+    assert not hbm_share_for(memory, memory.bytes).all_states
+    assert not hbm_share_for(memory, memory.index_bytes).all_states
+
+
+@pytest.mark.parametrize("state_width", [1, 4, 5, 32])
+def test_wide_states_and_those_that_leave_rows_little_move_with_rows(state_width):
+    memory = table_memory(10_000, 64, state_width, "lru")
+    enough = memory.index_bytes + 2 * memory.num_slots * memory.state_bytes
+    for hbm_bytes in (enough - 1, enough):
+        its = hbm_share_for(memory, hbm_bytes)
+        assert its.slots > 0
+        assert its.all_states == (state_width <= 4 and hbm_bytes == enough)
+        hbm, host = gpu_table_bytes(memory, hbm_bytes)
+        assert hbm <= hbm_bytes
+        if its.all_states:
+            continue
+        assert hbm == memory.index_bytes + its.slots * memory.row_bytes + its.sets * 12
+        assert host == memory.num_slots * memory.row_bytes
 
 
 def test_too_few_frames_are_none():

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from torchrec_hkv.hash_table import SGD, Optimizer, TableGroup, TableSpec, Uniform, table_memory
+from torchrec_hkv.hash_table import (
+    SGD,
+    Optimizer,
+    TableGroup,
+    TableSpec,
+    Uniform,
+    hbm_share_for,
+    table_memory,
+)
 
 
 def hbm_bytes_for(
     share: float, capacity: int, dim: int, state_dim: int = 0, eviction: str = "lru"
 ) -> int:
-    """HBM for the index and this share of the rows, with the tags of their frames."""
+    """HBM for the index and this share of the rows, with the tags of their frames.
+
+    And for the states of all rows, where that is enough for these to stay in HBM.
+    """
     memory = table_memory(capacity, dim, state_dim, eviction)
     rows = int(share * memory.num_slots)
-    return memory.index_bytes + rows * memory.row_bytes + (rows // 4 + 1) * 12
+    together = memory.index_bytes + rows * memory.row_bytes + (rows // 4 + 1) * 12
+    apart = together + (memory.num_slots - rows) * memory.state_bytes
+    return apart if hbm_share_for(memory, apart).all_states else together
 
 
 def tiered_group(

@@ -28,8 +28,10 @@ from torchrec_hkv.hash_table.optimizers import (
     RowWiseAdam,
 )
 from torchrec_hkv.hash_table.table_memory import (
+    HbmShare,
     TableMemory,
     gpu_table_bytes,
+    hbm_share_for,
     hbm_slots_for,
     table_memory,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "GroupEntries",
     "GroupEvicted",
     "HashTable",
+    "HbmShare",
     "Initializer",
     "MinFrequency",
     "Normal",
@@ -64,6 +67,7 @@ __all__ = [
     "Uniform",
     "bucketize",
     "gpu_table_bytes",
+    "hbm_share_for",
     "hbm_slots_for",
     "initial_rows",
     "owner_rank",

@@ -54,7 +54,8 @@ class HashTable(SavedTable):
         state_dim: float32 values of state beside each row, zeros for a new id.
         hbm_bytes: what the table may take of a GPU's memory, index included. A table whose rows
             don't all fit there has all of them in host memory, and those of the highest score in
-            HBM too: insertions and ``find_or_insert`` bring them there. None: all in HBM.
+            HBM too: insertions and ``find_or_insert`` bring them there. States go with their rows,
+            but for narrow ones (:class:`torchrec_hkv.hash_table.HbmShare`). None: all in HBM.
         name: mixed into the seed of initial rows.
         seed: of the initial rows.
         initializer: distribution of the values of initial rows: a

@@ -14,7 +14,7 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_integer,
     check_remember_evicted,
 )
-from torchrec_hkv.hash_table.table_memory import hbm_slots_for, table_memory
+from torchrec_hkv.hash_table.table_memory import hbm_share_for, table_memory
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _EVICTIONS = {
@@ -90,7 +90,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
             f"need at least {memory.least_hbm_bytes}: their index, and one bucket with its "
             "rows."
         )
-    hbm_bytes = spec.hbm_bytes if device.type == "cuda" else None
+    share = hbm_share_for(memory, spec.hbm_bytes if device.type == "cuda" else None)
     initial = spec.capacity if spec.initial_capacity is None else spec.initial_capacity
     return _C.TableConfig(
         name=spec.name,
@@ -101,7 +101,8 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         eviction=_EVICTIONS[spec.eviction],
         row_type=_ROW_TYPES[spec.dtype],
         seed=table_seed(spec.seed, spec.name),
-        hbm_slots=hbm_slots_for(memory, hbm_bytes),
+        hbm_slots=share.slots,
+        all_states_in_hbm=share.all_states,
         admission=admission,
         expire_after=spec.expire_after or 0,
         remember_evicted=spec.remember_evicted or 0,

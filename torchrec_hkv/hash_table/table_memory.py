@@ -19,6 +19,7 @@ class TableMemory:
         index_bytes: digests, ids, steps, scores, the counts of ids that are not admitted and the
             marks of evicted ones; always in HBM on a GPU.
         row_bytes: one row with its optimizer state.
+        state_bytes: of these, the state.
     """
 
     num_slots: int
@@ -26,6 +27,7 @@ class TableMemory:
     bucket_slots: int
     index_bytes: int
     row_bytes: int
+    state_bytes: int
 
     @property
     def bytes(self) -> int:
@@ -72,20 +74,48 @@ def table_memory(
         + admission_bytes(admission)
         + 2 * (remember_evicted or 0),
         row_bytes=element_bytes * dim + 4 * state_width,
+        state_bytes=4 * state_width,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class HbmShare:
+    """What of a table's rows and states is in HBM.
+
+    Attributes:
+        slots: those of the table where all rows fit; otherwise the number of frames that rows from
+            host memory come into, 0 where these would be fewer than a four-thousandth of the slots.
+        sets: of the frames.
+        all_states: whether the states of all slots are in HBM, though not all rows. They are where
+            a state takes at most 16 bytes, and those of all slots at most half of the HBM that
+            there is beside the index. Other states are where their rows are.
+    """
+
+    slots: int
+    sets: int
+    all_states: bool
+
+
+def hbm_share_for(memory: TableMemory, hbm_bytes: int | None) -> HbmShare:
+    """What is in HBM when the table may take ``hbm_bytes`` there (None: all)."""
+    if hbm_bytes is None:
+        return HbmShare(memory.num_slots, sets=0, all_states=False)
+    slots, sets, all_states = _C.share_that_fits(
+        memory.num_slots,
+        memory.bucket_slots,
+        memory.row_bytes - memory.state_bytes,
+        memory.state_bytes,
+        hbm_bytes - memory.index_bytes,
+    )
+    return HbmShare(slots, sets, all_states)
 
 
 def hbm_slots_for(memory: TableMemory, hbm_bytes: int | None) -> int:
     """Rows that can be in HBM when the table may take ``hbm_bytes`` there (None: all).
 
-    All slots, or else the number of frames that rows from host memory come into; 0 where these
-    would be fewer than a four-thousandth of the slots.
+    ``slots`` of :func:`hbm_share_for`.
     """
-    if hbm_bytes is None:
-        return memory.num_slots
-    return _C.frames_that_fit(
-        memory.num_slots, memory.bucket_slots, memory.row_bytes, hbm_bytes - memory.index_bytes
-    )
+    return hbm_share_for(memory, hbm_bytes).slots
 
 
 def gpu_table_bytes(memory: TableMemory, hbm_bytes: int | None) -> tuple[int, int]:
@@ -93,9 +123,12 @@ def gpu_table_bytes(memory: TableMemory, hbm_bytes: int | None) -> tuple[int, in
 
     A table whose rows don't all fit in HBM has all of them in host memory, and some in frames.
     """
-    in_hbm = hbm_slots_for(memory, hbm_bytes)
-    hbm = memory.index_bytes + in_hbm * memory.row_bytes
-    if in_hbm == memory.num_slots:
-        return hbm, 0
-    sets = in_hbm // _C.FRAMES_OF_SET
-    return hbm + sets * _C.SET_BYTES, memory.num_slots * memory.row_bytes
+    share = hbm_share_for(memory, hbm_bytes)
+    if share.slots == memory.num_slots:
+        return memory.bytes, 0
+    hbm = memory.index_bytes + share.slots * memory.row_bytes + share.sets * _C.SET_BYTES
+    host = memory.num_slots * memory.row_bytes
+    if share.all_states:
+        hbm += (memory.num_slots - share.slots) * memory.state_bytes
+        host -= memory.num_slots * memory.state_bytes
+    return hbm, host

@@ -38,8 +38,8 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 class HbmLimits:
     """What one table may take of a GPU's memory.
 
-    A row and its optimizer state lie in the same memory, since they share a slot: so where both
-    limits are given, the two together are within their sum.
+    Rows and optimizer states share slots and, but for narrow states, go from one memory to the
+    other together: so where both limits are given, the two together are within their sum.
 
     Attributes:
         rows: bytes of index and rows, None for no limit.

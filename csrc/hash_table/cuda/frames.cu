@@ -89,7 +89,7 @@ __device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_bus
     }
   };
   is_busy = is_busy && (leaver != kNoSlot || slot != kNoSlot);
-  of(&TableView::states, is_busy && mine->states.width > 0);
+  of(&TableView::states, is_busy && mine->states.moves());
   of(&TableView::rows, is_busy);
 }
 
@@ -150,12 +150,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
     const uint64_t tags = frames.load_tags(set);
-    const uint32_t tag = lane < kFramesOfSet ? Frames::tag_at(tags, lane) : 0;
-    const bool goes = (tag & kTagTaken) && (tag & kTagDirty);
-    exchange_rows(&table, goes, set * kFramesOfSet + lane,
+    const uint32_t tag = lane < frames.frames_of_set ? frames.tag_at(tags, lane) : 0;
+    const bool goes = Frames::is_taken(tag) && (tag & kTagDirty);
+    exchange_rows(&table, goes, frames.frame_at(set, lane),
                   goes ? frames.slot_of(set, tag) : kNoSlot, kNoSlot);
-    constexpr unsigned long long kAllDirty = 0x0001000100010001ull * kTagDirty;
-    if (lane == 0 && (tags & kAllDirty)) atomicAnd(&frames.tags[set], ~kAllDirty);
+    const unsigned long long all_dirty = frames.ones * kTagDirty;
+    if (lane == 0 && (tags & all_dirty)) atomicAnd(&frames.tags[set], ~all_dirty);
   }
 }
 
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
        set < frames.num_sets; set += stride) {
     unsigned long long tags = frames.load_tags(set);
     int64_t chosen = kNoSlot;  // by the lane of each frame
-    for (int place = 0; place < kFramesOfSet; ++place) {
-      if (Frames::tag_at(tags, place) & kTagTaken) continue;
+    for (int place = 0; place < frames.frames_of_set; ++place) {
+      if (Frames::is_taken(frames.tag_at(tags, place))) continue;
       // The highest rank of the slots without a frame, and the first of these.
       Rank best{0, 0};
       int64_t slot = kNoSlot;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
       for (int64_t s = set + lane * frames.num_sets; s < frames.num_slots;
            s += kWarp * frames.num_sets, number += kWarp) {
         const uint32_t step = table.last_steps[s];
-        if (step == kFreeStep || Frames::place_of(tags, number) >= 0) continue;
+        if (step == kFreeStep || frames.place_of(tags, number) >= 0) continue;
         const Rank rank{table.scores == nullptr ? step : table.scores[s], step};
         if (slot == kNoSlot || best < rank) {
           best = rank;
@@ -197,11 +197,10 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
         }
       }
       if (slot == kNoSlot) break;
-      const unsigned long long tag = kTagTaken | frames.home_of(slot).number;
-      tags |= tag << place * kTagBits;
+      tags |= Frames::tag_of(frames.home_of(slot).number) << place * frames.bits;
       if (lane == place) chosen = slot;
     }
-    exchange_rows(&table, chosen != kNoSlot, set * kFramesOfSet + lane, kNoSlot, chosen);
+    exchange_rows(&table, chosen != kNoSlot, frames.frame_at(set, lane), kNoSlot, chosen);
     if (lane == 0) frames.tags[set] = tags;
   }
 }
@@ -219,7 +218,10 @@ void launch_settle(const TableView* tables, const Batch& batch, const Visit& vis
                       : rows == NewRows::kInitial ? settle_kernel<true, NewRows::kInitial>
                       : rows == NewRows::kUniform ? settle_kernel<true, NewRows::kUniform>
                                                   : settle_kernel<true, NewRows::kUntouched>;
-  kernel<<<std::min(grid_for(batch.num_ids), resident_blocks(kernel)), kThreads, 0, stream>>>(
+  // A block a multiprocessor has the link as busy as more do, and leaves room to kernels on other
+  // streams, such as the backward of the batch before. New rows are made, too, by all that fit.
+  const unsigned most = kNew ? resident_blocks(kernel) : processors();
+  kernel<<<std::min(grid_for(batch.num_ids), most), kThreads, 0, stream>>>(
       tables, batch, visit, slots, placed, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
 }

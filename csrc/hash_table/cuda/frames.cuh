@@ -8,12 +8,11 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Notes that what is in a frame differs from what is at home. Testing first keeps hot rows from
-// changing one word thousands of times.
-__device__ __forceinline__ void mark_dirty(const Frames& frames, int64_t set, int place,
-                                           uint64_t tags) {
-  const unsigned long long dirty = static_cast<unsigned long long>(kTagDirty) << place * kTagBits;
-  if (!(tags & dirty)) atomicOr(&frames.tags[set], dirty);
+// Sets a bit of a tag. Testing first keeps hot rows from changing one word thousands of times.
+__device__ __forceinline__ void mark(const Frames& frames, int64_t set, int place, uint64_t tags,
+                                     uint32_t bit) {
+  const unsigned long long bits = static_cast<unsigned long long>(bit) << place * frames.bits;
+  if (!(tags & bits)) atomicOr(&frames.tags[set], bits);
 }
 
 // The frame of a slot whose row or state is going to be written, or kNoFrame. One of the threads
@@ -23,10 +22,10 @@ __device__ __forceinline__ int64_t frame_to_write(const Frames& frames, int64_t 
   if (frames.tags == nullptr) return kNoFrame;
   const Frames::Home home = frames.home_of(slot);
   const uint64_t tags = frames.load_tags(home.set);
-  const int place = Frames::place_of(tags, home.number);
+  const int place = frames.place_of(tags, home.number);
   if (place < 0) return kNoFrame;
-  if (marking) mark_dirty(frames, home.set, place, tags);
-  return home.set * kFramesOfSet + place;
+  if (marking) mark(frames, home.set, place, tags, kTagDirty);
+  return frames.frame_at(home.set, place);
 }
 __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t slot,
                                               bool marking = true) {
@@ -43,6 +42,10 @@ struct FrameClaim {
 // Gives a slot that the present call has touched a frame, if it has none. No slot may be touched or
 // filled meanwhile. kNew: the slot's id is new, its row at home means nothing, and its frame
 // becomes dirty. The caller has to move the rows.
+//
+// Under LRU rows that were touched again since they came, in another call or at another position,
+// go after those that were not: of skewed ids most that come are rare, and would push rows out that
+// are touched every few calls.
 template <bool kNew>
 __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
                                                   const Visit& visit) {
@@ -53,26 +56,35 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
   unsigned long long tags = load_l2(&frames.tags[set]);
   for (;;) {
     FrameClaim claim;
-    int place = Frames::place_of(tags, home.number);
+    int place = frames.place_of(tags, home.number);
     if (place >= 0) {
-      if (kNew) mark_dirty(frames, set, place, tags);
-      claim.frame = set * kFramesOfSet + place;
+      if (kNew) mark(frames, set, place, tags, kTagDirty);
+      if (!kNew && table.scores == nullptr) mark(frames, set, place, tags, kTagAgain);
+      claim.frame = frames.frame_at(set, place);
       return claim;
+    }
+    // All are on their way at once. kFreeStep: the frame is free, or its entry is gone, and nobody
+    // wants its row.
+    uint32_t steps[kMostOfSet];
+#pragma unroll
+    for (int p = 0; p < kMostOfSet; ++p) {
+      const uint32_t tag = p < frames.frames_of_set ? frames.tag_at(tags, p) : 0;
+      steps[p] =
+          Frames::is_taken(tag) ? load_l2(&table.last_steps[frames.slot_of(set, tag)]) : kFreeStep;
     }
     Rank lowest{~0ull, kFreeStep};
     const bool blocked = !kNew && load_l2(&frames.crowded[set]) >= pinned_from;
-    for (int p = 0; p < kFramesOfSet && !blocked; ++p) {
-      const uint32_t tag = Frames::tag_at(tags, p);
+#pragma unroll
+    for (int p = 0; p < kMostOfSet; ++p) {
+      if (blocked || p >= frames.frames_of_set) break;
       Rank rank{0, 0};
       int64_t leaver = kNoSlot;
-      if (tag & kTagTaken) {
+      if (steps[p] != kFreeStep) {
+        if (steps[p] >= pinned_from) continue;
+        const uint32_t tag = frames.tag_at(tags, p);
         const int64_t other = frames.slot_of(set, tag);
-        const uint32_t step = load_l2(&table.last_steps[other]);
-        if (step != kFreeStep) {  // else its entry is gone, and nobody wants its row
-          if (step >= pinned_from) continue;
-          rank = Rank{table.scores == nullptr ? step : load_score(table, other), step};
-          if (tag & kTagDirty) leaver = other;
-        }
+        rank = Rank{table.scores == nullptr ? tag & kTagAgain : load_score(table, other), steps[p]};
+        if (tag & kTagDirty) leaver = other;
       }
       if (place >= 0 && !(rank < lowest)) continue;
       place = p;
@@ -83,12 +95,12 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       store_l2(&frames.crowded[set], visit.now());
       return FrameClaim{};
     }
-    const unsigned long long mask = 0xffffull << place * kTagBits;
-    const unsigned long long tag = kTagTaken | home.number | (kNew ? kTagDirty : 0u);
+    const unsigned long long mask = ((1ull << frames.bits) - 1) << place * frames.bits;
+    const unsigned long long tag = Frames::tag_of(home.number) | (kNew ? kTagDirty : 0u);
     const unsigned long long seen =
-        atomicCAS(&frames.tags[set], tags, (tags & ~mask) | tag << place * kTagBits);
+        atomicCAS(&frames.tags[set], tags, (tags & ~mask) | tag << place * frames.bits);
     if (seen == tags) {
-      claim.frame = set * kFramesOfSet + place;
+      claim.frame = frames.frame_at(set, place);
       claim.taken = true;
       return claim;
     }

@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table import (
     TableGroup,
     TableSpec,
     Uniform,
-    hbm_slots_for,
+    hbm_share_for,
     table_memory,
 )
 
@@ -91,10 +91,11 @@ def test_what_a_table_takes(device_type, share, optimizer):
         taken = group.hbm_bytes(0) + group.host_bytes(0)
         expected = memory.bytes * present // memory.num_slots
         if device_type == "cuda" and share < 1:
-            frames = hbm_slots_for(memory, hbm_bytes)
-            if present > frames:  # all rows in host memory, and some in frames
-                expected += frames * memory.row_bytes
-            expected += frames // 4 * 12
+            its = hbm_share_for(memory, hbm_bytes)
+            if present > its.slots:  # all rows in host memory, and some in frames
+                state = memory.state_bytes if its.all_states else 0
+                expected += its.slots * (memory.row_bytes - state)
+            expected += its.sets * 12
         assert expected <= taken <= expected + pages
         assert group.hbm_bytes(0) <= hbm_bytes + pages
         insert(group, Bags.flat(random_ids(100)).to(device_type))

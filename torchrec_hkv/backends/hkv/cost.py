@@ -14,7 +14,7 @@ from torchrec_hkv.backends.calibration import (
 from torchrec_hkv.backends.protocol import BackendOptions, OptimizerSpec
 from torchrec_hkv.backends.workload import Work, Workload, row_work
 from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes
-from torchrec_hkv.hash_table.table_memory import hbm_slots_for
+from torchrec_hkv.hash_table.table_memory import hbm_share_for
 
 #: Of ids to slots of a table that is timed.
 _LOAD = 0.8
@@ -40,8 +40,9 @@ def hkv_work(
     work = dataclasses.replace(work, forward={**work.forward, "new": new})
     if device_type != "cuda" or gpu_table_bytes(memory, hbm_bytes)[1] == 0:
         return work
-    near = hbm_slots_for(memory, hbm_bytes)
-    moved = load.distinct_beyond(near, memory.num_slots) * memory.row_bytes
+    near = hbm_share_for(memory, hbm_bytes)
+    moving = memory.row_bytes - (memory.state_bytes if near.all_states else 0)
+    moved = load.distinct_beyond(near.slots, memory.num_slots) * moving
     return dataclasses.replace(work, forward={**work.forward, "moved_bytes": moved})
 
 

@@ -78,14 +78,20 @@ __device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const Table
   __syncwarp();  // the next call writes there
 }
 
+// Multiprocessors of the device.
+inline unsigned processors() {
+  int device = 0, number = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device));
+  return static_cast<unsigned>(number);
+}
+
 // Blocks that fill the device: where there is nothing to do, they are all that is launched in vain.
 template <typename Kernel>
 unsigned resident_blocks(Kernel kernel) {
-  int device = 0, processors = 0, blocks = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  int blocks = 0;
   HKV_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
-  return static_cast<unsigned>(processors * blocks);
+  return processors() * static_cast<unsigned>(blocks);
 }
 
 // Places the ids of the second list, whose buckets are full, in the places of others (in evict.cu).

@@ -84,9 +84,13 @@ struct PlainUpdater {
     row.values = rows + slot * dim;
     if constexpr (kColumnStates || kAdapts) row.state = states + slot * state_width;
     if (has_frames) {
-      const int64_t frame = frame_to_write(table->frames, slot, Tile<kLanes>::lane() == 0);
-      row.values = reinterpret_cast<float*>(table->rows.at(slot, frame));
-      row.state = reinterpret_cast<float*>(table->states.at(slot, frame));
+      // Hides the view from the compiler, which would hold what the frames are found by in
+      // registers for all rows, also where there are no frames.
+      const TableView* its = table;
+      asm volatile("" : "+l"(its));
+      const int64_t frame = frame_to_write(its->frames, slot, Tile<kLanes>::lane() == 0);
+      row.values = reinterpret_cast<float*>(its->rows.at(slot, frame));
+      row.state = reinterpret_cast<float*>(its->states.at(slot, frame));
     }
     row.value = Gradient::load_once(row.values, dim);
     if constexpr (kStates >= 1) row.first = Gradient::load_once(row.state, dim);
