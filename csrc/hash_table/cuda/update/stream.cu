@@ -4,10 +4,11 @@
 // until they are there.
 //
 // A warp takes segments of the sorted order: the runs that begin in one, but for long runs, whose
-// pieces come first. It works through a segment in chunks of a position a lane, and through a chunk
-// in windows of some neighbouring positions. A window's gradients, and the rows of the runs that
-// end in it, are on their way while the window before is added up and its rows are updated. What is
-// computed once a row, the division and the root above all, is computed for four rows at once.
+// pieces lie between the segments (stream_tasks.cuh). It works through a segment in chunks of a
+// position a lane, and through a chunk in windows of some neighbouring positions. A window's
+// gradients, and the rows of the runs that end in it, are on their way while the window before is
+// added up and its rows are updated. What is computed once a row, the division and the root above
+// all, is computed for four rows at once.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/async_copy.cuh"
@@ -119,7 +120,7 @@ struct Finisher {
   RowTerms terms;
   uint32_t table;
   int32_t dim;
-  uint64_t once;  // evict_first, of rows and states
+  uint64_t once;  // evict_first: rows and states make room for gradients, which are read again
 
   // A window that has arrived.
   __device__ __forceinline__ void finish(const TableView* tables, const Update& update,
