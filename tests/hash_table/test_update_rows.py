@@ -139,6 +139,28 @@ def test_a_hot_id(device_type):
     torch.testing.assert_close(rows_by_id(group)[2**62].double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("n", [129, 160, 161, 257, 300, 700, 5000])
+def test_hot_ids_in_small_batches(device_type, n):
+    """Of few positions, runs that are cut in pieces are all there."""
+    group = TableGroup(
+        [TableSpec("t", 10_000, 8, initializer=Uniform(-1, 1))], [0], SGD(), device=device_type
+    )
+    generator = torch.Generator().manual_seed(n)
+    ids = torch.arange(n) // 3 + 100
+    ids[: min(n, 140)] = 1
+    ids[140:400] = 2
+    ids = ids[torch.randperm(n, generator=generator)]
+    bags = Bags(ids, torch.arange(n + 1), n).to(device_type)
+    out = lookup(group, bags, learning_rate=1.0)
+    before = rows_by_id(group)
+    grad = torch.randint(-8, 9, out.shape, generator=generator).float() / 1024
+    out.backward(grad.to(device_type))
+    after = rows_by_id(group)
+    for id_ in ids.unique().tolist():
+        expected = before[id_].double() - grad[ids == id_].double().sum(0)
+        torch.testing.assert_close(after[id_].double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_the_gradient_of_weights(device_type):
     specs = [
         TableSpec("a", 100, 20, initializer=Uniform(-1, 1)),

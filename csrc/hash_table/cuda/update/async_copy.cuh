@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "hash_table/cuda/row_vector.cuh"
+
 namespace torchrec_hkv::hash_table::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -80,6 +82,28 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t b
       "l"(from), "r"(bytes), "r"(shared_address(&barrier->state))
       : "memory");
 }
+// The same with a cache policy of the second-level cache.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes,
+                                          CopyBarrier* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier->state)), "l"(policy)
+      : "memory");
+}
 #endif
+
+// The policy of what is not needed again soon: it leaves the second-level cache before others.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void store_once(float* to, const Columns<4>& columns, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
+               "f"(columns.v[0]), "f"(columns.v[1]), "f"(columns.v[2]), "f"(columns.v[3]),
+               "l"(policy)
+               : "memory");
+}
 
 }  // namespace torchrec_hkv::hash_table::cuda

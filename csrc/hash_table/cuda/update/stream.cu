@@ -4,24 +4,24 @@
 // until they are there.
 //
 // A warp takes segments of the sorted order: the runs that begin in one, but for long runs, whose
-// pieces come first. It works through a segment in chunks of a position a lane, and through a chunk
-// in windows of some neighbouring positions. A window's gradients, and the rows of the runs that
-// end in it, are on their way while the window before is added up and its rows are updated. What is
-// computed once a row, the division and the root above all, is computed for four rows at once.
+// pieces lie between the segments (stream_tasks.cuh). It works through a segment in chunks of a
+// position a lane, and through a chunk in windows of some neighbouring positions. A window's
+// gradients, and the rows of the runs that end in it, are on their way while the window before is
+// added up and its rows are updated. What is computed once a row, the division and the root above
+// all, is computed for four rows at once.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/async_copy.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
+#include "hash_table/cuda/update/stream_tasks.cuh"
 #include "hash_table/cuda/update/update.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kStreamWarps = 4;    // of a block; none needs another
-constexpr uint32_t kSegment = 64;  // positions; longer ones last too long at the end
-constexpr int kWindow = 8;         // positions at most
-constexpr int kAtOnce = 4;         // gradients, or rows, that a warp computes with
-constexpr uint32_t kNoPiece = ~0u;
+constexpr int kStreamWarps = 4;  // of a block; none needs another
+constexpr int kWindow = 8;       // positions at most
+constexpr int kAtOnce = 4;       // gradients, or rows, that a warp computes with
 
 // How many vectors a window has room for, its gradients first and then what is stored of its rows,
 // and for how many blocks a multiprocessor has room then.
@@ -88,50 +88,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What a warp works on: pieces of long runs, then segments, the next one that no warp has begun.
-struct Task {
-  uint32_t number;
-  uint32_t following;  // the warp's next one, as lane 0 knows
-  uint32_t piece;      // or kNoPiece
-  uint32_t at, end;    // its next chunk; where it ends
-  bool carried;        // the chunk begins in a run that the segment has begun
-
-  __device__ __forceinline__ void begin(uint32_t numbered, uint32_t pieces, uint32_t workers,
-                                        uint32_t n, const Scratch& scratch) {
-    number = numbered;
-    carried = false;
-    piece = kNoPiece;
-    if (number >= pieces + (n + kSegment - 1) / kSegment) return;
-    if (threadIdx.x % kWarp == 0) following = workers + atomicAdd(scratch.ticket, 1u);
-    if (number < pieces) {
-      piece = number;
-      const LongRun& run = scratch.long_runs.runs[scratch.long_runs.run_of[piece]];
-      const uint32_t from = (piece - run.first_piece) * static_cast<uint32_t>(kPieceSize);
-      at = run.first + from;
-      end = at + min(run.length - from, static_cast<uint32_t>(kPieceSize));
-    } else {
-      at = (number - pieces) * kSegment;
-      end = min(n, at + kSegment);
-    }
-  }
-};
-
-// Of one position what tells where its run begins and ends.
-struct Place {
-  Pair pair;
-  uint64_t before, after, far;  // keys of the neighbours, and of kLongest positions later
-
-  __device__ __forceinline__ static Place load(const Pairs& sorted, uint32_t at, uint32_t n) {
-    constexpr uint64_t kNone = ~0ull;
-    Place place{};
-    if (at < n) place.pair = sorted.load(at);
-    place.before = at < n && at > 0 ? sorted.key(at - 1) : kNone;
-    place.after = at + 1 < n ? sorted.key(at + 1) : kNone;
-    place.far = at + kLongest < n ? sorted.key(at + kLongest) : kNone;
-    return place;
-  }
-};
-
 // Adds up four values of each lane over the lanes, in the order of warp_sum. Lane i gets the sum of
 // number i / 8.
 __device__ __forceinline__ float sums_of_four(float (&of)[kAtOnce]) {
@@ -155,7 +111,8 @@ __device__ __forceinline__ float sums_of_four(float (&of)[kAtOnce]) {
 
 // What finishes the windows of a warp: the sum of the run that goes on, and what the table of the
 // last window gives.
-template <typename Updater, typename Element>
+// kScaled: whether gradients have scales, by mean or weights.
+template <typename Updater, typename Element, bool kScaled>
 struct Finisher {
   using Stages = Stage<kSlots<Updater>>;
 
@@ -163,6 +120,7 @@ struct Finisher {
   RowTerms terms;
   uint32_t table;
   int32_t dim;
+  uint64_t once;  // evict_first: rows and states make room for gradients, which are read again
 
   // A window that has arrived.
   __device__ __forceinline__ void finish(const TableView* tables, const Update& update,
@@ -193,7 +151,6 @@ struct Finisher {
   __device__ __forceinline__ void add_up(const Update& update, const Window& window,
                                          Stages& stage) {
     const int32_t column = threadIdx.x % kWarp * 4;
-    const bool scaled = update.pooling.mean || update.pooling.weights != nullptr;
 #pragma unroll
     for (int first = 0; first < kWindow; first += kAtOnce) {
       if (first >= window.count) break;
@@ -210,7 +167,7 @@ struct Finisher {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i < window.count) {
-          sum.add(scaled ? stage.scales[first + i] : 1.0f, gradient[i]);
+          sum.add(kScaled ? stage.scales[first + i] : 1.0f, gradient[i]);
         }
         if (window.ends >> (first + i) & 1) {
           sum.store(&stage.slots[first + i][column]);
@@ -237,9 +194,11 @@ struct Finisher {
       slot += 1 + Updater::kStates;
       move(update, terms, value, gradient, first, second);
       if (column < dim) {
-        value.store(stage.rows[end] + column);
-        first.store(stage.states[end] + column);
-        if constexpr (Updater::kStates >= 2) second.store(stage.states[end] + dim + column);
+        store_once(stage.rows[end] + column, value, once);
+        store_once(stage.states[end] + column, first, once);
+        if constexpr (Updater::kStates >= 2) {
+          store_once(stage.states[end] + dim + column, second, once);
+        }
       }
     }
   }
@@ -287,7 +246,7 @@ struct Finisher {
         Columns<4> unused = Columns<4>::zero();
         ++slot;
         move(update, of_row, value, gradient[j], unused, unused);
-        if (column < dim) value.store(stage.rows[end[j]] + column);
+        if (column < dim) store_once(stage.rows[end[j]] + column, value, once);
       }
     }
   }
@@ -310,7 +269,7 @@ struct Ready {
   float* state;
 };
 
-template <typename Updater, typename Element>
+template <typename Updater, typename Element, bool kScaled>
 __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
     stream_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                   const __grid_constant__ Scratch scratch) {
@@ -339,16 +298,15 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
 #endif
   const Pairs& sorted = scratch.pairs.pairs;
   const auto n = static_cast<uint32_t>(update.batch.num_ids);
-  const uint32_t pieces = *scratch.long_runs.pieces;
-  const uint32_t tasks = pieces + (n + kSegment - 1) / kSegment;
+  const Tasks tasks(*scratch.long_runs.pieces, n);
   const uint32_t workers = gridDim.x * kStreamWarps;
-  const bool scaled = update.pooling.mean || update.pooling.weights != nullptr;
 
   // Two stages take turns. A window waits in one while the next one's copies begin in the other.
   Window waiting{};
   uint32_t turn = 0;  // number of the next window
-  Finisher<Updater, Element> finisher{};
+  Finisher<Updater, Element, kScaled> finisher{};
   finisher.table = ~0u;
+  const uint64_t once = finisher.once = evict_first();
   const auto finish_waiting = [&]() {
     if (waiting.count == 0) return;
     Stages& stage = stages[(turn + 1) % 2];
@@ -361,10 +319,10 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
   int32_t dim = 0;
 
   Task task{};
-  task.begin(warp * gridDim.x + blockIdx.x, pieces, workers, n, scratch);
+  task.begin(warp * gridDim.x + blockIdx.x, tasks, workers, n, scratch);
   Place place{};
-  if (task.number < tasks) place = Place::load(sorted, task.at + lane, n);
-  while (task.number < tasks) {
+  if (task.number < tasks.number) place = Place::load(sorted, task.at + lane, n);
+  while (task.number < tasks.number) {
     // Which of the chunk's positions are the task's, and at which of them runs end.
     const uint64_t key = sorted.key_of(place.pair);
     const uint32_t value = sorted.value_of(place.pair);
@@ -393,9 +351,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
     if (more) {
       task.at += kWarp;
     } else {
-      task.begin(__shfl_sync(kAllLanes, task.following, 0), pieces, workers, n, scratch);
+      task.begin(__shfl_sync(kAllLanes, task.following, 0), tasks, workers, n, scratch);
     }
-    if (task.number < tasks) place = Place::load(sorted, task.at + lane, n);
+    if (task.number < tasks.number) place = Place::load(sorted, task.at + lane, n);
     if (active == 0) continue;
     const unsigned row_ends = piece == kNoPiece ? end_mask : 0;
     Ready ready{};
@@ -441,7 +399,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
         stage.states[i] = ready.state;
         if constexpr (Updater::kAdapts) copy_async<4>(&stage.squares[i], ready.state);
       }
-      if (own && scaled) stage.scales[i] = ready.share.scale;
+      if (kScaled && own) stage.scales[i] = ready.share.scale;
       const Element* const gradients = reinterpret_cast<const Element*>(update.grad.data);
       if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
@@ -455,10 +413,10 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
         if (own) copy_bulk(stage.slots[i], gradients + ready.share.gradient, bytes, barrier);
         if (own_row) {
           const int slot = window.count + kOfRow * rows_before;
-          copy_bulk(stage.slots[slot], ready.row, bytes, barrier);
+          copy_bulk(stage.slots[slot], ready.row, bytes, barrier, once);
 #pragma unroll
           for (int s = 0; s < Updater::kStates; ++s) {
-            copy_bulk(stage.slots[slot + 1 + s], ready.state + s * dim, bytes, barrier);
+            copy_bulk(stage.slots[slot + 1 + s], ready.state + s * dim, bytes, barrier, once);
           }
         }
 #endif
@@ -517,7 +475,9 @@ void stream_runs(const TableView* tables, const Update& update, const Scratch& s
       update.batch, update.no_slot, scratch);
   HKV_CUDA_CHECK_LAUNCH();
   const auto launch = [&]<typename Updater, typename Element>() {
-    const auto kernel = stream_kernel<Updater, Element>;
+    const auto kernel = update.pooling.mean || update.pooling.weights != nullptr
+                            ? stream_kernel<Updater, Element, true>
+                            : stream_kernel<Updater, Element, false>;
     constexpr int kStreamThreads = kStreamWarps * kWarp;
     constexpr int kBytes = kStreamWarps * 2 * sizeof(Stage<kSlots<Updater>>);
     int blocks = 0;
