@@ -187,6 +187,7 @@ def test_deep_fm_trains(run):
 
 def test_two_towers_train(run):
     body = TWO_TOWER.replace("nn.Sequential(...)", "nn.Sequential(nn.Linear(64, 16))")
+    torch.manual_seed(0)
     names = run(body + "\nmodel = TwoTowerModel()")
     model = names["model"]
     device = model.user_emb.device
@@ -194,7 +195,7 @@ def test_two_towers_train(run):
     optimizer = torchrec_hkv.HKVAdamOptimizer([model.user_emb, model.item_emb], lr=0.01)
     users, items = torch.arange(20, device=device), torch.arange(100, 120, device=device)
     losses = []
-    for _ in range(30):
+    for _ in range(60):
         user = model.user_tower(model.user_emb(users))
         item = model.item_tower(model.item_emb(items))
         loss = nn.functional.cross_entropy(user @ item.T, torch.arange(20, device=device))
@@ -202,4 +203,4 @@ def test_two_towers_train(run):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < losses[0] / 10
