@@ -35,8 +35,9 @@ class TTEmbeddingBag(nn.Module):
         tt_p_shapes: row factors, of a product not below ``num_embeddings``; None: balanced ones.
         tt_q_shapes: column factors, of the product ``embedding_dim``; None: balanced ones.
         sparse: True: the update is fused into the backward, and no gradients of the cores are
-            returned; the loss must not be scaled then, as by a ``GradScaler``. False: cores and
-            cached rows get gradients for any torch optimizer.
+            returned; the loss must not be scaled then, as by a ``GradScaler``, and ``eval()``
+            freezes the cores, not ``requires_grad_(False)``. False: cores and cached rows get
+            gradients for any torch optimizer.
         optimizer: of the fused update.
         learning_rate: of the fused update.
         eps: added to the denominator of the fused Adagrads and Adam.
