@@ -202,8 +202,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         shapes: of the tables, see :func:`torchrec_hkv.tensor_train.make_shape`.
         feature_tables: for each feature, in the order of the output's columns, its table; by
             default one feature a table.
-        sparse: True: the optimizer is fused into the backward, and ``eval()`` freezes the cores, not
-            ``requires_grad_(False)``. False: cores get gradients.
+        sparse: True: the optimizer is fused into the backward, and ``eval()`` freezes the cores,
+            not ``requires_grad_(False)``. False: cores get gradients.
         optimizer: of the fused update.
         learning_rate: of the fused update.
         eps: of the fused update.
