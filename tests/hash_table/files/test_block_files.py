@@ -1,7 +1,9 @@
 """Files in whole blocks hold what was written, wherever batches begin and end."""
 
+import gc
 import os
 import random
+import weakref
 
 import pytest
 import torch
@@ -49,6 +51,18 @@ def test_blocks_and_bytes(tmp_path, direct):
     assert bytes(host_memory(again))[: BLOCK + 3] == data[3 * BLOCK :] + b"xyz"
     assert file.read_blocks(host_memory(again), 4 * BLOCK, BLOCK + 4) == BLOCK + 3
     file.close()
+
+
+def test_bytes_keep_their_memory():
+    memory = block_memory(BLOCK)
+    kept = weakref.ref(memory)
+    data = host_memory(memory)
+    del memory
+    gc.collect()
+    assert kept() is not None
+    del data
+    gc.collect()
+    assert kept() is None
 
 
 def test_memory_that_no_disk_reads_to_goes_through_the_cache(tmp_path):

@@ -23,11 +23,13 @@ _NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
 def host_memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of host memory, which must outlive them."""
+    """The bytes of a contiguous tensor of host memory, which they keep."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
+    found = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    found.tensor = tensor  # type: ignore[attr-defined]  # a view of an address owns nothing
+    return memoryview(found)
 
 
 def block_memory(size: int, pin: bool = False) -> Tensor:
