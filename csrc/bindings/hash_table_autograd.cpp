@@ -1,5 +1,6 @@
 // The autograd formula of pooled_lookup: its backward updates the rows. No pin stands for a
 // lookup in evaluation, whose rows stay as they are.
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -38,6 +39,16 @@ at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const
   return at::where(slots.lt(0), slots, find.call(group.handle(), ids, offsets, batch_size, bags));
 }
 
+// Whether positions are grouped beside the forward, for a backward to come. Where the ops are
+// traced the backward does that by itself, so that traces hold no sizes that only a run knows.
+bool groups_ahead(const LookupPin& held, const at::Tensor& slots) {
+  return slots.is_cuda() && held.group->optimizer().kind != Optimizer::kNone &&
+         held.pin->growths() == held.group->growths() &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         !slots.key_set().has_any(
+             c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
+}
+
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
   // `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
@@ -45,7 +56,14 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
                           const Variable& ids, const Variable& offsets, const Variable& slots,
                           int64_t batch_size, bool mean, std::optional<int64_t> pin,
                           const Variable& learning_rate, at::OptionalIntArrayRef bags,
-                          std::optional<at::ScalarType> dtype) {
+                          std::optional<at::ScalarType> dtype, bool recorded) {
+    static const auto lookup_grouped =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("torchrec_hkv::pooled_lookup_grouped", "")
+            .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+                const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
+                const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
+                const at::Tensor&, at::OptionalIntArrayRef, std::optional<at::ScalarType>)>();
     static const auto lookup =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
@@ -62,14 +80,24 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     ctx->saved_data["learning_rate"] = learning_rate.detach();
     ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
     ctx->saved_data["training"] = pin.has_value();
+    bool ahead = false;
     if (pin) {
       const auto held = c10::make_intrusive<LookupPin>(handle, *pin);
+      ahead = recorded && groups_ahead(*held, slots);
       ctx->saved_data["growths"] = held->pin->growths();
       ctx->saved_data["pin"] = at::IValue::make_capsule(held);
     } else {
       ctx->saved_data["growths"] = TableGroup::from_handle(handle)->growths();
     }
     const at::AutoDispatchBelowADInplaceOrView below;
+    if (ahead) {
+      auto [pooled, grouped, ways] =
+          lookup_grouped.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
+                              learning_rate, bags, dtype);
+      ctx->saved_data["grouped"] = std::move(grouped);
+      ctx->saved_data["ways"] = std::move(ways);
+      return pooled;
+    }
     return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, pin,
                        learning_rate, bags, dtype);
   }
@@ -80,7 +108,8 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
             .findSchemaOrThrow("torchrec_hkv::update_rows", "")
             .typed<void(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&,
                         const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
-                        int64_t, bool, const at::Tensor&, int64_t, at::OptionalIntArrayRef)>();
+                        int64_t, bool, const at::Tensor&, int64_t, at::OptionalIntArrayRef,
+                        const std::optional<at::Tensor>&, const std::optional<at::Tensor>&)>();
     static const auto gradient =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::weights_gradient", "")
@@ -126,12 +155,20 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     }
     if (training) {
       if (held->group->optimizer().kind != Optimizer::kNone) {
+        std::optional<at::Tensor> grouped, ways;
+        const auto ahead = ctx->saved_data.find("grouped");
+        if (ahead != ctx->saved_data.end() && slots.is_same(saved[2])) {
+          grouped = ahead->second.toTensor();
+          ways = ctx->saved_data["ways"].toTensor();
+          ctx->saved_data.erase(ahead);  // it serves one backward
+        }
         update.call(held->group->counters(), handle, grad, ids, offsets, weights, slots, batch_size,
-                    mean, ctx->saved_data["learning_rate"].toTensor(), /*rounds=*/1, bags);
+                    mean, ctx->saved_data["learning_rate"].toTensor(), /*rounds=*/1, bags, grouped,
+                    ways);
       }
       held->pin->release();
     }
-    return {Variable(), weights_grad, Variable(), Variable(), Variable(), Variable(),
+    return {Variable(), weights_grad, Variable(), Variable(), Variable(), Variable(), Variable(),
             Variable(), Variable(),   Variable(), Variable(), Variable(), Variable()};
   }
 };
@@ -142,8 +179,10 @@ at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, cons
                                   int64_t batch_size, bool mean, std::optional<int64_t> pin,
                                   const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
                                   std::optional<at::ScalarType> dtype) {
+  const bool recorded = at::GradMode::is_enabled() &&
+                        (anchor.requires_grad() || (weights && weights->requires_grad()));
   return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, pin,
-                             learning_rate, bags, dtype);
+                             learning_rate, bags, dtype, recorded);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "bindings/initial_rows.h"
 #include "bindings/on_device.h"
 #include "bindings/table_group.h"
+#include "common/side_stream.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::bindings {
@@ -149,10 +150,62 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
   return result;
 }
 
+#ifdef TORCHREC_HKV_CUDA
+// How many bytes it takes to group the positions of a batch, and to update rows by it.
+int64_t grouping_bytes(const TableGroup& group, const Batch& batch, bool weighted,
+                       bool batch_order) {
+  return static_cast<int64_t>(hash_table::cuda::update_rows_scratch(
+      batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), weighted, batch_order));
+}
+
+// The positions of a batch, grouped by their slots.
+struct Grouped {
+  at::Tensor memory;
+  hash_table::cuda::Grouping how;
+
+  // Room for them; how the batches before were says which way is taken.
+  Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& ids)
+      : how{hash_table::cuda::updates_in_batch_order(group.update_hint(), group.shape(),
+                                                     group.optimizer(), batch.num_ids,
+                                                     batch.num_bags),
+            false} {
+    memory = at::empty({grouping_bytes(group, batch, weighted, how.batch_order)},
+                       ids.options().dtype(at::kByte));
+  }
+  // What pooled_lookup_grouped has given.
+  Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& memory,
+          const at::Tensor& ways)
+      : memory(memory), how{} {
+    check_dtype(ways, "ways", at::kLong);
+    check_device(ways, "ways", at::kCPU);
+    check_length(ways, "ways", 2);
+    const auto* const said = ways.const_data_ptr<int64_t>();
+    how = {said[0] != 0, said[1] != 0};
+    check_dtype(memory, "grouped", at::kByte);
+    check_device(memory, "grouped", group.device());
+    check_length(memory, "grouped", grouping_bytes(group, batch, weighted, how.batch_order));
+    TORCH_CHECK_VALUE(memory.is_contiguous(), "grouped must be contiguous.");
+  }
+  at::Tensor ways() const {
+    at::Tensor said = at::empty({2}, at::kLong);
+    said.data_ptr<int64_t>()[0] = how.batch_order;
+    said.data_ptr<int64_t>()[1] = how.moved;
+    return said;
+  }
+  void fill(const TableGroup& group, const Batch& batch, bool weighted, const int64_t* slots,
+            cudaStream_t stream) {
+    how = hash_table::cuda::group_positions(batch, slots, weighted, group.optimizer(),
+                                            group.num_slots(), group.shape(), how.batch_order,
+                                            memory.data_ptr(), stream);
+  }
+};
+#endif
+
 void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
                  const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
                  const at::Tensor& slots, int64_t batch_size, bool mean,
-                 const at::Tensor& learning_rate, int64_t rounds, at::OptionalIntArrayRef bags) {
+                 const at::Tensor& learning_rate, int64_t rounds, at::OptionalIntArrayRef bags,
+                 const std::optional<at::Tensor>& grouped, const std::optional<at::Tensor>& ways) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
@@ -167,25 +220,27 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const float* rate = learning_rate_of(group, learning_rate);
   const auto num_tables = static_cast<int32_t>(group.num_tables());
+  TORCH_CHECK_VALUE(grouped.has_value() == ways.has_value(),
+                    "grouped and ways are given together, or neither.");
+  TORCH_CHECK_VALUE(!grouped || group.device().is_cuda(),
+                    "grouped is for tables on a GPU, but these are on ", group.device(), ".");
 #ifdef TORCHREC_HKV_CUDA
-  at::Tensor scratch;
-  bool batch_order = false;
-  if (group.device().is_cuda()) {
-    batch_order = hash_table::cuda::updates_in_batch_order(
-        group.update_hint(), group.shape(), group.optimizer(), batch.num_ids, batch.num_bags);
-    const size_t bytes = hash_table::cuda::update_rows_scratch(
-        batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), pooling.weights != nullptr,
-        batch_order);
-    scratch = at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
+  std::optional<Grouped> positions;
+  const bool weighted = weights.has_value();
+  if (grouped) {
+    positions.emplace(group, batch, weighted, *grouped, *ways);
+  } else if (group.device().is_cuda()) {
+    positions.emplace(group, batch, weighted, ids);
   }
 #endif
-  HKV_ON_GROUP(
-      group, kWritePinned,
-      hash_table::cpu::update_rows(group.views(), batch, at, pooling, from, group.optimizer(), rate,
-                                   num_tables, threads),
-      hash_table::cuda::update_rows(group.views(), batch, at, pooling, from, group.optimizer(),
-                                    rate, num_tables, group.num_slots(), group.shape(), batch_order,
-                                    group.update_hint(), scratch.data_ptr(), stream));
+  HKV_ON_GROUP(group, kWritePinned,
+               hash_table::cpu::update_rows(group.views(), batch, at, pooling, from,
+                                            group.optimizer(), rate, num_tables, threads),
+               if (!grouped) positions->fill(group, batch, weighted, at, stream);
+               hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
+                                             group.optimizer(), rate, num_tables, group.num_slots(),
+                                             group.shape(), positions->how, group.update_hint(),
+                                             positions->memory.data_ptr(), stream));
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,
@@ -209,6 +264,39 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
                 hash_table::cuda::initial_rows(init, in, ids.numel(), width, first, out, stream));
   return rows;
 }
+
+#ifdef TORCHREC_HKV_CUDA
+// pooled_lookup, and beside it the part of its update that takes no gradients: for one update_rows
+// of the same batch, while the slots are what they are.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
+    const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
+    const std::optional<at::Tensor>& weights, const at::Tensor& slots, int64_t batch_size,
+    bool mean, const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
+    std::optional<at::ScalarType> dtype) {
+  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
+  const TableGroup& group = *owner;
+  learning_rate_of(group, learning_rate);
+  const RowType type = output_type(dtype.value_or(at::kFloat), "the output");
+  const BagLayout layout(group, batch_size, bags);
+  const Batch batch = make_batch(group, ids, offsets, layout);
+  check_slots(group, slots, ids);
+  const Pooling pooling = make_pooling(group, weights, mean, ids);
+  const bool weighted = weights.has_value();
+  Grouped grouped(group, batch, weighted, ids);
+  at::Tensor pooled =
+      at::empty(layout.output_shape(), ids.options().dtype(dtype.value_or(at::kFloat)));
+  const Output<char> out{static_cast<char*>(pooled.data_ptr()), layout.output_stride(), type};
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+  group.order().run(kReadPinned, [&] {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
+    SideStream side(stream);
+    grouped.fill(group, batch, weighted, at, side.stream());
+    hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(), stream);
+    side.join();
+  });
+  return {pooled, grouped.memory, grouped.ways()};
+}
+#endif
 
 // Below autograd, `anchor` has nothing to say; `learning_rate` is for the backward.
 at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids,
@@ -252,12 +340,16 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "Tensor slots, int batch_size, bool mean, int? pin, Tensor learning_rate, "
       "int[]? bags=None, ScalarType? dtype=None) -> Tensor");
   m.def(
+      "pooled_lookup_grouped(Tensor anchor, int group, Tensor ids, Tensor offsets, "
+      "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, "
+      "int[]? bags=None, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "weights_gradient(int group, Tensor grad, Tensor ids, Tensor offsets, Tensor slots, "
       "int batch_size, bool mean, int[]? bags=None) -> Tensor");
   m.def(
       "update_rows(Tensor(a!) counters, int group, Tensor grad, Tensor ids, Tensor offsets, "
       "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, int "
-      "rounds=1, int[]? bags=None) -> ()");
+      "rounds=1, int[]? bags=None, Tensor(b!)? grouped=None, Tensor? ways=None) -> ()");
   m.def(
       "initial_rows(Tensor ids, int dim, int column_offset, int seed, str distribution, float low, "
       "float high, float mean, float std) -> Tensor");
@@ -275,6 +367,7 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m){HKV_REGISTER(m)}
 #ifdef TORCHREC_HKV_CUDA
 TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
   HKV_REGISTER(m)
+  m.impl("pooled_lookup_grouped", &pooled_lookup_grouped);
 }
 #endif
 

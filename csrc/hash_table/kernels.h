@@ -213,17 +213,32 @@ bool wants_batch_order(const UpdateHint* hint, const GroupShape& shape);
 bool updates_in_batch_order(const UpdateHint* hint, const GroupShape& shape,
                             const OptimizerConfig& optimizer, int64_t num_ids, int64_t num_bags);
 
-// Bytes of scratch that update_rows needs for a batch of num_ids in num_bags, slot numbers below
+// How the positions of a batch are grouped by their slots.
+struct Grouping {
+  bool batch_order;  // what updates_in_batch_order has said
+  bool moved;        // the sort has left them in the other half of the scratch
+};
+
+// Bytes of scratch that an update needs for a batch of num_ids in num_bags, slot numbers below
 // num_slots, and tables of this shape; weighted: whether ids have weights.
 size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                            const GroupShape& shape, bool weighted, bool batch_order);
 
-// batch_order: what updates_in_batch_order has said. hint: the group's, in host memory that the GPU
-// can write. `scratch` must be aligned to 256 bytes.
+// The first part of an update, which takes no gradients: brings the positions of equal slots
+// together, or tells which slots are repeated, in `scratch`, which must be aligned to 256 bytes. It
+// looks at the offsets, and at nothing of the tables. weighted: as above; batch_order: what
+// updates_in_batch_order has said.
+Grouping group_positions(const Batch& batch, const int64_t* slots, bool weighted,
+                         const OptimizerConfig& optimizer, int64_t num_slots,
+                         const GroupShape& shape, bool batch_order, void* scratch,
+                         cudaStream_t stream);
+
+// grouping, scratch: what group_positions has made of the same batch, slots, optimizer and shape;
+// it is used up. hint: the group's, in host memory that the GPU can write.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
-                 const GroupShape& shape, bool batch_order, UpdateHint* hint, void* scratch,
+                 const GroupShape& shape, const Grouping& grouping, UpdateHint* hint, void* scratch,
                  cudaStream_t stream);
 
 void initial_rows(const InitialRows& init, const int64_t* ids, int64_t n, int32_t dim,

@@ -87,6 +87,18 @@ def test_a_gradient_of_another_shape(group):
         update(counters, group.handle, torch.rand(2, 7), *args)
 
 
+def test_grouped_positions_on_a_cpu(group):
+    """There updates group them by themselves."""
+    slots = insert(group, Bags(IDS, OFFSETS, 2))
+    grouped, ways = torch.empty(100, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    args = (torch.rand(2, 8), IDS, OFFSETS, None, slots, 2, False, rate(0.1, group), 1, None)
+    before = vars(group.export_table(0))
+    with pytest.raises(ValueError, match=r"grouped is for tables on a GPU, but these are on cpu"):
+        torch.ops.torchrec_hkv.update_rows(group.counter_tensor, group.handle, *args, grouped, ways)
+    for name, value in vars(group.export_table(0)).items():
+        assert torch.equal(value, before[name]), name
+
+
 @pytest.mark.parametrize(
     ("learning_rate", "error", "match"),
     [

@@ -40,6 +40,13 @@ def _(
     return torch.empty_like(ids)
 
 
+def _output_shape(group: int, batch_size: int, bags: Sequence[int] | None) -> tuple[int, ...]:
+    if bags is None:
+        return (batch_size, _C.group_total_dim(group))
+    dims = _C.group_feature_dims(group)
+    return (sum(number * dim for number, dim in zip(bags, dims, strict=True)),)
+
+
 @torch.library.register_fake("torchrec_hkv::pooled_lookup")
 def _(
     anchor: Tensor,
@@ -55,11 +62,29 @@ def _(
     bags: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    shape: tuple[int, ...] = (batch_size, _C.group_total_dim(group))
-    if bags is not None:
-        dims = _C.group_feature_dims(group)
-        shape = (sum(number * dim for number, dim in zip(bags, dims, strict=True)),)
+    shape = _output_shape(group, batch_size, bags)
     return ids.new_empty(shape, dtype=dtype or torch.float32)
+
+
+@torch.library.register_fake("torchrec_hkv::pooled_lookup_grouped")
+def _(
+    anchor: Tensor,
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    slots: Tensor,
+    batch_size: int,
+    mean: bool,
+    learning_rate: Tensor,
+    bags: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _output_shape(group, batch_size, bags)
+    size = torch.library.get_ctx().new_dynamic_size()  # it depends on the batches before
+    grouped = ids.new_empty((size,), dtype=torch.uint8)
+    ways = torch.empty(2, dtype=torch.int64)
+    return ids.new_empty(shape, dtype=dtype or torch.float32), grouped, ways
 
 
 @torch.library.register_fake("torchrec_hkv::weights_gradient")
@@ -90,6 +115,8 @@ def _(
     learning_rate: Tensor,
     rounds: int = 1,
     bags: Sequence[int] | None = None,
+    grouped: Tensor | None = None,
+    ways: Tensor | None = None,
 ) -> None:
     return None
 

@@ -103,13 +103,19 @@ __device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
   return number;
 }
 
+// For list_in_order.
+struct NotesNothing {
+  __device__ __forceinline__ void operator()(int64_t, unsigned) const {}
+};
+
 // Lists those of n positions that are wanted(position), in ascending order: calls emit(place,
 // position) for each of the block's, by any of its kListThreads threads, and, of the last block,
-// finish(number of all) by one thread. wanted is called once a position.
-template <typename Wanted, typename Emit, typename Finish>
+// finish(number of all) by one thread. wanted is called once a position, and note(position, bits)
+// by one thread for each 32 of them, which begin at that position: bit i, whether it is listed.
+template <typename Wanted, typename Emit, typename Finish, typename Note = NotesNothing>
 __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const BlockOrder& order,
                                               const Wanted& wanted, const Emit& emit,
-                                              const Finish& finish) {
+                                              const Finish& finish, const Note& note = Note()) {
   constexpr int kWarps = kListThreads / kWarp;
   __shared__ uint32_t firsts[kListedOfThread * kWarps];  // by round and warp
   __shared__ uint16_t chosen[kListed];                   // counted from the block's first
@@ -123,7 +129,10 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
   for (int k = 0; k < kListedOfThread; ++k) {
     const int64_t at = begin + k * kListThreads + threadIdx.x;
     lists[k] = __ballot_sync(kAllLanes, at < n && wanted(at));
-    if (lane == 0) firsts[k * kWarps + warp] = __popc(lists[k]);
+    if (lane == 0) {
+      firsts[k * kWarps + warp] = __popc(lists[k]);
+      if (at < n) note(at, lists[k]);
+    }
   }
   __syncthreads();
   const bool counts = threadIdx.x < kListedOfThread * kWarps;

@@ -1,5 +1,5 @@
-// Rows that stand at one position of the batch, updated in the order of the batch. Two bitmaps tell
-// which.
+// Rows that stand at one position of the batch, updated in the order of the batch. Two bitmaps of
+// slots tell which; what split.cu makes of them is a bit a position.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/pool/bag_tile.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
@@ -9,8 +9,9 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kThreads)
-    mark_kernel(const Batch batch, const int64_t* __restrict__ slots, const Repeats repeats) {
-  check_offsets(batch);  // the first kernel to read them
+    mark_kernel(const Batch batch, const int64_t* __restrict__ slots, const Repeats repeats,
+                int64_t* __restrict__ bad_bag) {
+  note_bad_bag(batch, bad_bag);  // the first kernel of an update to read offsets
   const int64_t n = batch.num_ids;
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t slot = position < n ? slots[position] : kNoSlot;
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       bool alone = false;
       if (at < tile.end) {
         slot = slots[at];
-        alone = table.has(slot) && !scratch.repeats.repeated(slot);
+        alone = table.has(slot) && !scratch.is_repeated(at);
         if (update.pooling.weights != nullptr) scale *= update.pooling.weights[at];
       }
       if (kPrefetch && alone) {
@@ -93,9 +94,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-void mark_repeats(const Batch& batch, const int64_t* slots, const Repeats& repeats,
+void mark_repeats(const Batch& batch, const int64_t* slots, const Scratch& scratch,
                   cudaStream_t stream) {
-  mark_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(batch, slots, repeats);
+  mark_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(batch, slots, scratch.repeats,
+                                                                scratch.bad_bag);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -17,19 +17,12 @@ struct Larger {
 
 // A block finds the bags of neighbouring positions from where bags begin.
 __global__ void __launch_bounds__(kThreads)
-    prepare_kernel(const TableView* __restrict__ tables, int32_t num_tables, const Batch batch,
-                   const int64_t* __restrict__ slots, uint64_t no_slot, const Scratch scratch) {
+    prepare_kernel(const Batch batch, const int64_t* __restrict__ slots, uint64_t no_slot,
+                   const Scratch scratch) {
   __shared__ uint32_t bags[kPrepared];  // counted from the first
   __shared__ int64_t first_bag;
   __shared__ typename cub::BlockScan<uint32_t, kThreads>::TempStorage scan;
-  if (blockIdx.x == 0) {
-    for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
-    if (threadIdx.x == 0) {
-      *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
-      *scratch.runs.number = *scratch.runs.singles = *scratch.ticket = 0;
-    }
-  }
-  check_offsets(batch);  // the first kernel to read them
+  note_bad_bag(batch, scratch.bad_bag);  // the first kernel of an update to read offsets
   const int64_t num_bags = batch.num_bags;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPrepared;
   const auto count =
@@ -68,12 +61,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void prepare_update(const TableView* tables, int32_t num_tables, const Update& update,
-                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream) {
-  const int64_t n = update.batch.num_ids;
+void prepare_update(const Batch& batch, const int64_t* slots, uint64_t no_slot,
+                    const Scratch& scratch, cudaStream_t stream) {
+  const int64_t n = batch.num_ids;
   const auto blocks = static_cast<unsigned>((n + kPrepared - 1) / kPrepared);
-  prepare_kernel<<<blocks, kThreads, 0, stream>>>(tables, num_tables, update.batch, slots,
-                                                  update.no_slot, scratch);
+  prepare_kernel<<<blocks, kThreads, 0, stream>>>(batch, slots, no_slot, scratch);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarps = kThreads / kWarp;
   __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  if (is_refused(batch)) return;  // no runs
   const int64_t n = scratch.sorted == nullptr ? batch.num_ids : *scratch.sorted;
   if (static_cast<int64_t>(blockIdx.x) * kThreads >= n) return;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   const int64_t singles = *scratch.runs.singles;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   int64_t chunk = tile.number() * kLanes;
-  if (chunk >= singles) return;
+  if (chunk >= singles || is_refused(update.batch)) return;
   const float rate = *update.learning_rate;
   const Pairs& sorted = scratch.pairs.pairs;
   uint32_t table = ~0u;
@@ -142,6 +141,7 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   constexpr uint32_t kLanes = Updater::kLanes;
   const Tile<kLanes> tile;
   const uint32_t lane = tile.lane();
+  if (is_refused(update.batch)) return;
   const LongRuns& long_runs = scratch.long_runs;
   // Pieces come first, as they take longest.
   const uint32_t pieces = *long_runs.pieces;
@@ -232,11 +232,14 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
 
 }  // namespace
 
+void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cudaStream_t stream) {
+  list_runs_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(batch, no_slot, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream) {
   const int64_t n = update.batch.num_ids;
-  list_runs_kernel<<<grid_for(n), kThreads, 0, stream>>>(update.batch, update.no_slot, scratch);
-  HKV_CUDA_CHECK_LAUNCH();
   const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows, or gradients, under way as registers allow.
     if (scratch.sorted == nullptr || !scratch.repeats.exact) {

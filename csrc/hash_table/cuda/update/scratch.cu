@@ -88,14 +88,19 @@ PairFormat UpdateSize::format() const {
 size_t Scratch::place(const UpdateSize& size, char* base) {
   *this = Scratch{};
   Carver carver(base);
-  auto* const counts = carver.take<uint32_t>(6);
+  auto* const counts = carver.take<uint32_t>(8);
+  words = counts;
+  bad_bag = reinterpret_cast<int64_t*>(counts + 6);
   runs.number = counts;
   runs.singles = counts + 1;
   long_runs.number = counts + 2;
   long_runs.pieces = counts + 3;
   ticket = counts + 5;
   long_runs.widest = size.widest;
-  if (size.batch_order) sorted = counts + 4;
+  if (size.batch_order) {
+    sorted = counts + 4;
+    repeated_positions = carver.take<uint32_t>((size.num_ids + 31) / 32);
+  }
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 
   // What the sort takes besides the halves. It lies at the end of the middle, beside the bitmaps.

@@ -1,14 +1,16 @@
 // The scratch memory of an update: what is in it, when, and where. Of an update's kernels, in their
-// order (update.cu), each part is written (w) and read (r) by
+// order (update.cu), each part is written (w) and read (r) by those that group the positions, and
+// by those that then update rows, which may be much later:
 //
 //                      batch order                          everything sorted
-//             marks  split  alone  sort  runs        prepares  cub sorts  runs
-//   bitmaps     w      r      r     .     .              .         .       .
-//   digits      .      w      .    r w    .              .         .       .
-//   cub's       .      .      .     .     .              .        r w      .
-//   a half      .      w      .    r w    r              w        r w      r
-//   the other   .      .      .    r w    .              .        r w      .
-//   run lists   .      .      .     .    r w             .         .      r w
+//             marks  split  sort  lists  rows        prepares  cub sorts  lists  rows
+//   bitmaps     w      r      .     .     .              .         .        .      .
+//   digits      .      w     r w    .     .              .         .        .      .
+//   cub's       .      .      .     .     .              .        r w       .      .
+//   a half      .      w     r w    r     r              w        r w       r      r
+//   the other   .      .     r w    .     .              .        r w       .      .
+//   run lists   .      .      .     w     r              .         .        w      r
+//   sums        .      .      .     .    r w             .         .        .     r w
 //
 // Halves are the pairs of slot and bag that are sorted; a sort moves them from one to the other and
 // back, pass by pass, and needs its own scratch, digits or cub's, beside both. So three spans
@@ -16,12 +18,12 @@
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// The second half has the bitmaps until the sort begins, so rows that stand alone are updated
-// before it. Digits and bitmaps begin as zeros and are neighbours, for one memset. After the sort
-// its scratch and one of the halves are free, and whichever half that is, both are one span: the
-// lists of runs and the sums of their pieces lie there. So the middle is as long as the sort needs,
-// or longer, where runs need more than it and a half. A few words, and the bags of positions where
-// values are positions, are alive all the time and stand apart.
+// The second half has the bitmaps until the sort begins; what they say of the batch's positions is
+// kept, a bit each. Digits and bitmaps begin as zeros and are neighbours, for one memset. After the
+// sort its scratch and one of the halves are free, and whichever half that is, both are one span:
+// the lists of runs and the sums of their pieces lie there. So the middle is as long as the sort
+// needs, or longer, where runs need more than it and a half. A few words, the bits, and the bags of
+// positions where values are positions, are alive all the time and stand apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -113,10 +115,15 @@ struct UpdateSize {
 struct Scratch {
   SortedPairs pairs;
   uint32_t* bags;  // by position; null where values are bags
+  // All zeros at first, but for bad_bag.
+  void* words;
+  static constexpr size_t kWordBytes = 24;
+  int64_t* bad_bag;  // whose offsets can't be followed, or kNoBag
   // How many positions are sorted; null: all.
   uint32_t* sorted;
   uint32_t* ticket;  // of stream.cu: tasks that have been begun, but for the first ones
   Repeats repeats;
+  uint32_t* repeated_positions;  // in batch order: a bit each, whether it was split off
   // Of the sort of the repeated positions (split.cu).
   SmallSort small_sort;
   BlockOrder split_order;
@@ -128,6 +135,11 @@ struct Scratch {
   LongRuns long_runs;
   char* middle;
 
+#ifdef __CUDACC__
+  __device__ __forceinline__ bool is_repeated(int64_t position) const {
+    return repeated_positions[position / 32] >> (position % 32) & 1;
+  }
+#endif
   // Places all but the lists of runs in memory from `base` on, which is aligned to 256 bytes.
   // Returns how many bytes that takes; `base` may be null to ask for no more than that.
   size_t place(const UpdateSize& size, char* base);

@@ -9,19 +9,12 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kListThreads, 2)
-    split_kernel(const TableView* __restrict__ tables, int32_t num_tables, const Batch batch,
-                 const int64_t* __restrict__ slots, const __grid_constant__ Scratch scratch) {
+    split_kernel(const Batch batch, const int64_t* __restrict__ slots,
+                 const __grid_constant__ Scratch scratch) {
   __shared__ int64_t first_bag;
   const SmallSort& sort = scratch.small_sort;
   const int64_t block = take_block(scratch.split_order);
-  if (block == 0) {
-    for (int32_t t = threadIdx.x; t < num_tables; t += kListThreads) ++*tables[t].optimizer_step;
-    if (threadIdx.x == 0) {
-      *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
-      *scratch.runs.number = *scratch.runs.singles = 0;
-    }
-  }
-  const bool refused = is_refused(batch);  // nothing is sorted then
+  const bool refused = *scratch.bad_bag != kNoBag;  // nothing is sorted then
   const int64_t num_bags = batch.num_bags;
   if (threadIdx.x < kWarp) {
     const int64_t bag = bag_at(batch.offsets, num_bags, block * kListed);
@@ -50,17 +43,18 @@ __global__ void __launch_bounds__(kListThreads, 2)
     if (scratch.bags != nullptr) scratch.bags[at] = static_cast<uint32_t>(low);
     sort.count(0, place, key);
   };
-  list_in_order(batch.num_ids, block, scratch.split_order, wanted, emit,
-                [&](uint32_t number) { *scratch.sorted = number; });
+  list_in_order(
+      batch.num_ids, block, scratch.split_order, wanted, emit,
+      [&](uint32_t number) { *scratch.sorted = number; },
+      [&](int64_t at, unsigned listed) { scratch.repeated_positions[at / kWarp] = listed; });
 }
 
 }  // namespace
 
-void split_repeated(const TableView* tables, int32_t num_tables, const Update& update,
-                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(listing_blocks(update.batch.num_ids));
-  split_kernel<<<blocks, kListThreads, 0, stream>>>(tables, num_tables, update.batch, slots,
-                                                    scratch);
+void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
+                    cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(listing_blocks(batch.num_ids));
+  split_kernel<<<blocks, kListThreads, 0, stream>>>(batch, slots, scratch);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

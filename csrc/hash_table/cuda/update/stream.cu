@@ -56,7 +56,6 @@ __global__ void __launch_bounds__(kThreads)
     list_long_runs_kernel(const Batch batch, uint64_t no_slot,
                           const __grid_constant__ Scratch scratch) {
   __shared__ int singles_of_block;
-  if (is_refused(batch)) return;  // no runs
   if (threadIdx.x == 0) singles_of_block = 0;
   __syncthreads();
   const Pairs& sorted = scratch.pairs.pairs;
@@ -468,12 +467,16 @@ bool streams_runs(const OptimizerConfig& optimizer, const GroupShape& shape) {
   return plain && shape.rows_in_hbm && shape.four_wide && shape.widest <= kQuickColumns;
 }
 
+void list_long_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch,
+                    cudaStream_t stream) {
+  const int64_t threads = (batch.num_ids + kListRounds - 1) / kListRounds;
+  list_long_runs_kernel<<<grid_for(threads), kThreads, 0, stream>>>(batch, no_slot, scratch);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
 void stream_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream) {
   const int64_t n = update.batch.num_ids;
-  list_long_runs_kernel<<<grid_for((n + kListRounds - 1) / kListRounds), kThreads, 0, stream>>>(
-      update.batch, update.no_slot, scratch);
-  HKV_CUDA_CHECK_LAUNCH();
   const auto launch = [&]<typename Updater, typename Element>() {
     const auto kernel = update.pooling.mean || update.pooling.weights != nullptr
                             ? stream_kernel<Updater, Element, true>

@@ -5,11 +5,16 @@
 // gradient (alone.cu). What the last batches were like decides. Plain updaters take the
 // sorted order as a stream (stream.cu), others run by run. No gradient is stored for
 // each id. Deterministic: all ways add up the same numbers in the same order.
+//
+// What takes no gradients, and must be done before the first row is updated, is group_positions: it
+// can be done as soon as slots are known, beside the forward. In batch order the others are sorted,
+// listed and updated beside the rows that stand alone.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>
 
 #include "common/cuda_check.h"
+#include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/update.cuh"
 
@@ -57,9 +62,29 @@ UpdateSize size_of(int64_t num_ids, int64_t num_bags, int64_t num_slots, const G
   return size;
 }
 
+// Of no slot: masked to the bits of keys, it comes last.
+uint64_t no_slot_of(const UpdateSize& size) { return (uint64_t{1} << size.key_bits()) - 1; }
+
+__device__ __forceinline__ void count_update(const TableView* tables, int32_t num_tables) {
+  for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
+}
+
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const TableView* tables, int32_t num_tables) {
-  for (int32_t t = threadIdx.x; t < num_tables; t += kThreads) ++*tables[t].optimizer_step;
+  count_update(tables, num_tables);
+}
+
+// lists_follow: the kernels to come list long runs themselves.
+__global__ void __launch_bounds__(kThreads)
+    begin_kernel(const TableView* tables, int32_t num_tables, const Batch batch,
+                 const __grid_constant__ Scratch scratch, bool lists_follow) {
+  count_update(tables, num_tables);
+  if (threadIdx.x != 0) return;
+  *scratch.ticket = 0;
+  if (lists_follow) *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
+  // The host may have been told since the positions were grouped, and gone on.
+  const int64_t bad = *scratch.bad_bag;
+  if (bad != kNoBag) refuse_bag(batch, bad, batch.offsets[bad], batch.offsets[bad + 1]);
 }
 
 // The sorted positions: values of the general kernels, which are not packed.
@@ -232,6 +257,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     const int64_t alone = scratch.sorted == nullptr ? *scratch.runs.singles : n - *scratch.sorted;
     hint->batch_order = 8 * alone >= 7 * n ? 1 : 0;
   }
+  if (is_refused(update.batch)) return;
   constexpr int kWarps = kThreads / kWarp;
   const LongRuns& runs = scratch.long_runs;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -303,43 +329,79 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                          nullptr);
 }
 
+Grouping group_positions(const Batch& batch, const int64_t* slots, bool weighted,
+                         const OptimizerConfig& optimizer, int64_t num_slots,
+                         const GroupShape& shape, bool batch_order, void* memory,
+                         cudaStream_t stream) {
+  if (batch.num_ids == 0) return Grouping{batch_order, false};
+  const UpdateSize size =
+      size_of(batch.num_ids, batch.num_bags, num_slots, shape, weighted, batch_order);
+  Scratch scratch;
+  scratch.place(size, static_cast<char*>(memory));
+  const uint64_t no_slot = no_slot_of(size);
+  const void* const first_half = scratch.pairs.pairs.keys;
+  // What lies where, and until when: scratch.cuh.
+  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, Scratch::kWordBytes, stream));
+  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.bad_bag, 0xff, sizeof(int64_t), stream));
+  static_assert(kNoBag == -1);
+  if (batch_order) {
+    HKV_CUDA_CHECK(cudaMemsetAsync(scratch.zeros, 0, scratch.zero_bytes, stream));
+    mark_repeats(batch, slots, scratch, stream);
+    split_repeated(batch, slots, scratch, stream);
+    return Grouping{true, false};
+  }
+  prepare_update(batch, slots, no_slot, scratch, stream);
+  sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
+           stream);
+  scratch.begin_runs(size);
+  if (streams_runs(optimizer, shape)) {
+    list_long_runs(batch, no_slot, scratch, stream);
+  } else if (size.quick) {
+    list_runs(batch, no_slot, scratch, stream);
+  }
+  return Grouping{false, scratch.pairs.pairs.keys != first_half};
+}
+
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                  Output<const char> grad, const OptimizerConfig& optimizer,
                  const float* learning_rate, int32_t num_tables, int64_t num_slots,
-                 const GroupShape& shape, bool batch_order, UpdateHint* hint, void* memory,
+                 const GroupShape& shape, const Grouping& grouping, UpdateHint* hint, void* memory,
                  cudaStream_t stream) {
   if (batch.num_ids == 0) {
     count_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables);
     HKV_CUDA_CHECK_LAUNCH();
     return;
   }
+  const bool batch_order = grouping.batch_order;
   const UpdateSize size = size_of(batch.num_ids, batch.num_bags, num_slots, shape,
                                   pooling.weights != nullptr, batch_order);
   Scratch scratch;
   scratch.place(size, static_cast<char*>(memory));
-  const int bits = size.key_bits();
+  if (grouping.moved) std::swap(scratch.pairs.pairs, scratch.pairs.other);
+  if (!batch_order) scratch.begin_runs(size);
   const Update update{batch,
                       pooling,
                       grad,
                       optimizer,
                       learning_rate,
-                      (uint64_t{1} << bits) - 1,
+                      no_slot_of(size),
                       shape.four_wide && grad.stride % 4 == 0};
-  // What lies where, and until when: scratch.cuh.
-  if (batch_order) {
-    HKV_CUDA_CHECK(cudaMemsetAsync(scratch.zeros, 0, scratch.zero_bytes, stream));
-    mark_repeats(batch, slots, scratch.repeats, stream);
-    split_repeated(tables, num_tables, update, slots, scratch, stream);
-    update_alone(tables, update, slots, scratch, shape, stream);
-    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, stream);
-  } else {
-    prepare_update(tables, num_tables, update, slots, scratch, stream);
-    sort_all(&scratch.pairs, batch.num_ids, bits, scratch.cub_sort, size.cub_sort_bytes, stream);
-  }
-  scratch.begin_runs(size);
+  begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch,
+                                           /*lists_follow=*/!size.quick);
+  HKV_CUDA_CHECK_LAUNCH();
   const bool column_states = has_column_states(optimizer);
   const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
-  if (!batch_order && streams_runs(optimizer, shape)) {
+  if (batch_order) {
+    // Rows that stand alone are most of the work, and bound by memory; what sorts the others waits
+    // for one small kernel after the other.
+    SideStream side(stream);
+    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream());
+    scratch.begin_runs(size);
+    list_runs(batch, update.no_slot, scratch, side.stream());
+    update_runs(tables, update, scratch, shape, side.stream());
+    update_alone(tables, update, slots, scratch, shape, stream);
+    side.join();
+  } else if (streams_runs(optimizer, shape)) {
     stream_runs(tables, update, scratch, shape, stream);
   } else if (size.quick) {
     update_runs(tables, update, scratch, shape, stream);

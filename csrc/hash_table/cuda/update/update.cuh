@@ -180,10 +180,9 @@ __device__ __forceinline__ void prefetch_update(const TableView& table, const Ne
   }
 }
 
-// Writes what is to be sorted, and begins the counts of runs. Counts the update, looks at the
-// offsets.
-void prepare_update(const TableView* tables, int32_t num_tables, const Update& update,
-                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
+// Writes what is to be sorted, where that is all. Looks at the offsets.
+void prepare_update(const Batch& batch, const int64_t* slots, uint64_t no_slot,
+                    const Scratch& scratch, cudaStream_t stream);
 
 // Has a row and its state brought into the second-level cache. Two lanes, 0 and 1.
 __device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slot, int lane) {
@@ -204,23 +203,28 @@ constexpr int32_t kQuickColumns = 4 * kWarp;
 
 // Finds out which slots are repeated; the bitmaps are zeros before (alone.cu). Looks at
 // the offsets.
-void mark_repeats(const Batch& batch, const int64_t* slots, const Repeats& repeats,
+void mark_repeats(const Batch& batch, const int64_t* slots, const Scratch& scratch,
                   cudaStream_t stream);
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
-// In place of prepare_update, before update_alone: counts the update, and splits the positions of
-// repeated slots off, which sort_small then sorts (split.cu).
-void split_repeated(const TableView* tables, int32_t num_tables, const Update& update,
-                    const int64_t* slots, const Scratch& scratch, cudaStream_t stream);
-// Updates the rows of the sorted runs, but for long ones, whose pieces it adds up
-// (runs.cu). Where all positions are sorted, counts those that stand alone.
+// In place of prepare_update, after mark_repeats: splits the positions of repeated slots off, which
+// sort_small then sorts, and says which these are (split.cu).
+void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
+                    cudaStream_t stream);
+// Lists the runs of the sorted order, and cuts long ones. Where all positions are sorted, counts
+// those that stand alone (runs.cu).
+void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cudaStream_t stream);
+// Updates the rows of the listed runs, but for long ones, whose pieces it adds up.
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
 
 // Whether there is stream_runs for an optimizer and such tables.
 bool streams_runs(const OptimizerConfig& optimizer, const GroupShape& shape);
-// update_runs where all positions are sorted, as a stream (stream.cu).
+// list_runs and update_runs where all positions are sorted, as a stream, for which only long runs
+// are listed (stream.cu).
+void list_long_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch,
+                    cudaStream_t stream);
 void stream_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
 

@@ -1,0 +1,55 @@
+#include "common/side_stream.h"
+
+#ifdef TORCHREC_HKV_CUDA
+
+#include <map>
+
+#include "common/cuda_check.h"
+
+namespace torchrec_hkv {
+
+struct SideStream::Kept {
+  cudaStream_t stream;
+  cudaEvent_t begin;
+  cudaEvent_t end;
+};
+
+SideStream::Kept& SideStream::kept() {
+  // Never destroyed: when a thread ends, the device may be gone, or kernels still run.
+  static thread_local auto* const by_device = new std::map<int, Kept>;
+  int device = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  const auto found = by_device->find(device);
+  if (found != by_device->end()) return found->second;
+  int least = 0, greatest = 0;
+  HKV_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  Kept kept{};
+  HKV_CUDA_CHECK(cudaStreamCreateWithPriority(&kept.stream, cudaStreamNonBlocking, greatest));
+  HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.begin, cudaEventDisableTiming));
+  HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.end, cudaEventDisableTiming));
+  return by_device->emplace(device, kept).first->second;
+}
+
+SideStream::SideStream(cudaStream_t beside) : beside_(beside), kept_(kept()) {
+  HKV_CUDA_CHECK(cudaEventRecord(kept_.begin, beside_));
+  HKV_CUDA_CHECK(cudaStreamWaitEvent(kept_.stream, kept_.begin, 0));
+}
+
+SideStream::~SideStream() {
+  if (joined_) return;
+  // A call has failed in between, and its error is on the way: what these say is no news.
+  static_cast<void>(cudaEventRecord(kept_.end, kept_.stream));
+  static_cast<void>(cudaStreamWaitEvent(beside_, kept_.end, 0));
+}
+
+cudaStream_t SideStream::stream() const { return kept_.stream; }
+
+void SideStream::join() {
+  joined_ = true;
+  HKV_CUDA_CHECK(cudaEventRecord(kept_.end, kept_.stream));
+  HKV_CUDA_CHECK(cudaStreamWaitEvent(beside_, kept_.end, 0));
+}
+
+}  // namespace torchrec_hkv
+
+#endif

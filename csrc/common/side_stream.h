@@ -1,0 +1,37 @@
+// A second stream, for kernels of a call that can run beside others of it.
+#pragma once
+
+#ifdef TORCHREC_HKV_CUDA
+
+#include <cuda_runtime.h>
+
+namespace torchrec_hkv {
+
+// From its construction until join(), or its end, work on stream() runs beside what is launched on
+// the other. Before that it waits for what is there, and after that the other waits for it, so that
+// memory of the other's may be used, and a CUDA graph that captures the other has both. Its blocks
+// go before the other's. Of one thread: each has a stream and events of its own, on each device,
+// until the process ends.
+class SideStream {
+ public:
+  // beside: of the current device.
+  explicit SideStream(cudaStream_t beside);
+  ~SideStream();
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+
+  cudaStream_t stream() const;
+  void join();
+
+ private:
+  struct Kept;
+  static Kept& kept();
+
+  const cudaStream_t beside_;
+  Kept& kept_;
+  bool joined_ = false;
+};
+
+}  // namespace torchrec_hkv
+
+#endif

@@ -1,0 +1,200 @@
+"""On a GPU the forward groups the positions of equal slots for its backward, beside the pooling.
+
+The backward then updates rows to the same bits as an update that groups them by itself.
+"""
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, random_ids, rate
+from tests.support.gpu import NEEDS_GPU
+from torchrec_hkv.hash_table import LAMB, Adam, RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+pytestmark = NEEDS_GPU
+
+ops = torch.ops.torchrec_hkv
+BATCH = 512
+OPTIMIZERS = {"row-wise Adagrad": RowWiseAdagrad(), "Adam": Adam(), "LAMB": LAMB()}
+
+
+def make(dims=(64, 128), optimizer=None, initial=None):
+    specs = [
+        TableSpec(f"t{t}", 20_000, dim, initializer=Uniform(-1, 1), initial_capacity=initial)
+        for t, dim in enumerate(dims)
+    ]
+    return TableGroup(specs, [0, 1, 0], optimizer or RowWiseAdagrad(), device="cuda")
+
+
+def draw(kind):
+    """Three features; ids that stand alone, or that are repeated, one of them often."""
+    bags = Bags.random(3, BATCH, random_ids(600)).to("cuda")
+    if kind == "alone":
+        return Bags(torch.randperm(15_000, device="cuda")[: len(bags.ids)], bags.offsets, BATCH)
+    bags.ids[torch.rand(len(bags.ids), device="cuda") < 0.3] = 7
+    return bags
+
+
+def slots_of(group, bags):
+    pin = group.pin()
+    return group.find_or_insert(bags.ids, bags.offsets, BATCH, pin), pin
+
+
+def train(group, bags, grad, weights=None, mean=False):
+    """By the formula of autograd."""
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    slots, pin = slots_of(group, bags)
+    where = (bags.ids, bags.offsets, weights, slots, BATCH, mean, pin)
+    out = group.pooled_lookup(anchor, *where, rate(0.1, group))
+    out.backward(grad)
+    torch.cuda.synchronize()  # how the next batch is updated is known
+    return out
+
+
+def train_by_ops(group, bags, grad, weights=None, mean=False):
+    """By an update that groups the positions itself."""
+    slots, pin = slots_of(group, bags)
+    anchor = torch.empty(0, device="cuda")
+    where = (bags.ids, bags.offsets, weights, slots, BATCH, mean)
+    out = ops.pooled_lookup(anchor, group.handle, *where, pin.number, rate(0.1, group))
+    args = (bags.ids, bags.offsets, weights, slots, BATCH, mean, rate(0.1, group))
+    ops.update_rows(group.counter_tensor, group.handle, grad, *args)
+    torch.cuda.synchronize()
+    return out
+
+
+def entries(group):
+    """Ids in order, with rows and states, of each table."""
+    found = []
+    for table in range(2):
+        state = group.export_table(table)
+        held = state.occupied
+        order = state.ids[held].argsort()
+        found += [state.ids[held][order], state.rows[held][order], state.states[held][order]]
+    return found
+
+
+@pytest.mark.parametrize("pooling", ["sum", "weighted mean"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dims", [(64, 128), (3, 300)], ids=str)
+@pytest.mark.parametrize("kind", ["alone", "repeated"])
+def test_same_bits(kind, dims, optimizer, pooling):
+    groups = [make(dims, OPTIMIZERS[optimizer]) for _ in range(2)]
+    for _ in range(3):  # from the second on as the first has shown
+        bags = draw(kind)
+        weights = torch.rand(len(bags.ids), device="cuda") if pooling != "sum" else None
+        grad = torch.randn(BATCH, 2 * dims[0] + dims[1], device="cuda")
+        outs = [
+            step(group, bags, grad, weights, weights is not None)
+            for step, group in zip((train, train_by_ops), groups, strict=True)
+        ]
+        assert torch.equal(*outs)
+    for mine, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(mine, other)
+    assert groups[0].optimizer_steps.tolist() == groups[1].optimizer_steps.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["alone", "repeated"])
+def test_two_backwards_of_one_forward(kind):
+    """The first uses the grouping up."""
+    groups = [make() for _ in range(2)]
+    before, bags = draw(kind), draw(kind)
+    for group in groups:
+        train(group, before, torch.zeros(BATCH, 256, device="cuda"))
+    grads = [torch.randn(BATCH, 256, device="cuda") for _ in range(2)]
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    slots, pin = slots_of(groups[0], bags)
+    where = (bags.ids, bags.offsets, None, slots, BATCH, False)
+    out = groups[0].pooled_lookup(anchor, *where, pin, rate(0.1, groups[0]))
+    out.backward(grads[0], retain_graph=True)
+    out.backward(grads[1])
+    slots, pin = slots_of(groups[1], bags)
+    where = (bags.ids, bags.offsets, None, slots, BATCH, False, rate(0.1, groups[1]))
+    for grad in grads:
+        ops.update_rows(groups[1].counter_tensor, groups[1].handle, grad, *where)
+    for mine, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_table_that_grows_before_the_backward():
+    groups = [make(initial=1000), make()]
+    first, second = draw("repeated"), draw("alone")
+    grad = torch.randn(BATCH, 256, device="cuda")
+    for group in groups:
+        anchor = torch.empty(0, device="cuda", requires_grad=True)
+        slots, pin = slots_of(group, first)
+        where = (first.ids, first.offsets, None, slots, BATCH, False, pin, rate(0.1, group))
+        out = group.pooled_lookup(anchor, *where)
+        before = group.present_slots(0)
+        slots_of(group, second)
+        assert (group.present_slots(0) > before) == (group is groups[0])
+        out.backward(grad)
+    for mine, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_bad_offsets_are_refused_by_a_backward_long_after():
+    """The host was told, the error caught, and then comes the backward of the bad batch."""
+    group = make()
+    bags = draw("repeated")
+    train(group, bags, torch.randn(BATCH, 256, device="cuda"))
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    slots, pin = slots_of(group, bags)
+    bad = bags.offsets.clone()
+    bad[5] = bad[6] + 1
+    args = (bags.ids, bad, None, slots, BATCH, False, pin, rate(0.1, group))
+    out = group.pooled_lookup(anchor, *args)
+    torch.cuda.synchronize()
+    match = r"offsets must not decrease"
+    with pytest.raises(ValueError, match=match):
+        group.check_offsets()
+    group.check_offsets()  # said once
+    before = entries(group)
+    out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=match):
+        group.check_offsets()
+    for was, now in zip(before, entries(group), strict=True):
+        assert torch.equal(was, now)
+
+
+def test_no_grouping_without_a_backward_to_come():
+    """Memory tells."""
+    group = make()
+    bags = draw("alone")
+    slots, pin = slots_of(group, bags)
+    where = (bags.ids, bags.offsets, None, slots, BATCH, False)
+    taken = {}
+    for training in (True, False):
+        anchor = torch.empty(0, device="cuda", requires_grad=training)
+        before = torch.cuda.memory_allocated()
+        out = group.pooled_lookup(anchor, *where, pin, rate(0.1, group))
+        taken[training] = torch.cuda.memory_allocated() - before
+        del out
+    assert taken[True] >= taken[False] + 6 * len(bags.ids)
+
+
+def test_checks_of_the_op():
+    group = make()
+    bags = draw("repeated")
+    slots, _ = slots_of(group, bags)
+    where = (bags.ids, bags.offsets, None, slots, BATCH, False, rate(0.0, group))
+    anchor = torch.empty(0, device="cuda")
+    # Not the comparison of two runs: not all bytes of `grouped` mean something.
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        ops.pooled_lookup_grouped, (anchor, group.handle, *where), test_utils=checks
+    )
+    grouped, ways = ops.pooled_lookup_grouped(anchor, group.handle, *where)[1:]
+    grad = torch.randn(BATCH, 256, device="cuda")
+    update = (group.counter_tensor, group.handle, grad, *where, 1, None)
+    for match, given in (
+        (r"grouped and ways are given together, or neither", (grouped, None)),
+        (r"grouped must have", (grouped[:-1], ways)),
+        (r"ways must have", (grouped, ways[:1])),
+        (r"ways must be on cpu", (grouped, ways.cuda())),
+    ):
+        before = entries(group)
+        with pytest.raises((ValueError, TypeError), match=match):
+            ops.update_rows(*update, *given)
+        assert all(map(torch.equal, before, entries(group)))
+    torch.library.opcheck(ops.update_rows, (*update, grouped, ways), test_utils=checks)
