@@ -28,9 +28,8 @@ __device__ __forceinline__ void refuse_bag(const Batch& batch, int64_t bag, int6
   report->found = batch.group_number;
 }
 
-constexpr int64_t kNoBag = -1;
-
-// All threads of a grid together look at all bags of the batch, and refuse and note a bad one.
+// All threads of a grid together look at all bags of the batch. A bad one is refused, and its number
+// noted, counted from 1.
 __device__ __forceinline__ void note_bad_bag(const Batch& batch, int64_t* bad_bag) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t bag = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -38,7 +37,7 @@ __device__ __forceinline__ void note_bad_bag(const Batch& batch, int64_t* bad_ba
     const int64_t from = batch.offsets[bag], to = batch.offsets[bag + 1];
     if (is_bad_bag(batch, bag, from, to)) {
       refuse_bag(batch, bag, from, to);
-      *bad_bag = bag;
+      *bad_bag = bag + 1;
     }
   }
 }

@@ -115,10 +115,9 @@ struct UpdateSize {
 struct Scratch {
   SortedPairs pairs;
   uint32_t* bags;  // by position; null where values are bags
-  // All zeros at first, but for bad_bag.
-  void* words;
-  static constexpr size_t kWordBytes = 24;
-  int64_t* bad_bag;  // whose offsets can't be followed, or kNoBag
+  void* words;  // these, and those of the lists: zeros at first
+  static constexpr size_t kWordBytes = 32;
+  int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
   // How many positions are sorted; null: all.
   uint32_t* sorted;
   uint32_t* ticket;  // of stream.cu: tasks that have been begun, but for the first ones

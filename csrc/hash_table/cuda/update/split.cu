@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
   __shared__ int64_t first_bag;
   const SmallSort& sort = scratch.small_sort;
   const int64_t block = take_block(scratch.split_order);
-  const bool refused = *scratch.bad_bag != kNoBag;  // nothing is sorted then
+  const bool refused = *scratch.bad_bag != 0;  // nothing is sorted then
   const int64_t num_bags = batch.num_bags;
   if (threadIdx.x < kWarp) {
     const int64_t bag = bag_at(batch.offsets, num_bags, block * kListed);

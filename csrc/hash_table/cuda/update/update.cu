@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lists_follow) *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
   // The host may have been told since the positions were grouped, and gone on.
   const int64_t bad = *scratch.bad_bag;
-  if (bad != kNoBag) refuse_bag(batch, bad, batch.offsets[bad], batch.offsets[bad + 1]);
+  if (bad > 0) refuse_bag(batch, bad - 1, batch.offsets[bad - 1], batch.offsets[bad]);
 }
 
 // The sorted positions: values of the general kernels, which are not packed.
@@ -342,8 +342,6 @@ Grouping group_positions(const Batch& batch, const int64_t* slots, bool weighted
   const void* const first_half = scratch.pairs.pairs.keys;
   // What lies where, and until when: scratch.cuh.
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, Scratch::kWordBytes, stream));
-  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.bad_bag, 0xff, sizeof(int64_t), stream));
-  static_assert(kNoBag == -1);
   if (batch_order) {
     HKV_CUDA_CHECK(cudaMemsetAsync(scratch.zeros, 0, scratch.zero_bytes, stream));
     mark_repeats(batch, slots, scratch, stream);
