@@ -28,8 +28,8 @@ __device__ __forceinline__ void refuse_bag(const Batch& batch, int64_t bag, int6
   report->found = batch.group_number;
 }
 
-// All threads of a grid together look at all bags of the batch. A bad one is refused, and its number
-// noted, counted from 1.
+// All threads of a grid together look at all bags of the batch. A bad one is refused, and its
+// number noted, counted from 1.
 __device__ __forceinline__ void note_bad_bag(const Batch& batch, int64_t* bad_bag) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t bag = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -115,7 +115,7 @@ struct UpdateSize {
 struct Scratch {
   SortedPairs pairs;
   uint32_t* bags;  // by position; null where values are bags
-  void* words;  // these, and those of the lists: zeros at first
+  void* words;     // these, and those of the lists: zeros at first
   static constexpr size_t kWordBytes = 32;
   int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
   // How many positions are sorted; null: all.
