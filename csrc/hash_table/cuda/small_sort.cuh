@@ -61,10 +61,12 @@ struct BlockOrder {
 };
 
 constexpr int kListThreads = 512;
-constexpr int kListedOfThread = 16;
-constexpr int kListed = kListThreads * kListedOfThread;  // positions of a block
+constexpr int kListedOfThread = 16;  // positions, unless a kernel has fewer
 
-inline int64_t listing_blocks(int64_t n) { return (n + kListed - 1) / kListed; }
+inline int64_t listing_blocks(int64_t n, int of_thread = kListedOfThread) {
+  const int64_t listed = int64_t{kListThreads} * of_thread;
+  return (n + listed - 1) / listed;
+}
 
 // What a block says of its number, and of those before it.
 constexpr unsigned long long kOwnNumber = 1ull << 32;     // its own
@@ -112,21 +114,23 @@ struct NotesNothing {
 // position) for each of the block's, by any of its kListThreads threads, and, of the last block,
 // finish(number of all) by one thread. wanted is called once a position, and note(position, bits)
 // by one thread for each 32 of them, which begin at that position: bit i, whether it is listed.
-template <typename Wanted, typename Emit, typename Finish, typename Note = NotesNothing>
+template <int kOfThread = kListedOfThread, typename Wanted, typename Emit, typename Finish,
+          typename Note = NotesNothing>
 __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const BlockOrder& order,
                                               const Wanted& wanted, const Emit& emit,
                                               const Finish& finish, const Note& note = Note()) {
   constexpr int kWarps = kListThreads / kWarp;
-  __shared__ uint32_t firsts[kListedOfThread * kWarps];  // by round and warp
-  __shared__ uint16_t chosen[kListed];                   // counted from the block's first
+  constexpr int kListed = kListThreads * kOfThread;  // positions of a block
+  __shared__ uint32_t firsts[kOfThread * kWarps];    // by round and warp
+  __shared__ uint16_t chosen[kListed];               // counted from the block's first
   __shared__ uint32_t block_first;
   __shared__ typename cub::BlockScan<uint32_t, kListThreads>::TempStorage scan;
-  static_assert(kListedOfThread * kWarps <= kListThreads && kListed <= 1 << 16);
+  static_assert(kOfThread * kWarps <= kListThreads && kListed <= 1 << 16);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t begin = block * kListed;
-  unsigned lists[kListedOfThread];
+  unsigned lists[kOfThread];
 #pragma unroll
-  for (int k = 0; k < kListedOfThread; ++k) {
+  for (int k = 0; k < kOfThread; ++k) {
     const int64_t at = begin + k * kListThreads + threadIdx.x;
     lists[k] = __ballot_sync(kAllLanes, at < n && wanted(at));
     if (lane == 0) {
@@ -135,14 +139,14 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
     }
   }
   __syncthreads();
-  const bool counts = threadIdx.x < kListedOfThread * kWarps;
+  const bool counts = threadIdx.x < kOfThread * kWarps;
   uint32_t first = counts ? firsts[threadIdx.x] : 0;
   uint32_t own;
   cub::BlockScan<uint32_t, kListThreads>(scan).ExclusiveSum(first, first, own);
   if (counts) firsts[threadIdx.x] = first;
   __syncthreads();
 #pragma unroll
-  for (int k = 0; k < kListedOfThread; ++k) {
+  for (int k = 0; k < kOfThread; ++k) {
     if (lists[k] >> lane & 1) {
       const int place = __popc(lists[k] & ((1u << lane) - 1));
       chosen[firsts[k * kWarps + warp] + place] =

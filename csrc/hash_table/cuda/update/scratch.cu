@@ -109,7 +109,8 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
     if (size.batch_order) {
       small_sort = SmallSort::of(size.num_ids, size.key_bits());
       small_sort.digits = reinterpret_cast<uint32_t*>(of_sort.take<char>(small_sort.digit_bytes()));
-      split_order.states = of_sort.take<unsigned long long>(listing_blocks(size.num_ids));
+      split_order.states = of_sort.take<unsigned long long>(
+          listing_blocks(size.num_ids, split_of_thread(size.num_ids)));
       split_order.ticket = of_sort.take<uint32_t>(1);
     } else {
       cub_sort = of_sort.take<char>(size.cub_sort_bytes);

@@ -39,6 +39,13 @@ namespace torchrec_hkv::hash_table::cuda {
 constexpr int64_t kLongest = 128;    // run that one warp adds up
 constexpr int64_t kPieceSize = 256;  // of a longer run
 
+// Positions that a thread looks at which splits repeated ones off: few where there would be too few
+// blocks else.
+constexpr int kSplitOfThread = 4;
+inline int split_of_thread(int64_t num_ids) {
+  return num_ids < 1 << 20 ? kSplitOfThread : kListedOfThread;
+}
+
 struct LongRun {
   uint32_t first;  // in the sorted order
   uint32_t length;

@@ -8,6 +8,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
+template <int kOfThread>
 __global__ void __launch_bounds__(kListThreads, 2)
     split_kernel(const Batch batch, const int64_t* __restrict__ slots,
                  const __grid_constant__ Scratch scratch) {
@@ -17,7 +18,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
   const bool refused = *scratch.bad_bag != 0;  // nothing is sorted then
   const int64_t num_bags = batch.num_bags;
   if (threadIdx.x < kWarp) {
-    const int64_t bag = bag_at(batch.offsets, num_bags, block * kListed);
+    const int64_t bag = bag_at(batch.offsets, num_bags, block * (kListThreads * kOfThread));
     if (threadIdx.x == 0) first_bag = bag;
   }
   const auto wanted = [&](int64_t at) {
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
     if (scratch.bags != nullptr) scratch.bags[at] = static_cast<uint32_t>(low);
     sort.count(0, place, key);
   };
-  list_in_order(
+  list_in_order<kOfThread>(
       batch.num_ids, block, scratch.split_order, wanted, emit,
       [&](uint32_t number) { *scratch.sorted = number; },
       [&](int64_t at, unsigned listed) { scratch.repeated_positions[at / kWarp] = listed; });
@@ -53,8 +54,11 @@ __global__ void __launch_bounds__(kListThreads, 2)
 
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
                     cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(listing_blocks(batch.num_ids));
-  split_kernel<<<blocks, kListThreads, 0, stream>>>(batch, slots, scratch);
+  const int of_thread = split_of_thread(batch.num_ids);
+  const auto blocks = static_cast<unsigned>(listing_blocks(batch.num_ids, of_thread));
+  const auto kernel =
+      of_thread == kListedOfThread ? split_kernel<kListedOfThread> : split_kernel<kSplitOfThread>;
+  kernel<<<blocks, kListThreads, 0, stream>>>(batch, slots, scratch);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
