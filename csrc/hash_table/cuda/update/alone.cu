@@ -1,5 +1,5 @@
-// Rows that stand at one position of the batch, updated in the order of the batch. Two bitmaps of
-// slots tell which; what split.cu makes of them is a bit a position.
+// Rows that stand at one position of the batch, updated in the order of the batch. Marks of slots
+// tell which; what split.cu makes of them is a bit a position.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/pool/bag_tile.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
@@ -17,14 +17,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t slot = position < n ? slots[position] : kNoSlot;
   const unsigned given = __ballot_sync(kAllLanes, slot != kNoSlot);
   if (slot == kNoSlot) return;
-  const uint32_t number = repeats.bit_of(slot);
-  // One lane a bit, so that a hot row's lanes don't queue at one address.
-  const unsigned peers = __match_any_sync(given, number);
+  const uint32_t mark = repeats.mark_of(slot);
+  // One lane a mark, so that a hot row's lanes don't queue at one address.
+  const unsigned peers = __match_any_sync(given, mark);
   if (peers & ((1u << threadIdx.x % kWarp) - 1)) return;
-  const uint32_t bit = 1u << (number & 31);
-  if (load_l2(&repeats.twice[number >> 5]) & bit) return;
-  const bool before = atomicOr(&repeats.seen[number >> 5], bit) & bit;
-  if (before || (peers & (peers - 1))) atomicOr(&repeats.twice[number >> 5], bit);
+  uint32_t* const word = &repeats.marks[mark / Repeats::kOfWord];
+  const uint32_t shift = mark % Repeats::kOfWord * 2;
+  const uint32_t seen = Repeats::kSeen << shift, twice = Repeats::kTwice << shift;
+  // A hot one, which has had both bits for long, is met several times in a warp.
+  const bool several = peers & (peers - 1);
+  if (several && (load_l2(word) & twice)) return;
+  const uint32_t before = atomicOr(word, several ? seen | twice : seen);
+  if (!several && (before & (seen | twice)) == seen) atomicOr(word, twice);
 }
 
 // A tile takes neighbouring bags, so that a bag's gradient is read once for all of its rows.

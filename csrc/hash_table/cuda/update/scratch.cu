@@ -42,14 +42,14 @@ Pairs place_half(const UpdateSize& size, char* base) {
   return Pairs{keys, carver.take<char>(size.num_ids * format.value_bytes()), format};
 }
 
-// Bits enough for few slots to share one, and yet no more than the second half holds of both
-// bitmaps, with keys and values of six bytes; as far as 32 bits number them.
+// Marks enough for few slots to share one, and yet no more than the second half holds with keys and
+// values of six bytes; as far as 32 bits number them.
 Repeats repeats_of(const UpdateSize& size) {
-  constexpr int64_t kBitsOfPosition = 24;
+  constexpr int64_t kMarksOfPosition = 24;
   Repeats repeats{};
-  const int64_t most = std::min<int64_t>(kBitsOfPosition * size.num_ids, 0xffffffff);
-  repeats.bits = static_cast<uint32_t>(std::min(size.num_slots, most));
-  repeats.exact = repeats.bits == size.num_slots;
+  const int64_t most = std::min<int64_t>(kMarksOfPosition * size.num_ids, 0xffffffff);
+  repeats.number = static_cast<uint32_t>(std::min(size.num_slots, most));
+  repeats.exact = repeats.number == size.num_slots;
   return repeats;
 }
 
@@ -103,7 +103,7 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   }
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 
-  // What the sort takes besides the halves. It lies at the end of the middle, beside the bitmaps.
+  // What the sort takes besides the halves. It lies at the end of the middle, beside the marks.
   const auto place_sort = [&](char* at) {
     Carver of_sort(at);
     if (size.batch_order) {
@@ -125,7 +125,7 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   char* const first = carver.take<char>(half);
   middle = carver.take<char>(in_middle);
   repeats = repeats_of(size);
-  const size_t of_repeats = size.batch_order ? aligned(2 * repeats.words() * sizeof(uint32_t)) : 0;
+  const size_t of_repeats = size.batch_order ? aligned(repeats.words() * sizeof(uint32_t)) : 0;
   char* const second = carver.take<char>(std::max(half, of_repeats));
   if (base == nullptr) return carver.used();
 
@@ -133,8 +133,7 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   place_sort(second - of_sort);
   zeros = second - of_sort;
   zero_bytes = of_sort + of_repeats;
-  repeats.seen = reinterpret_cast<uint32_t*>(second);
-  repeats.twice = repeats.seen + repeats.words();
+  repeats.marks = reinterpret_cast<uint32_t*>(second);
   return carver.used();
 }
 

@@ -4,7 +4,7 @@
 //
 //                      batch order                          everything sorted
 //             marks  split  sort  lists  rows        prepares  cub sorts  lists  rows
-//   bitmaps     w      r      .     .     .              .         .        .      .
+//   marks       w      r      .     .     .              .         .        .      .
 //   digits      .      w     r w    .     .              .         .        .      .
 //   cub's       .      .      .     .     .              .        r w       .      .
 //   a half      .      w     r w    r     r              w        r w       r      r
@@ -18,8 +18,8 @@
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// The second half has the bitmaps until the sort begins; what they say of the batch's positions is
-// kept, a bit each. Digits and bitmaps begin as zeros and are neighbours, for one memset. After the
+// The second half has the marks until the sort begins; what they say of the batch's positions is
+// kept, a bit each. Digits and marks begin as zeros and are neighbours, for one memset. After the
 // sort its scratch and one of the halves are free, and whichever half that is, both are one span:
 // the lists of runs and the sums of their pieces lie there. So the middle is as long as the sort
 // needs, or longer, where runs need more than it and a half. A few words, the bits, and the bags of
@@ -77,24 +77,28 @@ struct ShortRuns {
   uint32_t* last;  // where the first of the singles is said to begin, the next one's before it
 };
 
-// Which slots of a batch stand at several positions: a bit a slot, or a bit for several slots where
-// there are too many, which then look as if they were repeated.
+// Which slots of a batch stand at several positions: a mark a slot, or a mark for several slots
+// where there are too many, which then look as if they were repeated. Both bits of a mark are in
+// one word, so that setting the first one, and knowing whether it was set, is one access.
 struct Repeats {
-  uint32_t* seen;   // at one position
-  uint32_t* twice;  // at another, too
-  uint32_t bits;    // their number
-  bool exact;       // a bit a slot
+  static constexpr uint32_t kOfWord = 16;
+  static constexpr uint32_t kSeen = 1;   // at one position
+  static constexpr uint32_t kTwice = 2;  // at another, too
 
-  size_t words() const { return (static_cast<size_t>(bits) + 31) / 32; }
+  uint32_t* marks;  // [words()], kOfWord marks each
+  uint32_t number;  // of marks
+  bool exact;       // a mark a slot
+
+  size_t words() const { return (static_cast<size_t>(number) + kOfWord - 1) / kOfWord; }
 #ifdef __CUDACC__
-  __device__ __forceinline__ uint32_t bit_of(int64_t slot) const {
+  __device__ __forceinline__ uint32_t mark_of(int64_t slot) const {
     if (exact) return static_cast<uint32_t>(slot);
     const uint64_t mixed = static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ull;
-    return __umulhi(static_cast<uint32_t>(mixed >> 32), bits);
+    return __umulhi(static_cast<uint32_t>(mixed >> 32), number);
   }
   __device__ __forceinline__ bool repeated(int64_t slot) const {
-    const uint32_t bit = bit_of(slot);
-    return twice[bit >> 5] >> (bit & 31) & 1;
+    const uint32_t mark = mark_of(slot);
+    return marks[mark / kOfWord] >> (mark % kOfWord * 2) & kTwice;
   }
 #endif
 };
@@ -133,7 +137,7 @@ struct Scratch {
   // Of the sort of the repeated positions (split.cu).
   SmallSort small_sort;
   BlockOrder split_order;
-  char* zeros;  // of digits, order and bitmaps
+  char* zeros;  // of digits, order and marks
   size_t zero_bytes;
   void* cub_sort;
   // Only the counts of runs are there before begin_runs.

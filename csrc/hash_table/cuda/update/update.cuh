@@ -201,7 +201,7 @@ __device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slo
 // For quick groups: rows of at most kQuickColumns columns, all four wide.
 constexpr int32_t kQuickColumns = 4 * kWarp;
 
-// Finds out which slots are repeated; the bitmaps are zeros before (alone.cu). Looks at
+// Finds out which slots are repeated; the marks are zeros before (alone.cu). Looks at
 // the offsets.
 void mark_repeats(const Batch& batch, const int64_t* slots, const Scratch& scratch,
                   cudaStream_t stream);
