@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids, rate
+from tests.support.gpu import needs_gpu
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform, initial_rows
 
 DIMS = [(16, 16), (1, 3), (64, 130, 7), (300, 4), (129,), (2048, 1)]
@@ -85,3 +86,62 @@ def test_long_and_empty_bags(device_type):
     reference = expected(group, bags, [0], None, False)
     assert (out[[0, 2, 4]] == 0).all()
     torch.testing.assert_close(out.double(), reference, rtol=1e-4, atol=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dims", [(128, 36), (64, 8), (32,)], ids=str)
+def test_a_large_batch(dims, weighted, mean):
+    """Tiles of lanes work through several bags in several chunks, some ids have no row."""
+    known, unknown = random_ids(1000).cuda(), random_ids(20).cuda()
+    specs = [
+        TableSpec(f"t{i}", 5000, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)
+    ]
+    group = TableGroup(specs, [*range(len(dims))], device="cuda")
+    for table in range(len(dims)):
+        offsets = torch.tensor([0] * (table + 1) + [1000] * (len(dims) - table), device="cuda")
+        group.find_or_insert(known, offsets, 1)
+    batch_size = 400_000
+    lengths = torch.randint(12, (batch_size * len(dims),), device="cuda")
+    lengths[torch.randint(len(lengths), (1000,), device="cuda")] = 100
+    lengths[5000:5300] = 0
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.cat([known, unknown])
+    which = torch.randint(1000, (int(offsets[-1]),), device="cuda")
+    which[::997] = torch.randint(1000, 1020, which[::997].shape, device="cuda")
+    bags = Bags(ids[which], offsets, batch_size)
+    weights = torch.rand(len(which), device="cuda") if weighted else None
+    anchor = torch.empty(0, device="cuda")
+    out = group.pooled_lookup(
+        anchor,
+        bags.ids,
+        offsets,
+        weights,
+        find(group, bags),
+        batch_size,
+        mean,
+        None,
+        rate(0.1, group),
+    )
+    column = 0
+    for feature, spec in enumerate(group.tables):
+        rows = initial_rows(ids, spec.dim, table=spec.name, initializer=spec.initializer).double()
+        bounds = offsets[feature * batch_size : (feature + 1) * batch_size + 1]
+        mine = slice(int(bounds[0]), int(bounds[-1]))
+        scale = torch.ones(mine.stop - mine.start, dtype=torch.double, device="cuda")
+        if weights is not None:
+            scale = weights[mine].double()
+        expected = torch.nn.functional.embedding_bag(
+            which[mine],
+            rows,
+            bounds - bounds[0],
+            mode="sum",
+            per_sample_weights=scale,
+            include_last_offset=True,
+        )
+        if mean:
+            expected /= bounds.diff().clamp(min=1).unsqueeze(1)
+        got = out[:, column : column + spec.dim]
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+        column += spec.dim

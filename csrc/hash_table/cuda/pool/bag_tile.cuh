@@ -12,17 +12,27 @@ namespace torchrec_hkv::hash_table::cuda {
 
 constexpr int kMostBags = 16;  // of a tile
 
+// Neighbouring bags of one feature.
+struct BagRange {
+  int32_t feature;
+  int32_t bags;    // 0: there are none
+  int64_t sample;  // of the first bag
+  int64_t first;   // number of the first bag
+};
+
 // How bags are dealt out to tiles.
 struct BagTiling {
   int32_t bags_of_tile;
   int64_t tiles_of_feature;  // where features have equally many
 
-  // As many bags as fill a tile's lanes with positions.
-  BagTiling(const Batch& batch, int lanes) {
-    const int64_t fit = batch.num_ids == 0 ? kMostBags : lanes * batch.num_bags / batch.num_ids;
-    bags_of_tile = static_cast<int32_t>(std::clamp<int64_t>(fit, 1, std::min(kMostBags, lanes)));
+  // As many bags as have about so many positions, but no more than `most`.
+  BagTiling(const Batch& batch, int64_t positions, int64_t most) {
+    const int64_t fit = batch.num_ids == 0 ? most : positions * batch.num_bags / batch.num_ids;
+    bags_of_tile = static_cast<int32_t>(std::clamp<int64_t>(fit, 1, most));
     tiles_of_feature = (batch.batch_size + bags_of_tile - 1) / bags_of_tile;
   }
+  // As many bags as fill a tile's lanes with positions.
+  BagTiling(const Batch& batch, int lanes) : BagTiling(batch, lanes, std::min(kMostBags, lanes)) {}
   int64_t tiles(const Batch& batch) const {
     return batch.ragged == nullptr ? tiles_of_feature * batch.num_features
                                    : first_ragged(batch.num_bags, batch.num_features);
@@ -32,6 +42,35 @@ struct BagTiling {
   HKV_HOST_DEVICE int64_t first_ragged(int64_t first_bag, int32_t feature) const {
     return static_cast<uint32_t>(first_bag) / static_cast<uint32_t>(bags_of_tile) + feature;
   }
+#ifdef __CUDACC__
+  // The bags of a tile.
+  __device__ __forceinline__ BagRange range_of(const Batch& batch, int64_t tile) const {
+    BagRange range{};
+    int64_t left;
+    if (batch.ragged == nullptr) {
+      range.feature = static_cast<int32_t>(static_cast<uint32_t>(tile) /
+                                           static_cast<uint32_t>(tiles_of_feature));
+      if (range.feature >= batch.num_features) return range;
+      range.sample = (tile - range.feature * tiles_of_feature) * bags_of_tile;
+      range.first = range.feature * batch.batch_size + range.sample;
+      left = batch.batch_size - range.sample;
+    } else {
+      int32_t low = 0, high = batch.num_features;
+      while (high - low > 1) {
+        const int32_t middle = (low + high) >> 1;
+        (first_ragged(batch.ragged[middle].first, middle) <= tile ? low : high) = middle;
+      }
+      const int64_t first = batch.ragged[low].first;
+      range.feature = low;
+      range.sample = (tile - first_ragged(first, low)) * bags_of_tile;
+      range.first = first + range.sample;
+      left = batch.ragged[low + 1].first - range.first;
+    }
+    range.bags = static_cast<int32_t>(
+        max(min(static_cast<int64_t>(bags_of_tile), left), static_cast<int64_t>(0)));
+    return range;
+  }
+#endif
 };
 
 // A tile's bags. All its lanes have the same, but for `ends` and `starts`.
@@ -48,46 +87,23 @@ struct BagTile : Tile<kLanes> {
 
   // Bags whose offsets can't be followed are reported; those of the tile have no positions then.
   __device__ __forceinline__ BagTile(const Batch& batch, const BagTiling& tiling) {
-    const int64_t number = Tile<kLanes>::number();
-    int64_t first_bag, bags_left;
-    if (batch.ragged == nullptr) {
-      feature = static_cast<int32_t>(number / tiling.tiles_of_feature);
-      if (feature >= batch.num_features) return;
-      sample = (number - feature * tiling.tiles_of_feature) * tiling.bags_of_tile;
-      first_bag = feature * batch.batch_size;
-      bags_left = batch.batch_size - sample;
-    } else {
-      find_ragged(batch, tiling, number);
-      if (feature >= batch.num_features) return;
-      first_bag = batch.ragged[feature].first;
-      bags_left = batch.ragged[feature + 1].first - first_bag - sample;
-    }
-    bags = static_cast<int>(min(static_cast<int64_t>(tiling.bags_of_tile), bags_left));
-    const int64_t* const offsets = batch.offsets + first_bag + sample;
+    const BagRange range = tiling.range_of(batch, Tile<kLanes>::number());
+    feature = range.bags == 0 ? batch.num_features : range.feature;
+    if (feature >= batch.num_features) return;
+    sample = range.sample;
+    bags = range.bags;
+    const int64_t* const offsets = batch.offsets + range.first;
     begin = offsets[0];
     ends = offsets[min(lane(), bags - 1) + 1];
     const int64_t before = __shfl_up_sync(Tile<kLanes>::mask(), ends, 1, kLanes);
     starts = lane() == 0 ? begin : before;
-    const int64_t bag = first_bag + sample + lane();
+    const int64_t bag = range.first + lane();
     const bool bad = lane() < bags && is_bad_bag(batch, bag, starts, ends);
     if (Tile<kLanes>::ballot(bad)) {
       if (bad) refuse_bag(batch, bag, starts, ends);
       begin = starts = ends = 0;
     }
     end = of_lane(ends, bags - 1);
-  }
-
-  // The feature of a tile and its first bag there; batch.num_features where there is none.
-  __device__ __forceinline__ void find_ragged(const Batch& batch, const BagTiling& tiling,
-                                              int64_t number) {
-    int32_t low = 0, high = batch.num_features;
-    while (high - low > 1) {
-      const int32_t middle = (low + high) >> 1;
-      (tiling.first_ragged(batch.ragged[middle].first, middle) <= number ? low : high) = middle;
-    }
-    sample = (number - tiling.first_ragged(batch.ragged[low].first, low)) * tiling.bags_of_tile;
-    const bool there = sample < batch.ragged[low + 1].first - batch.ragged[low].first;
-    feature = there ? low : batch.num_features;
   }
 
   // The bag of each lane's position, counted from the tile's first.

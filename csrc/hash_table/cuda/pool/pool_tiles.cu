@@ -1,127 +1,235 @@
 // Pooling by tiles: as many lanes as a row has vectors of four columns work on neighbouring bags of
 // one feature. A lane looks up the address of one position's row, for all positions of a chunk at
-// once; then the tile reads the rows, several at a time, across the borders of bags, so that as
-// much is under way for bags of one id as for long ones.
+// once. Rows then come to shared memory in groups, some of which are under way at any time, across
+// the borders of chunks and bags, and hold no registers meanwhile. They come through L1, which
+// serves hot ones. Each lane copies what it adds up itself, so lanes don't wait for each other.
+//
+// Blocks are small and don't last long: a kernel of another stream, if that has a higher priority,
+// gets its place among them soon.
 #include "common/cuda_check.h"
+#include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/pool/bag_tile.cuh"
+#include "hash_table/cuda/pool/bag_chunks.cuh"
 #include "hash_table/cuda/pool/pool_tiles.h"
 #include "hash_table/cuda/row_vector.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kAhead = 8;  // rows that a tile reads at once
+constexpr int kPoolThreads = 128;
+constexpr int kPoolBlocks = 5;  // of a multiprocessor
+constexpr int kGroup = 4;       // rows
+constexpr int kGroups = 3;      // under way; more take L1 from hot rows
+constexpr int kMostChunks = 3;  // of a tile, about
+constexpr int kTags = 64;       // of the chunk and of the groups under way
 
-// What a lane knows of one position of a chunk.
-struct Position {
-  const char* row;  // null: none, the id counts with its initial row
-  float scale;
-  bool last;  // of its bag
-  int bag;    // counted from the tile's first
+// What a tag says of a position: the number of the bag that ends there, from 1 on, or 0.
+constexpr uint32_t kTagInitial = 1u << 31;  // the row is an initial one, whatever the table's type
+
+template <int kLanes, bool kScaled>
+struct alignas(16) PoolRing {
+  float4 rows[kGroups][kGroup][kLanes];  // as they are stored
+  const char* addresses[kLanes];         // of the chunk's rows
+  uint32_t tags[kTags];
+  float scales[kScaled ? kTags : 4];
 };
+static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
+
+// Four columns of a row, as they are stored.
+template <bool kFloat32>
+__device__ __forceinline__ void copy_columns(float4* to, const char* from, RowType type) {
+  if (kFloat32 || type == RowType::kFloat32) {
+    copy_async_cached<4 * sizeof(float)>(to, from);
+  } else {
+    copy_async_cached<4 * sizeof(uint16_t)>(to, from);
+  }
+}
 
 // kFloat32, kFloat32Out: whether rows, and outputs, are of that type. Otherwise of any.
 template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out>
-__global__ void __launch_bounds__(kThreads, 3)
-    pool_tiles_kernel(const TableView* __restrict__ tables, const Batch batch,
-                      const int64_t* __restrict__ slots, const Pooling pooling,
-                      const Output<char> out, const BagTiling tiling) {
-  const BagTile<kLanes> tile(batch, tiling);
-  if (tile.feature >= batch.num_features) return;
-  const TableView& table = tables[batch.feature_tables[tile.feature]];
+__global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
+    pool_tiles_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
+                      const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
+                      const __grid_constant__ Output<char> out,
+                      const __grid_constant__ BagTiling tiling) {
+  using Row = Columns<4>;
+  __shared__ PoolRing<kLanes, kScaled> rings[kPoolThreads / kLanes];
+  PoolRing<kLanes, kScaled>& ring = rings[threadIdx.x / kLanes];
+  const Tile<kLanes> tile;
+  const int lane = tile.lane();
+  const BagRange range = tiling.range_of(
+      batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
+  if (range.bags == 0) return;
+  // Held in registers, since copies to shared memory make the compiler read all memory again.
+  const TableView& table = tables[batch.feature_tables[range.feature]];
+  const int64_t first_slot = table.first_slot;
+  const auto num_slots = static_cast<uint64_t>(table.num_slots);
+  const bool framed = table.frames.tags != nullptr;
+  const char* const homes = table.rows.homes;
+  const RowType type = kFloat32 ? RowType::kFloat32 : table.rows.type;
   const int32_t dim = table.dim();
+  const int32_t row_bytes = dim * element_size(type);
   const RowType out_type = kFloat32Out ? RowType::kFloat32 : out.type;
-  char* const to =
-      out.data + batch.output_of(tile.feature, tile.sample, out.stride) * element_size(out_type);
-  const auto stride = static_cast<uint32_t>(batch.output_stride(tile.feature, out.stride));
-  const auto output_of_bag = [&](int bag) {
-    return to + static_cast<int64_t>(bag) * stride * element_size(out_type);
-  };
-  const float bag_scale = tile.mean_scale(pooling.mean);
-  for (unsigned empty = tile.ballot(tile.lane() < tile.bags && tile.ends == tile.starts); empty;
-       empty &= empty - 1) {
-    char* const bag = output_of_bag(__ffs(static_cast<int>(empty)) - 1);
-    for (int32_t c = tile.lane() * 4; c < dim; c += kLanes * 4) {
-      Columns<4>::zero().store(out_type, bag, c);
-    }
-  }
-  const auto row_of_lane = [&](const Position& position, int source) {
-    return reinterpret_cast<const char*>(
-        tile.of_lane(reinterpret_cast<unsigned long long>(position.row), source));
-  };
-  for (int32_t first_column = 0; first_column < dim; first_column += kLanes * 4) {
-    const int32_t column = first_column + tile.lane() * 4;
+  const uint32_t stride = static_cast<uint32_t>(batch.output_stride(range.feature, out.stride)) *
+                          element_size(out_type);
+  char* const outputs = out.at(batch.output_of(range.feature, range.sample, out.stride));
+
+  for (int32_t column = lane * 4; column - lane * 4 < dim; column += kLanes * 4) {
     const bool mine = column < dim;
-    Columns<4> sum = Columns<4>::zero();
-    for (int64_t chunk = tile.begin; chunk < tile.end; chunk += kLanes) {
-      const int64_t at = chunk + tile.lane();
-      Position position{nullptr, 1.0f, false, tile.bag_of(at)};
-      const int64_t its_end = tile.of_lane(tile.ends, position.bag);
-      if (kScaled) position.scale = tile.of_lane(bag_scale, position.bag);
-      if (at < tile.end) {
-        const int64_t slot = slots[at];
-        if (table.has(slot)) position.row = table.row(slot - table.first_slot);
-        if (kScaled && pooling.weights != nullptr) position.scale *= pooling.weights[at];
-        position.last = at + 1 == its_end;
-      }
-      const int count = static_cast<int>(min(static_cast<int64_t>(kLanes), tile.end - chunk));
-      const auto add = [&](int source, const Columns<4>& row) {
-        const float scale = kScaled ? tile.of_lane(position.scale, source) : 1.0f;
-        const bool last = tile.of_lane(position.last, source);
-        const int bag = tile.of_lane(position.bag, source);
-        if (source >= count) return;
-        sum.add(scale, row);
-        if (last) {
-          if (mine) sum.store(out_type, output_of_bag(bag), column);
-          sum = Columns<4>::zero();
+    const int32_t row_offset = column * element_size(type);
+    char* const my_outputs = outputs + column * element_size(out_type);
+    const auto write = [&](uint32_t bag, const Row& row) {
+      if (mine) row.store(out_type, my_outputs + static_cast<uint64_t>(bag) * stride, 0);
+    };
+    Row sum = Row::zero();
+    int group = 0;      // number of the next one
+    int place = 0;      // its place among those under way
+    int under_way = 0;  // groups
+    // Adds up the group whose place is given, the earliest of those under way.
+    const auto finish = [&](int its_place, int its_tags) {
+      const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[its_tags]);
+      const uint32_t tags[kGroup] = {four_tags.x, four_tags.y, four_tags.z, four_tags.w};
+      float4 four_scales = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+      if (kScaled) four_scales = *reinterpret_cast<const float4*>(&ring.scales[its_tags]);
+      const float scales[kGroup] = {four_scales.x, four_scales.y, four_scales.z, four_scales.w};
+      Row rows[kGroup];
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) {
+        const float4* const from = &ring.rows[its_place][k][lane];
+        if (kFloat32 || (tags[k] & kTagInitial)) {
+          rows[k] = Row::load(reinterpret_cast<const float*>(from));
+        } else {
+          rows[k] = Row::load(type, reinterpret_cast<const char*>(from), 0);
         }
-      };
-      // Initial rows are rare; computed among the loads, they would take registers from all of
-      // these.
-      if (tile.ballot(at < tile.end && position.row == nullptr)) {
-        for (int source = 0; source < count; ++source) {
-          const char* from = row_of_lane(position, source);
-          Columns<4> row = Columns<4>::zero();
-          if (mine && from != nullptr) row = Columns<4>::load(table.rows.type, from, column);
-          if (mine && from == nullptr) {
-            row = Columns<4>::initial(table.initial_rows, batch.ids[chunk + source],
-                                      table.column_offset + column);
+      }
+      if ((four_tags.x | four_tags.y | four_tags.z | four_tags.w) == 0) {  // the quick case
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) sum.add(kScaled ? scales[k] : 1.0f, rows[k]);
+        return;
+      }
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) {
+        sum.add(kScaled ? scales[k] : 1.0f, rows[k]);
+        const uint32_t end = kFloat32 ? tags[k] : tags[k] & ~kTagInitial;
+        if (end != 0) {
+          write(end - 1, sum);
+          sum = Row::zero();
+        }
+      }
+    };
+    const auto tags_of = [&](int number) { return (number * kGroup) & (kTags - 1); };
+
+    BagChunks<kLanes> chunks(batch, slots, range);
+    while (chunks.left()) {
+      const BagChunk chunk = chunks.template next<kScaled>(batch, slots, pooling.mean);
+      if (!chunk.good) {
+        for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, Row::zero());
+        break;
+      }
+      for (unsigned empty = chunk.empty; empty; empty &= empty - 1) {
+        write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, Row::zero());
+      }
+      const bool there = lane < chunk.count;
+      const bool has_row = there && static_cast<uint64_t>(chunk.slot - first_slot) < num_slots;
+      const char* address = nullptr;
+      if (has_row) {
+        const int64_t slot = chunk.slot - first_slot;
+        address = framed ? table.row(slot) : homes + slot * row_bytes;
+      }
+      const unsigned missing = tile.ballot(there && !has_row);
+      const int tag = (tags_of(group) + lane) & (kTags - 1);
+      __syncwarp(tile.mask());  // all have read those of the chunk before
+      ring.addresses[lane] = address;
+      ring.tags[tag] = !kFloat32 && (missing >> lane & 1) ? kTagInitial : 0;
+      if (kScaled) {
+        // Of the bags' ends those that are not behind the position: its bag.
+        int bag = 0;
+#pragma unroll
+        for (int step = kLanes / 2; step; step /= 2) {
+          if (tile.of_lane(chunk.end, bag + step - 1) <= lane) bag += step;
+        }
+        float scale = tile.of_lane(chunk.mean_scale, bag);
+        if (pooling.weights != nullptr && there) scale *= pooling.weights[chunk.at + lane];
+        ring.scales[tag] = scale;
+      }
+      __syncwarp(tile.mask());
+      if ((chunk.done & ~chunk.empty) >> lane & 1) {
+        uint32_t& its = ring.tags[(tags_of(group) + chunk.end - 1) & (kTags - 1)];
+        its = (kFloat32 ? 0 : its) | static_cast<uint32_t>(chunk.bag + lane + 1);
+      }
+      __syncwarp(tile.mask());
+      for (int first = 0; first < chunk.count; first += kGroup) {
+        if (under_way == kGroups) {
+          wait_for_copies<kGroups - 1>();
+          finish(place, tags_of(group - kGroups));
+        } else {
+          ++under_way;
+        }
+        float4(&rows)[kGroup][kLanes] = ring.rows[place];
+        if (first + kGroup <= chunk.count && (missing >> first & ((1u << kGroup) - 1)) == 0) {
+          const char* from[kGroup];
+#pragma unroll
+          for (int k = 0; k < kGroup; k += 2) {
+            const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&ring.addresses[first + k]);
+            from[k] = reinterpret_cast<const char*>(two.x);
+            from[k + 1] = reinterpret_cast<const char*>(two.y);
           }
-          add(source, row);
-        }
-        continue;
-      }
-      for (int group = 0; group < count; group += kAhead) {
-        Columns<4> row[kAhead];
+          if (mine) {
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          const char* from = row_of_lane(position, group + k);
-          row[k] = Columns<4>::zero();
-          if (group + k >= count || !mine) continue;
-          // Through L1, which serves hot rows.
-          row[k] = kFloat32 ? Columns<4>::load(reinterpret_cast<const float*>(from) + column)
-                            : Columns<4>::load(table.rows.type, from, column);
+            for (int k = 0; k < kGroup; ++k) {
+              copy_columns<kFloat32>(&rows[k][lane], from[k] + row_offset, type);
+            }
+          }
+        } else {
+#pragma unroll 1
+          for (int k = 0; k < kGroup; ++k) {
+            Row row = Row::zero();
+            if (mine && missing >> (first + k) & 1) {
+              row = Row::initial(table.initial_rows, batch.ids[chunk.at + first + k],
+                                 table.column_offset + column);
+            } else if (mine && first + k < chunk.count) {
+              copy_columns<kFloat32>(&rows[k][lane], ring.addresses[first + k] + row_offset, type);
+              continue;
+            }
+            row.store(reinterpret_cast<float*>(&rows[k][lane]));
+          }
         }
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) add(group + k, row[k]);
+        end_copies();
+        ++group;
+        place = place + 1 == kGroups ? 0 : place + 1;
       }
     }
+    wait_for_copies<0>();
+    for (; under_way > 0; --under_way) {
+      const int before = place - under_way;
+      finish(before < 0 ? before + kGroups : before, tags_of(group - under_way));
+    }
+    __syncwarp(tile.mask());
   }
 }
 
 template <int kLanes>
 void launch(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
             Output<char> out, const GroupShape& shape, cudaStream_t stream) {
-  const BagTiling tiling(batch, kLanes);
+  // Neighbouring bags share what a tile waits for at first; yet there should be some tiles for
+  // each that has room at a time.
+  int device = 0, processors = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  constexpr int kTilesOfProcessor = kPoolBlocks * kPoolThreads / kLanes;
+  constexpr int kRounds = 8;
+  const int64_t positions = batch.num_ids / (kTilesOfProcessor * kRounds * processors);
+  const int64_t chunks = std::clamp<int64_t>(positions / kLanes, 1, kMostChunks);
+  const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   const bool float32_out = out.type == RowType::kFloat32;
   const auto kernel = !shape.float32_rows ? pool_tiles_kernel<kLanes, true, false, false>
                       : !float32_out      ? pool_tiles_kernel<kLanes, true, true, false>
                       : scaled            ? pool_tiles_kernel<kLanes, true, true, true>
                                           : pool_tiles_kernel<kLanes, false, true, true>;
-  kernel<<<grid_for(tiling.tiles(batch) * kLanes), kThreads, 0, stream>>>(tables, batch, slots,
-                                                                          pooling, out, tiling);
+  const int64_t threads = tiling.tiles(batch) * kLanes;
+  const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
+  kernel<<<blocks, kPoolThreads, 0, stream>>>(tables, batch, slots, pooling, out, tiling);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

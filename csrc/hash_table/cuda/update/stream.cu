@@ -8,10 +8,12 @@
 // position a lane, and through a chunk in windows of some neighbouring positions. A window's
 // gradients, and the rows of the runs that end in it, are on their way while the window before is
 // added up and its rows are updated. What is computed once a row, the division and the root above
-// all, is computed for four rows at once.
+// all, is computed for four rows at once. Pieces of hot ids have a way of their own
+// (dense_pieces.cuh).
 #include "common/cuda_check.h"
+#include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/offsets.cuh"
-#include "hash_table/cuda/update/async_copy.cuh"
+#include "hash_table/cuda/update/dense_pieces.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
 #include "hash_table/cuda/update/stream_tasks.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
 #endif
   const Pairs& sorted = scratch.pairs.pairs;
   const auto n = static_cast<uint32_t>(update.batch.num_ids);
-  const Tasks tasks(*scratch.long_runs.pieces, n);
+  const Tasks tasks(*scratch.long_runs.pieces, update.batch);
   const uint32_t workers = gridDim.x * kStreamWarps;
 
   // Two stages take turns. A window waits in one while the next one's copies begin in the other.
@@ -326,6 +328,12 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
     const uint64_t key = sorted.key_of(place.pair);
     const uint32_t value = sorted.value_of(place.pair);
     const uint32_t piece = task.piece;
+    if (task.dense) {
+      add_dense_piece<Element, kScaled>(tables, update, scratch, task, place.pair);
+      task.begin(__shfl_sync(kAllLanes, task.following, 0), tasks, workers, n, scratch);
+      if (task.number < tasks.number) place = Place::load(sorted, task.at + lane, n);
+      continue;
+    }
     unsigned active, end_mask;
     bool more;
     if (piece != kNoPiece) {

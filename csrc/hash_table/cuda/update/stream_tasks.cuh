@@ -17,9 +17,15 @@ constexpr uint32_t kNoPiece = ~0u;
 struct Tasks {
   uint32_t pieces, number;  // number: of all tasks
   uint32_t share;           // of pieces among the tasks that have some, times 2^32
+  // A run of so many positions is dense: where an id stands in a feature's bags, it stands in them
+  // twice, on average, or more.
+  uint32_t dense_length;
 
-  __device__ __forceinline__ Tasks(uint32_t of_pieces, uint32_t positions)
-      : pieces(of_pieces), number(of_pieces + (positions + kSegment - 1) / kSegment) {
+  __device__ __forceinline__ Tasks(uint32_t of_pieces, const Batch& batch)
+      : pieces(of_pieces),
+        number(of_pieces + (static_cast<uint32_t>(batch.num_ids) + kSegment - 1) / kSegment),
+        dense_length(2 * (static_cast<uint32_t>(batch.num_bags) /
+                          static_cast<uint32_t>(batch.num_features))) {
     // A piece is of a run of more than kLongest positions, so there are more segments than pieces,
     // and the share is below 1. It is rounded down; the last one of the tasks makes up for that.
     static_assert(kLongest >= 4 * kSegment);
@@ -40,12 +46,13 @@ struct Task {
   uint32_t following;  // the warp's next one, as lane 0 knows
   uint32_t piece;      // or kNoPiece
   uint32_t at, end;    // its next chunk; where it ends
+  bool dense;          // it is a piece of a dense run
   bool carried;        // the chunk begins in a run that the segment has begun
 
   __device__ __forceinline__ void begin(uint32_t numbered, const Tasks& tasks, uint32_t workers,
                                         uint32_t n, const Scratch& scratch) {
     number = numbered;
-    carried = false;
+    carried = dense = false;
     piece = kNoPiece;
     if (number >= tasks.number) return;
     if (threadIdx.x % kWarp == 0) following = workers + atomicAdd(scratch.ticket, 1u);
@@ -54,6 +61,7 @@ struct Task {
       piece = before;
       const LongRun& run = scratch.long_runs.runs[scratch.long_runs.run_of[piece]];
       const uint32_t from = (piece - run.first_piece) * static_cast<uint32_t>(kPieceSize);
+      dense = run.length >= tasks.dense_length;
       at = run.first + from;
       end = at + min(run.length - from, static_cast<uint32_t>(kPieceSize));
     } else {

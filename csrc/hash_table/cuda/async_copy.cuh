@@ -27,6 +27,13 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                  : "memory");
   }
 }
+// The same through L1. kBytes: 4, 8 or 16.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_cached(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
+               "n"(kBytes)
+               : "memory");
+}
 // Ends a group of the lane's copies.
 __device__ __forceinline__ void end_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -1,0 +1,90 @@
+// The positions of neighbouring bags in chunks, as a tile of lanes works through them.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/offsets.cuh"
+#include "hash_table/cuda/pool/bag_tile.cuh"
+#include "hash_table/cuda/tile.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// A chunk: positions that follow each other, at most one a lane, of bags of which there are at most
+// as many. A lane knows of the position with its number, and of the bag with its number.
+struct BagChunk {
+  int64_t at;      // its first position
+  int32_t count;   // of positions
+  int32_t bag;     // its first bag, counted from the tile's first
+  unsigned done;   // bit i: bag i ends in the chunk, or with it
+  unsigned empty;  // of these, those without positions
+  int32_t end;     // of the lane's bag, counted from the first position; at most one a lane, and 1
+  int64_t slot;    // of the lane's position
+  float mean_scale;  // of the lane's bag
+  bool good;  // bags' offsets can be followed; otherwise the tile's bags from here on can't be
+};
+
+// A tile's bags, chunk by chunk. What tells of the next chunk is under way while the tile works on
+// one.
+template <int kLanes>
+struct BagChunks : Tile<kLanes> {
+  using Tile<kLanes>::lane;
+  using Tile<kLanes>::of_lane;
+  using Tile<kLanes>::ballot;
+
+  const int64_t* offsets;  // of the tile's first bag
+  int64_t first;           // its number
+  int32_t bags;
+  int32_t bag;  // the first one that is not done
+  int64_t bag_begins;
+  int64_t at;          // the next position
+  int64_t ends, slot;  // on their way: of the lane's bag and position
+
+  __device__ __forceinline__ BagChunks(const Batch& batch, const int64_t* __restrict__ slots,
+                                       const BagRange& range)
+      : offsets(batch.offsets + range.first), first(range.first), bags(range.bags), bag(0) {
+    at = bag_begins = offsets[0];
+    load(batch, slots);
+  }
+  __device__ __forceinline__ bool left() const { return bag < bags; }
+
+  // Reports bags whose offsets can't be followed.
+  template <bool kMean>
+  __device__ __forceinline__ BagChunk next(const Batch& batch, const int64_t* __restrict__ slots,
+                                           bool mean) {
+    BagChunk chunk;
+    const int32_t there = min(kLanes, bags - bag);
+    const int64_t before = __shfl_up_sync(Tile<kLanes>::mask(), ends, 1, kLanes);
+    const int64_t starts = lane() == 0 ? bag_begins : before;
+    const bool is_bag = lane() < there;
+    const int64_t number = first + bag + lane();
+    const bool bad = is_bag && is_bad_bag(batch, number, starts, ends);
+    chunk.good = ballot(bad) == 0;
+    if (bad) refuse_bag(batch, number, starts, ends);
+    chunk.at = at;
+    chunk.bag = bag;
+    chunk.slot = slot;
+    const int64_t length = ends - at;
+    chunk.end = length > kLanes ? kLanes + 1 : static_cast<int32_t>(length);
+    chunk.count = min(kLanes, of_lane(chunk.end, there - 1));
+    chunk.done = ballot(is_bag && chunk.end <= chunk.count);
+    chunk.empty = ballot(ends == starts) & chunk.done;
+    chunk.mean_scale =
+        kMean && mean && ends > starts ? 1.0f / static_cast<float>(ends - starts) : 1.0f;
+    const int32_t done = __popc(chunk.done);
+    if (done > 0) bag_begins = of_lane(ends, done - 1);
+    bag += done;
+    at += chunk.count;
+    if (left()) load(batch, slots);
+    return chunk;
+  }
+
+ private:
+  // Whatever offsets are, reads only what is there.
+  __device__ __forceinline__ void load(const Batch& batch, const int64_t* __restrict__ slots) {
+    ends = offsets[min(bag + lane(), bags - 1) + 1];
+    const int64_t mine = at + lane();
+    slot = mine >= 0 && mine < batch.num_ids ? slots[mine] : kNoSlot;
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table::cuda
