@@ -82,11 +82,13 @@ def test_one_of_another_kind_of_device_is_refused():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content.update(format=2),
+        lambda content: content.update(format=1),
         lambda content: content.pop("device"),
         lambda content: content.update(constants_ms={"hkv": []}),
         lambda content: content["constants_ms"]["hkv"][0].update(forward={"ids": -1}),
         lambda content: content.update(threads=None),
+        lambda content: content.update(stages_ms={"input_dist": {"fixed": 1.0}}),
+        lambda content: content.update(stages_ms={"0": {}}),
     ],
 )
 def test_another_file_is_refused_by_name(tmp_path, change):
@@ -109,6 +111,16 @@ def test_so_is_what_is_no_calibration_at_all(tmp_path, text):
 def test_so_is_a_missing_one(tmp_path):
     with pytest.raises(ValueError, match="can't be read: No such file"):
         _times(calibration=tmp_path / "c.json")
+
+
+def test_parts_of_a_step_are_those_of_the_nearest_number_of_ranks(tmp_path):
+    parts = {ranks: {"input_dist": {"fixed": float(ranks)}} for ranks in (1, 4)}
+    made = dataclasses.replace(calibration(hkv=0.1), stages=parts)
+    made.save(tmp_path / "c.json")
+    read = Calibration.load(tmp_path / "c.json")
+    assert read == made
+    assert [read.stages_of(ranks) for ranks in (1, 3, 64)] == [parts[1], parts[4], parts[4]]
+    assert calibration(hkv=0.1).stages_of(2) == {}
 
 
 def test_unknown_kernels_are_refused():

@@ -59,8 +59,13 @@ class PerfEstimator(ShardEstimator):
         self._choices = choices
         self._measured = {} if calibration is None else calibration.constants
         rate = None if calibration is None else calibration.exchange
-        #: Of TorchRec's estimates of exchanges, which go by the topology's bandwidth within a host.
-        self._exchange = 1.0 if rate is None else topology.intra_host_bw / rate
+        #: By which TorchRec's estimates of exchanges are multiplied, which go by the topology's
+        #: bandwidth within a host; None: not at all. One rank exchanges nothing.
+        self._exchange: float | None = None
+        if topology.world_size == 1:
+            self._exchange = 0.0
+        elif rate is not None and topology.world_size <= topology.local_world_size:
+            self._exchange = topology.intra_host_bw / rate
         self._stock = self._estimator(topology, constraints, EmbeddingPerfEstimatorConfig())
         self._by_backend: dict[str, ShardEstimator] = {}
         for name in {name for choice in choices.values() for name in choice.backends}:
@@ -104,7 +109,7 @@ class PerfEstimator(ShardEstimator):
                 for option in ours:
                     fused_params = sharder_fused_params(option, args, kwargs)
                     _set_times(option, self._backend_times(option, fused_params))
-        if self._topology.world_size <= self._topology.local_world_size:
+        if self._measured and self._exchange is not None:
             for option in sharding_options:
                 _scale_exchanges(option, self._exchange)
 
@@ -181,12 +186,13 @@ def _set_times(option: ShardingOption, times: list[StepTime]) -> None:
 
 def _scale_exchanges(option: ShardingOption, factor: float) -> None:
     for shard in option.shards:
-        if shard.perf is not None:
-            # The backward's has a copy in memory besides, which is no exchange; it sends back as
-            # much as the forward has sent.
-            shard.perf.bwd_comms += shard.perf.fwd_comms * (factor - 1)
-            shard.perf.fwd_comms *= factor
-            shard.perf.input_dist_comms *= factor
+        if (perf := shard.perf) is not None:
+            perf.input_dist_comms *= factor
+            perf.fwd_comms *= factor
+            # The backward sends back what the forward has sent. TorchRec counts a copy of it
+            # besides, several times as long as what is left of it (:mod:`.sharding.output_dist`).
+            # Replicated tables only have an exchange of gradients.
+            perf.bwd_comms = perf.fwd_comms if perf.fwd_comms else perf.bwd_comms * factor
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
