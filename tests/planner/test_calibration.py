@@ -12,6 +12,7 @@ from torchrec import EmbeddingBagConfig
 from tests.support.calibrations import calibration
 from tests.support.models import make_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
+from torchrec_hkv.backends.constants import Constants, Fit
 from torchrec_hkv.planner import Calibration, default_path
 from torchrec_hkv.planner.calibration import VARIABLE, calibration_for
 
@@ -50,6 +51,30 @@ def test_the_planner_takes_a_calibration_or_its_file(tmp_path):
         times, group = _times(calibration=given)
         assert (times.fwd_compute, times.bwd_compute) == (pytest.approx(3.0), pytest.approx(3.0))
         assert (group.forward, group.backward) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("kernel", ["hkv", "fused"])
+def test_tables_share_caches(kernel):
+    """A small table beside a large one is read as the large one is."""
+    fits = tuple(Fit(size, {"ids": cost}, {}) for size, cost in ((1e3, 1e-3), (1e6, 5e-3)))
+    measured = dataclasses.replace(calibration(), constants={kernel: Constants(fits)})
+    times = {}
+    for large in (16, 1 << 20):
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=4, feature_names=[name])
+            for name, n in (("t", 16), ("u", large))
+        ]
+        constraint = ParameterConstraints(compute_kernels=[kernel], sharding_types=["table_wise"])
+        planner = EmbeddingShardingPlanner(
+            topology=topology(1, CPU),
+            batch_size=10,
+            constraints={"t": constraint, "u": constraint},
+            calibration=measured,
+        )
+        plan = planner.plan(make_model(tables), get_default_sharders()).plan["ebc"]
+        times[large] = [plan.reports[name].times[0].fwd_compute for name in "tu"]
+    assert times[1 << 20] == [pytest.approx(0.05), pytest.approx(0.05)]
+    assert max(times[16]) < 0.02
 
 
 def test_without_one_bandwidths_count():

@@ -58,6 +58,7 @@ class PerfEstimator(ShardEstimator):
         self._constraints = constraints
         self._choices = choices
         self._measured = {} if calibration is None else calibration.constants
+        self._rank_bytes = 0.0
         rate = None if calibration is None else calibration.exchange
         #: By which TorchRec's estimates of exchanges are multiplied, which go by the topology's
         #: bandwidth within a host; None: not at all. One rank exchanges nothing.
@@ -98,6 +99,7 @@ class PerfEstimator(ShardEstimator):
             args: what TorchRec hands on, which differs between its versions.
             kwargs: likewise.
         """
+        self._rank_bytes = self._bytes_of_a_rank(sharding_options) if self._measured else 0.0
         stock = [option for option in sharding_options if not is_ours(option)]
         self._stock.estimate(stock, *args, **kwargs)
         if FUSED in self._measured:
@@ -112,6 +114,23 @@ class PerfEstimator(ShardEstimator):
         if self._measured and self._exchange is not None:
             for option in sharding_options:
                 _scale_exchanges(option, self._exchange)
+
+    def _bytes_of_a_rank(self, options: list[ShardingOption]) -> float:
+        """Of tables on a rank on average, each as small as any of its options is: they share its
+        caches, so that a small table among others is read as a large one is."""
+        least: dict[tuple[str, str], int] = {}
+        for option in options:
+            counts = stock_table_bytes(option)
+            if is_ours(option):
+                backend = registry.get(option.backend)
+                kept = [
+                    backend.storage(shard, None, self._topology.compute_device)
+                    for shard in shards_of(option)
+                ]
+                counts = [part.hbm + part.host for part in kept]
+            key = (option.path, option.name)
+            least[key] = min(sum(counts), least.get(key, sum(counts)))
+        return sum(least.values()) / self._topology.world_size
 
     def group_time(self, kernel: str) -> StepTime | None:
         """What a group of tables on one kernel takes whatever is looked up; None where not known.
@@ -137,7 +156,7 @@ class PerfEstimator(ShardEstimator):
             times.append(
                 self._measured[option.backend].time(
                     backend.work(shard, optimizer, load, device_type),
-                    max(storage.hbm + storage.host, 1),
+                    max(storage.hbm + storage.host, self._rank_bytes, 1),
                 )
             )
         return times
@@ -172,7 +191,8 @@ class PerfEstimator(ShardEstimator):
         )
         return [
             self._measured[FUSED].time(
-                fused_work(load, shard.size[1], count, shard.size[0]), max(count, 1)
+                fused_work(load, shard.size[1], count, shard.size[0]),
+                max(count, self._rank_bytes, 1),
             )
             for shard, count in zip(option.shards, stock_table_bytes(option), strict=True)
         ]
