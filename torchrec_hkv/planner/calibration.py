@@ -84,17 +84,17 @@ class Calibration:
             timers: dict[int, StageTimer] = {}
             if FUSED in wanted:
                 timers = stack.enter_context(stage_timers(device))
-            # Before and after all else: the host is faster at some times than at others.
+            # In between, too: the host is faster at some times than at others.
             _measure_stages(timers, progress)
-            for name in wanted if is_leader() else ():
-                found = _constants(name, device, progress)
+            for name in wanted:
+                found = _constants(name, device, progress) if is_leader() else None
                 if found is not None:
                     constants[name] = found
-                elif names is not None:
+                elif names is not None and is_leader():
                     raise ValueError(
                         f"Backend {name!r} says of no table how it is to be calibrated."
                     )
-            _measure_stages(timers, progress)
+                _measure_stages(timers, progress)
             times = {ranks: timer.times() for ranks, timer in timers.items()}
         stages = {ranks: parts for ranks, (parts, _) in times.items()}
         if FUSED in constants:
