@@ -8,9 +8,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -75,39 +74,68 @@ class CsvFile:
 
     Args:
         path: the file; None writes nothing.
+        keys: columns that say what was measured. Rows of a file that is there are kept, but for
+            those with the same key on the same device, in whose place new ones go: a run may be of
+            a part. None: the file is written anew.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, keys: Sequence[str] | None = None) -> None:
         self._path = path
-        self._file: TextIO | None = None
-        self._writer: csv.DictWriter[str] | None = None
+        self._keys = None if keys is None else (*keys, "device")
+        self._rows: list[dict[str, str]] = []
 
     def __enter__(self) -> CsvFile:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w", newline="")
             self._about = describe()
+            if self._keys is not None and self._path.exists():
+                with self._path.open(newline="") as file:
+                    self._rows = list(csv.DictReader(file))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        pass
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Adds a row; all rows have the same columns."""
-        if self._file is None:
+        """Adds a row; all rows of a run have the same columns."""
+        if self._path is None:
             return
-        row = {**row, **self._about}
-        if self._writer is None:
-            self._writer = csv.DictWriter(self._file, fieldnames=list(row))
-            self._writer.writeheader()
-        self._writer.writerow(row)
-        self._file.flush()
+        # As a file has it, where it is compared with what comes from one.
+        new = {
+            name: "" if value is None else str(value)
+            for name, value in {**row, **self._about}.items()
+        }
+        self._rows = [*self._rows, new]
+        if self._keys is not None:
+            *rest, _ = self._rows
+            places = [at for at, old in enumerate(rest) if self._key(old) == self._key(new)]
+            if places:
+                self._rows = rest
+                self._rows[places[0]] = new
+        # Columns of rows that were there, and are no more, come last.
+        names = list(dict.fromkeys([*new, *(name for old in self._rows for name in old)]))
+        written = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with written.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=names, restval="")
+            writer.writeheader()
+            writer.writerows(self._rows)
+        written.replace(self._path)
+
+    def _key(self, row: Mapping[str, str]) -> tuple[str | None, ...]:
+        return tuple(row.get(name) for name in self._keys or ())
 
 
-def report(rows: Iterable[Mapping[str, object]], path: Path | None) -> None:
-    """Prints rows as they come, and writes them to a CSV file, where one is named."""
-    with CsvFile(path) as file:
+def report(
+    rows: Iterable[Mapping[str, object]], path: Path | None, keys: Sequence[str] | None = None
+) -> None:
+    """Prints rows as they come, and writes them to a CSV file, where one is named.
+
+    Args:
+        rows: of one run.
+        path: as :class:`CsvFile` takes it.
+        keys: likewise.
+    """
+    with CsvFile(path, keys) as file:
         for row in rows:
             print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             file.write(row)

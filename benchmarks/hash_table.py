@@ -37,6 +37,8 @@ _EVICT = (
 #: A call's ids, and which of them are in the table.
 Input = tuple[Tensor, Tensor]
 Call = Callable[[Input], object]
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("operation", "dim", "capacity", "load_factor", "present", "hbm_share", "power", "ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--power", type=float, default=0.0, help="of a power law; 0: uniform")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    report(measure(args), args.out)
+    report(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

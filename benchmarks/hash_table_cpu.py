@@ -30,6 +30,8 @@ from torchrec_hkv.hash_table import Uniform
 
 NAME, INITIALIZER = "table", Uniform(-0.05, 0.05)
 WARM_UP = 2
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("operation", "dim", "capacity", "load_factor", "present", "ids", "threads")
 
 
 def _timed(call: Callable[[Tensor], Tensor], ids: Tensor) -> tuple[float, float, Tensor]:
@@ -134,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    report(measure(args), args.out)
+    report(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

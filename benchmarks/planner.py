@@ -6,16 +6,21 @@
 Tables of one kernel are planned and sharded, and the parts of their steps are timed: lookup and
 backward, which the planner knows from measured constants, and the exchanges, of which it knows what
 they take without ids and a bandwidth. The backward is timed with the exchange of its gradients.
-Times are of rank 0: on a GPU the medians of the device's, on a CPU the least (with one thread on
-one rank of processor time). Bytes are the tables' own counts, and on a GPU what PyTorch's allocator
-gave, in all and at the peak of a step. Ratios are of what was predicted to what was measured. At
-the end it says how many steps were within 25 % and how many tables' bytes within 5 %.
+All tables are there at once (60 GB by default on one GPU), and all rows take turns of a few steps
+each: much of a step is the host's time, which is faster at some times than at others. Times are of
+rank 0: on a GPU the medians of the device's, on a CPU the least (with one thread on one rank of
+processor time); of whole steps quartiles are there, too. Bytes are the tables' own counts, and on a
+GPU what PyTorch's allocator gave, in all and at the peak of a step. Ratios are of what was
+predicted to what was measured. At the end it says how many steps were within 25 % and how many
+tables' bytes within 5 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +33,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -44,11 +50,15 @@ from torchrec_hkv.planner.report import ReportedModulePlan
 
 PARTS = ("input_dist", "forward", "output_dist", "backward")
 WARM_UP = 5
+#: Timed steps of a turn, and those before them.
+TURN, AGAIN_WARM = 5, 2
 #: Ids of a bag of the batches that fill hash tables.
 FILL_BAG = 64
 #: Names, ids of a bag, and the power of the law that ids follow (0: all alike).
 STREAMS = (("uniform_1", 1, 0.0), ("uniform_8", 8, 0.0), ("power_law_8", 8, 1.05))
 HIDING_CYCLES = 10_000_000
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("kernel", "sharding", "ranks", "tables", "rows", "dim", "batch", "stream", "threads")
 
 
 def draw(count: int, rows: int, power: float, device: torch.device) -> Tensor:
@@ -64,12 +74,8 @@ def frequencies(rows: int, power: float) -> IdFrequencies:
     return IdFrequencies.of_ids(draw(min(1 << 24, 20 * rows), rows, power, torch.device("cpu")))
 
 
-def plan_and_shard(
-    args: argparse.Namespace, kernel: str, dim: int, stream: tuple[str, int, float]
-) -> tuple[DistributedModelParallel, ReportedModulePlan]:
-    """A collection of tables on one kernel."""
-    _, bag, power = stream
-    device = args.device
+def make_collection(args: argparse.Namespace, kernel: str, dim: int) -> EmbeddingBagCollection:
+    """Tables that one kernel is to serve."""
     tables = [
         EmbeddingBagConfig(
             name=f"t{t}",
@@ -84,6 +90,17 @@ def plan_and_shard(
     ]
     model = EmbeddingBagCollection(tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 1e-3})
+    return model
+
+
+def plan_for(
+    args: argparse.Namespace,
+    model: EmbeddingBagCollection,
+    kernel: str,
+    stream: tuple[str, int, float],
+) -> ShardingPlan:
+    """How they are sharded, and what the planner says of a stream."""
+    _, bag, power = stream
     constraint = ParameterConstraints(
         compute_kernels=[kernel],
         sharding_types=["table_wise" if kernel == "tt" else args.sharding_type],
@@ -91,18 +108,13 @@ def plan_and_shard(
         options=TTOptions(ranks=args.tt_rank) if kernel == "tt" else None,
         frequencies=frequencies(args.rows, power) if power else None,
     )
-    sharders = get_default_sharders()
-    world_size = dist.get_world_size()
-    topology = Topology(world_size=world_size, compute_device=device.type)
     planner = EmbeddingShardingPlanner(
-        topology=topology,
+        topology=Topology(world_size=dist.get_world_size(), compute_device=args.device.type),
         batch_size=args.batch,
-        constraints={table.name: constraint for table in tables},
+        constraints={config.name: constraint for config in model.embedding_bag_configs()},
         calibration=args.calibration,
     )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
-    return sharded, plan.plan[""]
+    return planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
 
 
 def keyed(args: argparse.Namespace, ids: list[Tensor], bag: int) -> KeyedJaggedTensor:
@@ -204,59 +216,131 @@ def local_bytes(tensor: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
+@dataclasses.dataclass
+class Case:
+    """What is a row in the end.
+
+    Attributes:
+        kernel: that serves the tables.
+        dim: their columns.
+        stream: of ids, one of :data:`STREAMS`.
+        plan: for this stream.
+        module: the tables, sharded.
+        allocated: bytes that PyTorch's allocator gave for them.
+        times: of the parts of each step.
+        peak: bytes that a step took besides, at most.
+    """
+
+    kernel: str
+    dim: int
+    stream: tuple[str, int, float]
+    plan: ReportedModulePlan
+    module: Any
+    allocated: int
+    times: list[list[float]] = dataclasses.field(default_factory=list)
+    peak: int = 0
+
+
+def make_cases(args: argparse.Namespace) -> list[Case]:
+    """Plans all, shards the tables of each kernel and dim, and fills hash tables."""
+    cases = []
+    for kernel, dim in itertools.product(args.kernels, args.dims):
+        model = make_collection(args, kernel, dim)
+        plans = [plan_for(args, model, kernel, stream) for stream in STREAMS]
+        before = allocated(args.device)
+        module = DistributedModelParallel(
+            model, device=args.device, plan=plans[0], sharders=get_default_sharders()
+        ).module
+        if kernel == "hkv":
+            fill(module, args)
+        held = allocated(args.device) - before
+        cases += [
+            Case(kernel, dim, stream, plan.plan[""], module, held)
+            for stream, plan in zip(STREAMS, plans, strict=True)
+        ]
+    return cases
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that PyTorch's allocator has given of a GPU."""
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def take_turns(args: argparse.Namespace, cases: list[Case]) -> None:
+    """Times some steps of each case, round by round."""
+    for case in cases:
+        run_steps(args, case, WARM_UP, are_timed=False)
+    for first in range(0, args.steps, TURN):
+        for case in cases:
+            # Another case's ids and code are in caches.
+            run_steps(args, case, AGAIN_WARM, are_timed=False)
+            run_steps(args, case, min(TURN, args.steps - first), are_timed=True)
+
+
+def run_steps(args: argparse.Namespace, case: Case, count: int, are_timed: bool) -> None:
+    """Steps of a case one after the other, on batches of their own."""
+    _, bag, power = case.stream
+    on_gpu, clock = args.device.type == "cuda", Clock(args.device)
+    for _ in range(count):
+        drawn = args.batch * bag
+        ids = [draw(drawn, args.rows, power, args.device) for _ in range(args.tables)]
+        features, before = keyed(args, ids, bag), allocated(args.device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        took = step(case.module, features, clock)
+        if are_timed:
+            case.times.append(took)
+            if on_gpu:
+                case.peak = max(case.peak, torch.cuda.max_memory_allocated() - before)
+
+
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """One row a kernel, dim and stream."""
+    on_gpu = args.device.type == "cuda"
+    cases = make_cases(args)
+    take_turns(args, cases)
+    for case in cases:
+        yield row_of(args, case, statistics.median if on_gpu else min)
+
+
+def row_of(
+    args: argparse.Namespace, case: Case, typical: Callable[[list[float]], float]
+) -> dict[str, object]:
+    """What was predicted of a case, and measured."""
     rank, on_gpu = dist.get_rank(), args.device.type == "cuda"
-    typical: Callable[[list[float]], float] = statistics.median if on_gpu else min
-    for kernel in args.kernels:
-        for dim in args.dims:
-            for stream in STREAMS:
-                name, bag, power = stream
-                before = torch.cuda.memory_allocated() if on_gpu else 0
-                model, plan = plan_and_shard(args, kernel, dim, stream)
-                module = model.module
-                if kernel == "hkv":
-                    fill(module, args)
-                clock, times = Clock(args.device), []
-                for turn in range(args.steps + WARM_UP):
-                    if turn == WARM_UP and on_gpu:
-                        torch.cuda.reset_peak_memory_stats()
-                    count = args.batch * bag
-                    ids = [draw(count, args.rows, power, args.device) for _ in range(args.tables)]
-                    took = step(module, keyed(args, ids, bag), clock)
-                    if turn >= WARM_UP:
-                        times.append(took)
-                row: dict[str, object] = {
-                    "kernel": kernel,
-                    "sharding": next(iter(plan.reports.values())).sharding_type,
-                    "ranks": dist.get_world_size(),
-                    "tables": args.tables,
-                    "rows": args.rows,
-                    "dim": dim,
-                    "batch": args.batch,
-                    "stream": name,
-                    "threads": torch.get_num_threads(),
-                }
-                measured = dict(zip(PARTS, map(typical, zip(*times, strict=True)), strict=True))
-                said = plan.step_times(rank)
-                for part in PARTS:
-                    row[f"{part}_predicted_ms"] = round(said[part], 4)
-                    row[f"{part}_ms"] = round(measured[part], 4)
-                for part in ("forward", "backward"):
-                    row[f"{part}_ratio"] = round(said[part] / measured[part], 3)
-                row["step_ratio"] = round(sum(said.values()) / sum(measured.values()), 3)
-                row["table_bytes_predicted"] = sum(
-                    part.hbm + part.host
-                    for table in plan.reports.values()
-                    for owner, part in zip(table.ranks, table.bytes, strict=True)
-                    if owner == rank
-                )
-                row["table_bytes"] = table_bytes(module, kernel)
-                row["bytes_ratio"] = round(row["table_bytes_predicted"] / row["table_bytes"], 4)
-                row["allocated_bytes"] = torch.cuda.memory_allocated() - before if on_gpu else ""
-                row["peak_bytes"] = torch.cuda.max_memory_allocated() - before if on_gpu else ""
-                yield row
-                del model, module
+    row: dict[str, object] = {
+        "kernel": case.kernel,
+        "sharding": next(iter(case.plan.reports.values())).sharding_type,
+        "ranks": dist.get_world_size(),
+        "tables": args.tables,
+        "rows": args.rows,
+        "dim": case.dim,
+        "batch": args.batch,
+        "stream": case.stream[0],
+        "threads": torch.get_num_threads(),
+    }
+    measured = dict(zip(PARTS, map(typical, zip(*case.times, strict=True)), strict=True))
+    said = case.plan.step_times(rank)
+    for part in PARTS:
+        row[f"{part}_predicted_ms"] = round(said[part], 4)
+        row[f"{part}_ms"] = round(measured[part], 4)
+    for part in ("forward", "backward"):
+        row[f"{part}_ratio"] = round(said[part] / measured[part], 3)
+    row["step_ratio"] = round(sum(said.values()) / sum(measured.values()), 3)
+    for name, of_four in (("q1", 0), ("q3", 2)):
+        quartiles = statistics.quantiles(map(sum, case.times), n=4)
+        row[f"step_{name}_ms"] = round(quartiles[of_four], 4)
+    row["table_bytes_predicted"] = sum(
+        part.hbm + part.host
+        for table in case.plan.reports.values()
+        for owner, part in zip(table.ranks, table.bytes, strict=True)
+        if owner == rank
+    )
+    row["table_bytes"] = table_bytes(case.module, case.kernel)
+    row["bytes_ratio"] = round(row["table_bytes_predicted"] / row["table_bytes"], 4)
+    row["allocated_bytes"] = case.allocated if on_gpu else ""
+    row["peak_bytes"] = case.allocated + case.peak if on_gpu else ""
+    return row
 
 
 def summed_up(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -294,7 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     with joined_ranks(args.device, minutes=5):
-        report_once(summed_up(measure(args)), args.out)
+        report_once(summed_up(measure(args)), args.out, KEYS)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,15 +52,18 @@ def joined_ranks(device: torch.device, minutes: float | None = None) -> Iterator
         dist.destroy_process_group()
 
 
-def report_once(rows: Iterable[Mapping[str, object]], path: Path | None) -> None:
+def report_once(
+    rows: Iterable[Mapping[str, object]], path: Path | None, keys: Sequence[str] | None = None
+) -> None:
     """Has rank 0 report what all ranks measure together; returns when all have.
 
     Args:
         rows: as :func:`benchmarks.environment.report` takes them, equally many on each rank.
         path: likewise.
+        keys: likewise.
     """
     if dist.get_rank() == 0:
-        report(rows, path)
+        report(rows, path, keys)
     else:
         for _ in rows:
             pass

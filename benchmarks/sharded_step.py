@@ -57,6 +57,20 @@ SIDES = ("stock", "hkv")
 BATCHES = 4
 #: Coprime to numbers of rows here: frequent ids lie all over the table, not in its first block.
 _PRIME = 2654435761
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = (
+    "what",
+    "stream",
+    "ranks",
+    "tables",
+    "rows",
+    "dim",
+    "batch",
+    "bag",
+    "load",
+    "num_groups",
+    "wire_dtype",
+)
 
 
 def stock_sharder(wire_dtype: str) -> EmbeddingBagCollectionSharder:
@@ -285,7 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.rows = args.rows or (1_000_000 if on_gpu else 20_000)
     args.batch = args.batch or (8192 if on_gpu else 256)
     with joined_ranks(args.device, minutes=2):
-        report_once(measure(args), args.out)
+        report_once(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ from benchmarks.timing import median_ms
 from torchrec_hkv import HashTable
 from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("operation", "tables", "dims", "capacity", "load_factor", "present", "ids")
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -195,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.75])
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
-    report(measure(args), args.out)
+    report(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ try:
     HAS_FBGEMM = True
 except ImportError:
     HAS_FBGEMM = False
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("workload", "ids", "rank", "precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU; benchmarks.tensor_train_cpu needs none.")
-    report(_rows(args), args.out)
+    report(_rows(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

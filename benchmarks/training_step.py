@@ -51,6 +51,8 @@ OPTIMIZERS = {
     "rowwise_adagrad": (RowWiseAdagrad(eps=1e-8), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
     "adam": (AdamW(eps=1e-8), EmbOptimType.ADAM),
 }
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("workload", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +301,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args()
-    report(measure(args), args.out)
+    report(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ OPTIMIZERS = {
 }
 #: Name, ids a bag, power of their law (0: uniform).
 STREAMS = [("uniform", 10, 0.0), ("power law", 10, 1.05), ("one id a bag", 1, 0.0)]
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("optimizer", "stream", "tables", "rows", "dim", "batch", "ids_per_bag", "threads")
 
 
 def make_fbgemm(args: argparse.Namespace, optimizer: str) -> SplitTableBatchedEmbeddingBagsCodegen:
@@ -193,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    report(measure(args), args.out)
+    report(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

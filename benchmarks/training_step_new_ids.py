@@ -22,6 +22,8 @@ from benchmarks.environment import report
 from benchmarks.training_step import OPTIMIZERS, WORKLOADS, HashTables, Workload, milliseconds
 
 STEPS = 20
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("workload", "optimizer", "deterministic", "load", "new")
 
 
 def full_tables(
@@ -112,7 +114,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="in deterministic mode")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args()
-    report(measure(args), args.out)
+    report(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from benchmarks.training_step import HashTables, Workload, make_fbgemm, millisec
 
 STEPS = 20
 WARM_STEPS = 60
+#: Of the rows of a file: what a run measures anew is replaced.
+KEYS = ("side", "rows", "hbm_share", "power")
 
 
 def moved(tables: HashTables) -> dict[str, int]:
@@ -75,7 +77,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=["hkv", "fbgemm"], default=["hkv", "fbgemm"])
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args()
-    report(measure(args), args.out)
+    report(measure(args), args.out, KEYS)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 import torch
 
-from torchrec_hkv.backends.constants import FIXED, Constants, Fit, Sample, fit_constants
+from torchrec_hkv.backends.constants import (
+    FIXED,
+    Constants,
+    Fit,
+    Sample,
+    fit_constants,
+    fitted,
+)
 from torchrec_hkv.backends.workload import StepTime, Work
 
 _FORWARD = {"ids": 2e-5, "bytes": 3e-7, "unused": 0.0}
@@ -100,3 +108,30 @@ def test_a_fit_is_what_it_was_made_of():
     fit = Fit(4.0, {"ids": 2.0, FIXED: 7.0}, {"ids": 3.0, FIXED: 9.0})
     took = Constants((fit,)).time(Work({"ids": 10.0, "other": 5.0}, {"ids": 1.0}), 99.0)
     assert (took.forward, took.backward) == (20.0, 3.0)
+
+
+def test_the_best_of_all_sets_of_constants():
+    """As trying all of them finds it, also where work comes in proportion."""
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(20):
+        counts = torch.rand(9, 4, generator=generator, dtype=torch.float64)
+        counts[:, 3] = 2 * counts[:, 0] + 1e-3 * counts[:, 1]
+        took = torch.rand(9, generator=generator, dtype=torch.float64) + 0.2
+        names = "abcd"
+        found = fitted(
+            [dict(zip(names, row.tolist(), strict=True)) for row in counts], took.tolist()
+        )
+        columns = torch.cat([counts, torch.ones(9, 1)], dim=1) / took[:, None]
+        values = torch.tensor([found[name] for name in (*names, FIXED)], dtype=torch.float64)
+        error = float((columns @ values - 1).square().sum())
+        errors = []
+        for number in range(1, 6):
+            for chosen in itertools.combinations(range(5), number):
+                own = columns[:, chosen]
+                solution = torch.linalg.lstsq(
+                    own, torch.ones(9, 1).double(), driver="gelsd"
+                ).solution
+                if (solution >= 0).all():
+                    errors.append(float((own @ solution - 1).square().sum()))
+        assert min(values) >= 0
+        assert error == pytest.approx(min(errors), rel=1e-6)

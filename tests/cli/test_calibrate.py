@@ -30,7 +30,9 @@ def toy_cases(monkeypatch):
             optimizer=OptimizerSpec("sgd"),
             batches=(Batch(8, 1), Batch(64, 1), Batch(256, 1), Batch(64, 4), Batch(64, 4, 4.0)),
             size=1e4,
+            tables=tables,
         )
+        for tables in (1, 3)
     ]
     toy = registry.get("toy")
     monkeypatch.setattr(type(toy), "calibration_cases", lambda self, device_type: cases)
@@ -46,7 +48,7 @@ def test_a_backend_of_ones_own(toy_cases, tmp_path, capsys):
         torch.set_num_threads(threads)
     out, err = capsys.readouterr()
     assert json.loads(out)["file"] == str(path)
-    assert "toy: 300 rows of 4, sgd" in err
+    assert err.count("toy: 300 rows of 4, sgd") == 2
     measured = Calibration.load(path)
     assert (measured.device_type, measured.threads) == ("cpu", 1)
     (fit,) = measured.constants["toy"].fits

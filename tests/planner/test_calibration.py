@@ -12,6 +12,7 @@ from torchrec import EmbeddingBagConfig
 from tests.support.calibrations import calibration
 from tests.support.models import make_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
+from torchrec_hkv.backends.constants import Constants, Fit
 from torchrec_hkv.planner import Calibration, default_path
 from torchrec_hkv.planner.calibration import VARIABLE, calibration_for
 
@@ -52,6 +53,30 @@ def test_the_planner_takes_a_calibration_or_its_file(tmp_path):
         assert (group.forward, group.backward) == (0.25, 0.5)
 
 
+@pytest.mark.parametrize("kernel", ["hkv", "fused"])
+def test_tables_share_caches(kernel):
+    """A small table beside a large one is read as the large one is."""
+    fits = tuple(Fit(size, {"ids": cost}, {}) for size, cost in ((1e3, 1e-3), (1e6, 5e-3)))
+    measured = dataclasses.replace(calibration(), constants={kernel: Constants(fits)})
+    times = {}
+    for large in (16, 1 << 20):
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=4, feature_names=[name])
+            for name, n in (("t", 16), ("u", large))
+        ]
+        constraint = ParameterConstraints(compute_kernels=[kernel], sharding_types=["table_wise"])
+        planner = EmbeddingShardingPlanner(
+            topology=topology(1, CPU),
+            batch_size=10,
+            constraints={"t": constraint, "u": constraint},
+            calibration=measured,
+        )
+        plan = planner.plan(make_model(tables), get_default_sharders()).plan["ebc"]
+        times[large] = [plan.reports[name].times[0].fwd_compute for name in "tu"]
+    assert times[1 << 20] == [pytest.approx(0.05), pytest.approx(0.05)]
+    assert max(times[16]) < 0.02
+
+
 def test_without_one_bandwidths_count():
     times, group = _times()
     assert 0 < times.fwd_compute < 0.01
@@ -82,11 +107,13 @@ def test_one_of_another_kind_of_device_is_refused():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content.update(format=2),
+        lambda content: content.update(format=1),
         lambda content: content.pop("device"),
         lambda content: content.update(constants_ms={"hkv": []}),
         lambda content: content["constants_ms"]["hkv"][0].update(forward={"ids": -1}),
         lambda content: content.update(threads=None),
+        lambda content: content.update(stages_ms={"input_dist": {"fixed": 1.0}}),
+        lambda content: content.update(stages_ms={"0": {}}),
     ],
 )
 def test_another_file_is_refused_by_name(tmp_path, change):
@@ -109,6 +136,16 @@ def test_so_is_what_is_no_calibration_at_all(tmp_path, text):
 def test_so_is_a_missing_one(tmp_path):
     with pytest.raises(ValueError, match="can't be read: No such file"):
         _times(calibration=tmp_path / "c.json")
+
+
+def test_parts_of_a_step_are_those_of_the_nearest_number_of_ranks(tmp_path):
+    parts = {ranks: {"input_dist": {"fixed": float(ranks)}} for ranks in (1, 4)}
+    made = dataclasses.replace(calibration(hkv=0.1), stages=parts)
+    made.save(tmp_path / "c.json")
+    read = Calibration.load(tmp_path / "c.json")
+    assert read == made
+    assert [read.stages_of(ranks) for ranks in (1, 3, 64)] == [parts[1], parts[4], parts[4]]
+    assert calibration(hkv=0.1).stages_of(2) == {}
 
 
 def test_unknown_kernels_are_refused():

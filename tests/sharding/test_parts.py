@@ -113,3 +113,30 @@ def test_batch_sizes_of_features(run_ranks):
 def test_a_pipeline(run_ranks, device_type):
     for counts in run_ranks(2, _in_groups, pipelines._run, "row_wise", TrainPipelineSparseDist):
         assert counts["t"] > 0
+
+
+def _kernel_by_itself(rank, world_size, device):
+    """What a kernel looks up when it is called outside of its lookup, and a step after that."""
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=64, embedding_dim=dim, feature_names=[name])
+        for name, dim in (("t", 4), ("u", 8))
+    ]
+    constraint = ParameterConstraints(compute_kernels=["hkv"], sharding_types=["row_wise"])
+    model = shard_model(make_model(tables), {"t": constraint, "u": constraint}, world_size, device)
+    features = KeyedJaggedTensor(["t", "u"], torch.arange(12), lengths=torch.full((6,), 2))
+    features = features.to(device)
+    before = model(features).detach().cpu()
+    (lookup,) = model.module.ebc._lookups
+    kernels = lookup._emb_modules
+    rows = []
+    for kernel, name in zip(kernels, ("t", "u"), strict=True):
+        lengths = torch.zeros(3, dtype=torch.int64)
+        ids = KeyedJaggedTensor([name], torch.empty(0, dtype=torch.int64), lengths=lengths)
+        rows.append(kernel(ids.to(device)).detach().cpu())
+    return before, rows, model(features).detach().cpu()
+
+
+def test_a_kernel_by_itself(run_ranks):
+    for before, rows, after in run_ranks(2, _in_groups, _kernel_by_itself):
+        torch.testing.assert_close(before, after)
+        assert [tuple(part.shape) for part in rows] == [(3, 4), (3, 8)]

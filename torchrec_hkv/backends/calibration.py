@@ -39,12 +39,11 @@ class Batch:
     ids_per_bag: int
     skew: float = 1.0
 
-    def draw(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Ids below ``rows``, and offsets."""
+    def draw(self, rows: int, device: torch.device) -> Tensor:
+        """Ids below ``rows``."""
         count = self.bags * self.ids_per_bag
         unit = torch.rand(count, dtype=torch.float64, device=device)
-        ids = (rows * unit**self.skew).long().clamp_(0, rows - 1)
-        return ids, torch.arange(self.bags + 1, device=device) * self.ids_per_bag
+        return (rows * unit**self.skew).long().clamp_(0, rows - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +59,7 @@ class CalibrationCase:
         optimizer: that trains it.
         batches: that are timed.
         size: bytes of tables of this size, by which constants are told apart; about the table's.
+        tables: so many of them in a group, each asked for such batches.
     """
 
     options: BackendOptions
@@ -69,6 +69,7 @@ class CalibrationCase:
     optimizer: OptimizerSpec
     batches: tuple[Batch, ...]
     size: float
+    tables: int = 1
 
 
 Step = Callable[[Tensor, Tensor, int], Tensor]
@@ -103,8 +104,10 @@ def row_batches(device_type: str) -> tuple[Batch, ...]:
     )
 
 
-def timed(step: Step, batch: Batch, rows: int, device: torch.device) -> tuple[StepTime, Workload]:
-    """Times of steps on batches that are drawn anew, and what they ask for on average.
+def timed(
+    step: Step, batch: Batch, rows: int, device: torch.device, tables: int = 1
+) -> tuple[StepTime, Workload]:
+    """Times of steps on batches that are drawn anew, and what they ask of a table on average.
 
     On a GPU the medians of the device's time: what the host does in between is hidden behind other
     work. On a CPU the least times, with one thread of processor time, which a machine with other
@@ -115,10 +118,13 @@ def timed(step: Step, batch: Batch, rows: int, device: torch.device) -> tuple[St
         batch: what is drawn.
         rows: ids there are.
         device: of the tables.
+        tables: that each get such a batch.
     """
     forward, backward, distinct = [], [], []
     for turn in range(_WARM + _STEPS):
-        ids, offsets = batch.draw(rows, device)
+        drawn = [batch.draw(rows, device) for _ in range(tables)]
+        ids = torch.cat(drawn)
+        offsets = torch.arange(tables * batch.bags + 1, device=device) * batch.ids_per_bag
         clock = _clock(device)
         next(clock)
         output = step(ids, offsets, batch.bags)
@@ -128,7 +134,7 @@ def timed(step: Step, batch: Batch, rows: int, device: torch.device) -> tuple[St
         if turn >= _WARM:
             forward.append(took.forward)
             backward.append(took.backward)
-            distinct.append(ids.unique().numel())
+            distinct.append(statistics.mean(own.unique().numel() for own in drawn))
     load = Workload(
         ids=batch.bags * batch.ids_per_bag, distinct=statistics.mean(distinct), bags=batch.bags
     )
@@ -181,20 +187,24 @@ def calibrated(
 
 
 def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> list[Sample]:
-    shard = TableShard(
-        name="calibration",
-        capacity=case.capacity,
-        dim=case.dim,
-        num_embeddings=case.capacity,
-        embedding_dim=case.dim,
-        row_offset=0,
-        column_offset=0,
-        dtype=torch.float32,
-        pooling="sum",
-        init_range=(-0.01, 0.01),
-        options=case.options,
-    )
-    lookup = backend.create_lookup([shard], [0], case.optimizer, device).train()
+    shards = [
+        TableShard(
+            name=f"calibration_{number}",
+            capacity=case.capacity,
+            dim=case.dim,
+            num_embeddings=case.capacity,
+            embedding_dim=case.dim,
+            row_offset=0,
+            column_offset=0,
+            dtype=torch.float32,
+            pooling="sum",
+            init_range=(-0.01, 0.01),
+            options=case.options,
+        )
+        for number in range(case.tables)
+    ]
+    features = list(range(case.tables))
+    lookup = backend.create_lookup(shards, features, case.optimizer, device).train()
     learning_rate = torch.tensor(1e-6, device=device)
 
     def step(ids: Tensor, offsets: Tensor, bags: int) -> Tensor:
@@ -204,11 +214,11 @@ def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> l
         _fill(step, case, device)
     samples = []
     for batch in case.batches:
-        time_taken, load = timed(step, batch, case.rows, device)
+        time_taken, load = timed(step, batch, case.rows, device, case.tables)
         if case.rows > case.capacity:
             load = dataclasses.replace(load, frequencies=IdFrequencies(((case.rows, 1.0),)))
-        work: Work = backend.work(shard, case.optimizer, load, device.type)
-        samples.append(Sample(work, time_taken, case.size))
+        work: Work = backend.work(shards[0], case.optimizer, load, device.type)
+        samples.append(Sample(work.times(case.tables), time_taken, case.size))
     return samples
 
 
@@ -217,5 +227,7 @@ def _fill(step: Step, case: CalibrationCase, device: torch.device) -> None:
     for first in range(0, case.rows, _FILL):
         ids = torch.arange(first, min(first + _FILL, case.rows), device=device)
         # Bags of one: a long bag would be summed by few threads of a GPU.
-        output = step(ids, torch.arange(ids.numel() + 1, device=device), ids.numel())
+        count = case.tables * ids.numel()
+        offsets = torch.arange(count + 1, device=device)
+        output = step(ids.repeat(case.tables), offsets, ids.numel())
         output.backward(torch.zeros_like(output))

@@ -123,20 +123,25 @@ def fit_constants(samples: Sequence[Sample]) -> Constants:
         fits.append(
             Fit(
                 size,
-                _fitted([s.work.forward for s in own], [s.time.forward for s in own], fixed[0]),
-                _fitted([s.work.backward for s in own], [s.time.backward for s in own], fixed[1]),
+                fitted([s.work.forward for s in own], [s.time.forward for s in own], fixed[0]),
+                fitted([s.work.backward for s in own], [s.time.backward for s in own], fixed[1]),
             )
         )
     return Constants(tuple(fits))
 
 
-def _fitted(
-    works: Sequence[Mapping[str, float]], times: Sequence[float], fixed: float | None
+def fitted(
+    works: Sequence[Mapping[str, float]], times: Sequence[float], fixed: float | None = None
 ) -> dict[str, float]:
     """Least squares of relative errors under constants of at least 0.
 
-    The solution is that of ordinary least squares over the constants that are not 0. There are few,
-    so all sets of them are tried.
+    Args:
+        works: counts by name.
+        times: milliseconds that each took.
+        fixed: what each took besides; None: it is fitted, too.
+
+    Returns:
+        Milliseconds of each name, and of ``fixed``.
     """
     names = list(dict.fromkeys(name for work in works for name in work))
     measured = torch.tensor(times, dtype=torch.float64)
@@ -150,20 +155,37 @@ def _fitted(
     scaled = counts / measured[:, None]
     norms = scaled.norm(dim=0).clamp_min(1e-300)
     scaled, wanted = scaled / norms, target / measured
-    best, least = torch.zeros(len(names), dtype=torch.float64), math.inf
-    for number in range(1, len(names) + 1):
-        for chosen in itertools.combinations(range(len(names)), number):
-            columns = scaled[:, chosen]
-            found = torch.linalg.lstsq(columns, wanted[:, None], driver="gelsd").solution[:, 0]
-            if (found < 0).any():
-                continue
-            error = float((columns @ found - wanted).square().sum())
-            if error < least - 1e-12:
-                least = error
-                best = torch.zeros_like(best)
-                best[list(chosen)] = found
+    best = _nonnegative(scaled, wanted)
     constants = dict(zip(names, (best / norms).tolist(), strict=True))
     return constants if fixed is None else {**constants, FIXED: fixed}
+
+
+def _nonnegative(columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The least squares solution among those without negative numbers: constants are let in one by
+    one, the most useful first, and those that would fall below zero are put back."""
+    count = columns.shape[1]
+    solution = torch.zeros(count, dtype=columns.dtype)
+    free = torch.zeros(count, dtype=torch.bool)
+    for _ in range(3 * count):
+        use = columns.T @ (wanted - columns @ solution)
+        use[free] = -math.inf
+        if float(use.max()) <= 1e-10:
+            break
+        free[int(use.argmax())] = True
+        while free.any():
+            found = torch.zeros_like(solution)
+            of_free = torch.linalg.lstsq(columns[:, free], wanted[:, None], driver="gelsd")
+            found[free] = of_free.solution[:, 0]
+            below = free & (found <= 0)
+            if not below.any():
+                solution = found
+                break
+            # As far towards it as all of them allow.
+            way = (solution[below] / (solution[below] - found[below])).min()
+            solution = (solution + way * (found - solution)).clamp_min(0)
+            free &= solution > 1e-14
+            solution[~free] = 0
+    return solution
 
 
 def _dot(constants: Mapping[str, float], work: Mapping[str, float]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -17,10 +19,11 @@ from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.calibration import calibrated
 from torchrec_hkv.backends.constants import Constants
-from torchrec_hkv.planner.stages import StageTimes, stage_times
+from torchrec_hkv.planner.stage_timing import StageTimer, stage_timers
+from torchrec_hkv.planner.stages import StageTimes
 from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
 
-_FORMAT = 1
+_FORMAT = 2
 #: Names the file that planners read and ``torchrec-hkv calibrate`` writes; empty for none.
 VARIABLE = "TORCHREC_HKV_CALIBRATION"
 
@@ -36,7 +39,8 @@ class Calibration:
         versions: of what was measured.
         constants: by the name of a backend, or of a stock kernel.
         stages: milliseconds that TorchRec's code takes in the parts of a step
-            (:func:`torchrec_hkv.planner.stages.stage_times`), without the kernels' own.
+            (:mod:`torchrec_hkv.planner.stages`), without the kernels' own; by the number of ranks:
+            of one, and of those that measured.
         exchange: bytes of rows a millisecond between the ranks of a host; None where one rank
             measured.
     """
@@ -46,7 +50,7 @@ class Calibration:
     threads: int
     versions: dict[str, str]
     constants: dict[str, Constants]
-    stages: StageTimes = dataclasses.field(default_factory=dict)
+    stages: dict[int, StageTimes] = dataclasses.field(default_factory=dict)
     exchange: float | None = None
 
     @classmethod
@@ -59,7 +63,7 @@ class Calibration:
         """Times lookups and backwards on a device, in about a minute.
 
         With a process group all its ranks call it: rank 0 has the constants, and the exchange
-        between them is timed, too.
+        between them is timed, too, beside the parts of a step of rank 0 alone.
 
         Args:
             device: where the tables are put.
@@ -75,21 +79,29 @@ class Calibration:
             if name not in known:
                 raise ValueError(f"{name!r} can't be calibrated: allowed are {known}.")
         constants: dict[str, Constants] = {}
-        for name in wanted if is_leader() else ():
-            found = _constants(name, device, progress)
-            if found is not None:
-                constants[name] = found
-            elif names is not None:
-                raise ValueError(f"Backend {name!r} says of no table how it is to be calibrated.")
-        stages: StageTimes = {}
-        exchange = None
-        if FUSED in wanted:
-            progress("the parts of a step")
-            stages, exchange = stage_times(device)
+        times: dict[int, tuple[StageTimes, float | None]] = {}
+        with contextlib.ExitStack() as stack:
+            timers: dict[int, StageTimer] = {}
+            if FUSED in wanted:
+                timers = stack.enter_context(stage_timers(device))
+            # In between, too: the host is faster at some times than at others.
+            _measure_stages(timers, progress)
+            for name in wanted:
+                found = _constants(name, device, progress) if is_leader() else None
+                if found is not None:
+                    constants[name] = found
+                elif names is not None and is_leader():
+                    raise ValueError(
+                        f"Backend {name!r} says of no table how it is to be calibrated."
+                    )
+                _measure_stages(timers, progress)
+            times = {ranks: timer.times() for ranks, timer in timers.items()}
+        stages = {ranks: parts for ranks, (parts, _) in times.items()}
         if FUSED in constants:
             kernel = constants[FUSED].group_time
-            for stage, own in (("forward", kernel.forward), ("backward", kernel.backward)):
-                stages[stage]["fixed"] = max(stages[stage]["fixed"] - own, 0.0)
+            for parts in stages.values():
+                for stage, own in (("forward", kernel.forward), ("backward", kernel.backward)):
+                    parts[stage]["fixed"] = max(parts[stage]["fixed"] - own, 0.0)
         return cls(
             device.type,
             device_name(device),
@@ -97,8 +109,15 @@ class Calibration:
             {"torchrec_hkv": __version__, "torch": torch.__version__},
             constants,
             stages,
-            exchange,
+            times[max(times)][1] if times else None,
         )
+
+    def stages_of(self, ranks: int) -> StageTimes:
+        """What TorchRec's code takes on so many ranks: as it was measured of the number that is
+        nearest; nothing where nothing was."""
+        if not self.stages:
+            return {}
+        return self.stages[min(self.stages, key=lambda known: abs(math.log(known / ranks)))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, and its folder where that is missing. A file that is there is replaced
@@ -110,7 +129,7 @@ class Calibration:
             "device": self.device,
             "threads": self.threads,
             "versions": self.versions,
-            "stages_ms": self.stages,
+            "stages_ms": {str(ranks): parts for ranks, parts in self.stages.items()},
             "exchange_bytes_per_ms": self.exchange,
             "constants_ms": {name: found.to_json() for name, found in self.constants.items()},
         }
@@ -139,10 +158,7 @@ class Calibration:
                     str(name): Constants.from_json(found)
                     for name, found in content["constants_ms"].items()
                 },
-                {
-                    str(stage): {str(name): float(cost) for name, cost in costs.items()}
-                    for stage, costs in content["stages_ms"].items()
-                },
+                {_ranks(ranks): _stages(parts) for ranks, parts in content["stages_ms"].items()},
                 None if (rate := content["exchange_bytes_per_ms"]) is None else float(rate),
             )
         except OSError as error:
@@ -159,6 +175,25 @@ class Calibration:
 def is_leader() -> bool:
     """Whether this process is the only one, or rank 0."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _measure_stages(timers: dict[int, StageTimer], progress: Callable[[str], None]) -> None:
+    for ranks, timer in timers.items():
+        progress(f"the parts of a step of {ranks} rank{'s' if ranks > 1 else ''}")
+        timer.measure()
+
+
+def _ranks(name: str) -> int:
+    if (ranks := int(name)) < 1:
+        raise ValueError(f"stages are of {ranks} ranks")
+    return ranks
+
+
+def _stages(content: Any) -> StageTimes:
+    return {
+        str(stage): {str(name): float(cost) for name, cost in costs.items()}
+        for stage, costs in content.items()
+    }
 
 
 def _constants(

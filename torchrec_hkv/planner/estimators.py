@@ -58,9 +58,15 @@ class PerfEstimator(ShardEstimator):
         self._constraints = constraints
         self._choices = choices
         self._measured = {} if calibration is None else calibration.constants
+        self._rank_bytes = 0.0
         rate = None if calibration is None else calibration.exchange
-        #: Of TorchRec's estimates of exchanges, which go by the topology's bandwidth within a host.
-        self._exchange = 1.0 if rate is None else topology.intra_host_bw / rate
+        #: By which TorchRec's estimates of exchanges are multiplied, which go by the topology's
+        #: bandwidth within a host; None: not at all. One rank exchanges nothing.
+        self._exchange: float | None = None
+        if topology.world_size == 1:
+            self._exchange = 0.0
+        elif rate is not None and topology.world_size <= topology.local_world_size:
+            self._exchange = topology.intra_host_bw / rate
         self._stock = self._estimator(topology, constraints, EmbeddingPerfEstimatorConfig())
         self._by_backend: dict[str, ShardEstimator] = {}
         for name in {name for choice in choices.values() for name in choice.backends}:
@@ -93,6 +99,7 @@ class PerfEstimator(ShardEstimator):
             args: what TorchRec hands on, which differs between its versions.
             kwargs: likewise.
         """
+        self._rank_bytes = self._bytes_of_a_rank(sharding_options) if self._measured else 0.0
         stock = [option for option in sharding_options if not is_ours(option)]
         self._stock.estimate(stock, *args, **kwargs)
         if FUSED in self._measured:
@@ -104,9 +111,26 @@ class PerfEstimator(ShardEstimator):
                 for option in ours:
                     fused_params = sharder_fused_params(option, args, kwargs)
                     _set_times(option, self._backend_times(option, fused_params))
-        if self._topology.world_size <= self._topology.local_world_size:
+        if self._measured and self._exchange is not None:
             for option in sharding_options:
                 _scale_exchanges(option, self._exchange)
+
+    def _bytes_of_a_rank(self, options: list[ShardingOption]) -> float:
+        """Of tables on a rank on average, each as small as any of its options is: they share its
+        caches, so that a small table among others is read as a large one is."""
+        least: dict[tuple[str, str], int] = {}
+        for option in options:
+            counts = stock_table_bytes(option)
+            if is_ours(option):
+                backend = registry.get(option.backend)
+                kept = [
+                    backend.storage(shard, None, self._topology.compute_device)
+                    for shard in shards_of(option)
+                ]
+                counts = [part.hbm + part.host for part in kept]
+            key = (option.path, option.name)
+            least[key] = min(sum(counts), least.get(key, sum(counts)))
+        return sum(least.values()) / self._topology.world_size
 
     def group_time(self, kernel: str) -> StepTime | None:
         """What a group of tables on one kernel takes whatever is looked up; None where not known.
@@ -132,7 +156,7 @@ class PerfEstimator(ShardEstimator):
             times.append(
                 self._measured[option.backend].time(
                     backend.work(shard, optimizer, load, device_type),
-                    max(storage.hbm + storage.host, 1),
+                    max(storage.hbm + storage.host, self._rank_bytes, 1),
                 )
             )
         return times
@@ -167,7 +191,8 @@ class PerfEstimator(ShardEstimator):
         )
         return [
             self._measured[FUSED].time(
-                fused_work(load, shard.size[1], count, shard.size[0]), max(count, 1)
+                fused_work(load, shard.size[1], count, shard.size[0]),
+                max(count, self._rank_bytes, 1),
             )
             for shard, count in zip(option.shards, stock_table_bytes(option), strict=True)
         ]
@@ -181,12 +206,13 @@ def _set_times(option: ShardingOption, times: list[StepTime]) -> None:
 
 def _scale_exchanges(option: ShardingOption, factor: float) -> None:
     for shard in option.shards:
-        if shard.perf is not None:
-            # The backward's has a copy in memory besides, which is no exchange; it sends back as
-            # much as the forward has sent.
-            shard.perf.bwd_comms += shard.perf.fwd_comms * (factor - 1)
-            shard.perf.fwd_comms *= factor
-            shard.perf.input_dist_comms *= factor
+        if (perf := shard.perf) is not None:
+            perf.input_dist_comms *= factor
+            perf.fwd_comms *= factor
+            # The backward sends back what the forward has sent. TorchRec counts a copy of it
+            # besides, several times as long as what is left of it (:mod:`.sharding.output_dist`).
+            # Replicated tables only have an exchange of gradients.
+            perf.bwd_comms = perf.fwd_comms if perf.fwd_comms else perf.bwd_comms * factor
 
 
 class StorageEstimator(EmbeddingStorageEstimator):

@@ -309,6 +309,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 ids=rank_ids(option, (self._constraints or {}).get(table)),
                 rejected=rejected.get((path, table), {}),
             )
-        return ReportedModulePlan(
-            shardings, reports, None if self._measured is None else self._measured.stages
+        stages = (
+            None if self._measured is None else self._measured.stages_of(self._topology.world_size)
         )
+        return ReportedModulePlan(shardings, reports, stages)

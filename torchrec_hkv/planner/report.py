@@ -11,7 +11,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
-from torchrec_hkv.planner.stages import StageTimes, step_parts
+from torchrec_hkv.planner.stages import Exchange, StageTimes, input_dist_of, step_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         """
         reports = self.reports.values()
         times = step_parts(
-            self.stages,
-            sum(report.features for report in reports),
-            sum(report.bags for report in reports),
-            sum(report.ids for report in reports),
-            any(report.kernel in registry.names() for report in reports),
+            self.stages, sum(report.features for report in reports), _exchanges(tuple(reports))
         )
         groups: dict[str, StepTime] = {}
         for report in self.reports.values():
@@ -153,6 +149,25 @@ def format_bytes(count: int) -> str:
         if size < 1024:
             return f"{size:.1f} {unit}"
     return f"{size / 1024:.1f} TiB"
+
+
+def _exchanges(reports: Sequence[TableReport]) -> list[Exchange]:
+    """Of ids: one for each sharding type."""
+    exchanges = []
+    for sharding_type in sorted({report.sharding_type for report in reports}):
+        own = [report for report in reports if report.sharding_type == sharding_type]
+        has_backends = any(report.kernel in registry.names() for report in own)
+        name = input_dist_of(sharding_type, has_backends)
+        if name is not None:
+            exchanges.append(
+                Exchange(
+                    name,
+                    features=sum(report.features for report in own),
+                    bags=sum(report.bags for report in own),
+                    ids=sum(report.ids for report in own),
+                )
+            )
+    return exchanges
 
 
 def _joined(values: Sequence[str]) -> str:

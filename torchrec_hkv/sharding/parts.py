@@ -8,10 +8,11 @@ in the backward the gradients of one part arrive while the rows of another are u
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,15 +104,15 @@ class PartedLookup(PooledLookup):
         self._sender.context = context
 
     def _forward(self, features_by_group: list[KeyedJaggedTensor]) -> list[Any]:
-        self._sender.begin(None)
-        super()._forward(features_by_group)
+        with self._sender.batch(None):
+            super()._forward(features_by_group)
         return [self._sender.sent()]
 
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
     ) -> Any:
-        self._sender.begin(self._vbe_splits(features_by_group))
-        super()._forward(features_by_group)
+        with self._sender.batch(self._vbe_splits(features_by_group)):
+            super()._forward(features_by_group)
         return self._sender.sent()
 
 
@@ -126,15 +127,25 @@ class _Sender:
         self._first_feature = list(itertools.accumulate(num_features, initial=0))
         self._dists = tuple(dists)
         self.context: EmbeddingShardingContext | None = None
+        self._is_looking_up = False
 
-    def begin(self, sizes: list[list[int]] | None) -> None:
-        """Of a batch; the sizes of its outputs by group where they are flat."""
+    @contextlib.contextmanager
+    def batch(self, sizes: list[list[int]] | None) -> Iterator[None]:
+        """While a batch is looked up; the sizes of its outputs by group where they are flat."""
         self._sizes = sizes
         self._outputs: list[Tensor] = []
         self._sent: list[Awaitable[Tensor]] = []
+        self._is_looking_up = True
+        try:
+            yield
+        finally:
+            self._is_looking_up = False
 
     def looked_up(self, kernel: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        """A hook of kernels: they are called group by group."""
+        """A hook of kernels: the lookup calls them group by group. What others call them for is
+        theirs, and not sent."""
+        if not self._is_looking_up:
+            return
         self._outputs.append(output)
         begin, end = self._spans[len(self._sent)]
         if len(self._outputs) == end:
