@@ -38,7 +38,10 @@ mkdir -p "$out"
 rm -f "$out"/report* "$out"/*.log
 
 # Tests of what the process takes in memory and time, which a sanitizer multiplies.
-skipped=(--deselect tests/hash_table/files/test_bounded_memory.py::test_host_memory)
+skipped=(
+  --deselect tests/hash_table/files/test_bounded_memory.py::test_host_memory
+  --deselect tests/hash_table/growth/test_memory.py::test_host_memory
+)
 
 run_cpu() { # run_cpu SANITIZER LIBRARY
   local sanitizer=$1 library libstdcxx
