@@ -91,6 +91,8 @@ class CsvFile:
             if self._keys is not None and self._path.exists():
                 with self._path.open(newline="") as file:
                     self._rows = list(csv.DictReader(file))
+            else:
+                self._path.write_text("")  # a run may have nothing to say
         return self
 
     def __exit__(self, *_: object) -> None:
