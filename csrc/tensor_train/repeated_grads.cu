@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ int32_t slots_behind[kWarps];      // of the one that goes on
   __shared__ bool passes[kWarps];               // a chunk is of one run that came and goes on
   if (early) {  // kernels that follow read the index before they wait
-    wait_for_earlier();
-    start_next();
+    wait_for_kernel_before();
+    let_next_kernel_start();
   } else {
     enter_chain();
   }

@@ -65,12 +65,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
   copy_view(in.tables[0], &table);
-  start_next();
+  let_next_kernel_start();
   bool waits = kBackward;
-  if (!waits) wait_for_earlier();
+  if (!waits) wait_for_kernel_before();
   const Counts counts = *in.counts;
   if (counts.prefixes == 0 || (in.leaves_dense && counts.dense != 0)) {
-    if (waits) wait_for_earlier();
+    if (waits) wait_for_kernel_before();
     return;
   }
   const bool gather = in.always_gather || counts.gather != 0;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   const int end = bounds[1];
   int first = bounds[0];
   if (first >= end) {
-    if (waits) wait_for_earlier();
+    if (waits) wait_for_kernel_before();
     return;
   }
   int4* prefixes = both_prefixes[0];
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       multiply_prefixes<Config>(thread, heads, middle, products);
       wait_for_copies();
       if (waits) {
-        wait_for_earlier();
+        wait_for_kernel_before();
         waits = false;
         read();
       }

@@ -1,12 +1,12 @@
 // Products on tensor cores in tf32, and in three tf32 products of split operands; reductions into
-// global memory; programmatic launches.
+// global memory.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "common/cuda_check.h"
+#include "common/chain.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -124,72 +124,6 @@ __device__ __forceinline__ void start_copy(Value* to, const Value* from) {
 }
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Kernels of a chain. From start_next on, blocks of the next kernel may be placed while this one
-// runs; after wait_for_earlier, what the kernels before wrote is seen. All blocks of all kernels of
-// a chain call both, also those with nothing to do: a kernel that ended before its predecessor
-// would let its successor start.
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_earlier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void enter_chain() {
-  start_next();
-  wait_for_earlier();
-}
-
-struct LaunchShape {
-  dim3 grid;
-  int threads;
-  size_t shared_bytes = 0;
-  int cluster = 1;  // blocks of a cluster
-  // All blocks run at the same time, so that they may wait for each other. Such a launch is not
-  // overlapped with the one before.
-  bool together = false;
-};
-
-inline int compute_capability() {
-  int device = 0, major = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major;
-}
-
-// Launches a kernel that calls enter_chain.
-template <typename... Parameters, typename... Arguments>
-void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
-                    const Arguments&... arguments) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = shape.grid;
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  unsigned count = 0;
-  if (shape.together) {
-    attributes[count].id = cudaLaunchAttributeCooperative;
-    attributes[count++].val.cooperative = 1;
-  } else if (compute_capability() >= 9) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (shape.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-    attributes[count].val.clusterDim.y = 1;
-    attributes[count++].val.clusterDim.z = 1;
-  }
-  config.attrs = attributes;
-  config.numAttrs = count;
-  HKV_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
-  HKV_CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda
