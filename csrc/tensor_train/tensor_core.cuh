@@ -110,6 +110,30 @@ __device__ __forceinline__ void add_four(float* to, float4 v) {
 #endif
 }
 
+// Four matrices of 8 rows of 4 values in shared memory. row: that of this lane, row lane % 8 of
+// matrix lane / 8, aligned to 16 bytes. to[i]: value lane % 4 of row lane / 4 of matrix i.
+__device__ __forceinline__ void load_matrices(const float* row, float (&to)[4]) {
+  uint32_t bits[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = __uint_as_float(bits[i]);
+}
+
+// kCount neighbouring values of shared memory, aligned to their size.
+template <int kCount>
+__device__ __forceinline__ void load_neighbours(const float* from, float (&to)[kCount]) {
+  static_assert(kCount == 1 || kCount == 2 || kCount == 4);
+  if constexpr (kCount == 4) {
+    *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from);
+  } else if constexpr (kCount == 2) {
+    *reinterpret_cast<float2*>(to) = *reinterpret_cast<const float2*>(from);
+  } else {
+    to[0] = *from;
+  }
+}
+
 // A value of 4 or 16 bytes from global into shared memory, where this thread sees it after
 // wait_for_copies. It takes no registers on its way.
 template <typename Value>
