@@ -33,10 +33,6 @@ struct NextIds {
   }
 };
 
-__device__ __forceinline__ float part(const float4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-
 // The gradient of the row of a distinct id where places count in units of four values.
 __device__ __forceinline__ const float* unit_row(const TileInput& in, uint32_t source) {
   const bool slot = (source & kSlotBit) != 0;
@@ -165,9 +161,6 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
                                                    int first_r, FourIds<Config>& four) {
   constexpr int kProducts = Config::kProducts;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  // As in gradient_ids: whole sectors of memory for the four lanes of a row.
-  const float* const its_columns =
-      prefix + column * Config::kColumnStep + row / 2 * 4 + row % 2 * 16;
   float sums[4][4] = {};
 #pragma unroll 1
   for (int base = begin; base < end; base += 32) {
@@ -179,63 +172,24 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
       }
       four.read(in, id, core, 0, limit);
     }
-    const auto kept = last_grad.begin(piece, id.last, lane < limit);
+    last_grad.touch(*piece.table, id.last, lane < limit);
 #pragma unroll 1
     for (int from = 0; from < limit; from += 4) {
       if (from + 4 > limit) four.cut(limit - from);
       if (in.factors != nullptr) four.scale(in.factors, base + from, limit - from);
-      // Gradient of the prefix: 16 rows; depth (id, last column).
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const auto a0 = rounded_operand<kProducts>(part(four.low, 2 * s));
-        const auto a1 = rounded_operand<kProducts>(part(four.high, 2 * s));
-        const auto a2 = rounded_operand<kProducts>(part(four.low, 2 * s + 1));
-        const auto a3 = rounded_operand<kProducts>(part(four.high, 2 * s + 1));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          multiply_add(sums[j], a0, a1, a2, a3,
-                       rounded_operand<kProducts>(part(four.lasts[2 * s], j)),
-                       rounded_operand<kProducts>(part(four.lasts[2 * s + 1], j)));
-        }
-      }
-      // Gradients of slices of the last core: rows (id, last column); depth (head column, middle
-      // column).
+      add_prefix_grad<kProducts>(sums, four.low, four.high, four.lasts);
       float4 values[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        values[e] = *reinterpret_cast<const float4*>(its_columns + e * Config::kRowStep);
-      }
+      read_columns<Config>(prefix, values);
       float d[4][4] = {};
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const auto a0 = rounded_operand<kProducts>(four.other[2 * s].x);
-        const auto a1 = rounded_operand<kProducts>(four.other[2 * s].y);
-        const auto a2 = rounded_operand<kProducts>(four.other[2 * s + 1].x);
-        const auto a3 = rounded_operand<kProducts>(four.other[2 * s + 1].y);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(part(values[2 * s], j)),
-                       operand<kProducts>(part(values[2 * s + 1], j)));
-        }
-      }
+      last_grad_of<kProducts>(d, four.other, values);
       const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
       if (from + 4 < limit) four.read(in, id, core, from + 4, limit);
       last_grad.add(piece, from + row / 2 < limit, other_last, row % 2 * 2, first_r + 4 * column,
                     d);
     }
-    last_grad.end(piece, id.last, kept);
   }
   __syncwarp();  // all lanes have read the prefix
-  float* to = prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + 8 * column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
-          prepared<kProducts>(make_float4(sums[0][2 * half + i], sums[1][2 * half + i],
-                                          sums[2][2 * half + i], sums[3][2 * half + i]));
-    }
-  }
+  store_prefix_grad<Config>(sums, prefix);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -142,6 +142,7 @@ void index_batch(const Plan& plan, const Batch& batch, void* index, void* scratc
   in.num_tables = plan.num_tables;
   in.unit = unit;
   in.may_gather = gathers(plan, batch);
+  in.splits_short = plan.num_classes == 1 && plan.classes[0].rank == 32;
   in.num_keys = plan.num_keys;
   in.invalid = reinterpret_cast<unsigned long long*>(invalid);
   in.cleared = batch.pooled ? out : nullptr;

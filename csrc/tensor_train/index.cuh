@@ -18,6 +18,10 @@ constexpr uint32_t kSlotBit = 0x80000000u;
 constexpr int32_t kNoSlot = -1;   // occurs once
 constexpr int32_t kOutside = -2;  // of its table
 
+// Ids that occur so many times may be taken as as many ids that occur once: at rank 32, sums of two
+// gradients and rows that are added twice would pass through memory once more for less work.
+constexpr int kShortRun = 2;
+
 // Distinct ids a prefix from which on gradients of the last core are summed in shared memory.
 constexpr int kDensePrefix = 8;
 
@@ -107,6 +111,7 @@ struct IndexInput {
   int32_t num_tables;
   int32_t unit;
   bool may_gather;
+  bool splits_short;  // runs, of up to kShortRun positions; only large batches
   uint64_t num_keys;  // also the key of ids outside of their tables, which sorts last
   unsigned long long* invalid;
   float* cleared;  // set to zero on the way; null: nothing
@@ -136,6 +141,7 @@ struct Place {
 };
 
 __device__ __forceinline__ uint32_t feature_of(const Batch& batch, int64_t bag) {
+  if (batch.num_features == 1) return 0;
   return static_cast<uint32_t>(bag) / static_cast<uint32_t>(batch.batch_size);
 }
 
@@ -158,10 +164,9 @@ __device__ __forceinline__ Place place_of(const IndexInput& in, int64_t at, int6
   return place;
 }
 
-// The sort key of a position. Counts ids outside of their tables.
-__device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t at, int64_t bag) {
+// The sort key of an id of a bag. Counts ids outside of their tables.
+__device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t id, int64_t bag) {
   const TableView& table = in.tables[in.batch.feature_tables[feature_of(in.batch, bag)]];
-  const int64_t id = in.batch.ids[at];
   if (id < 0 || id >= table.rows) {
     if (in.invalid != nullptr) atomicAdd(in.invalid, 1ull);
     return in.num_keys;
@@ -180,18 +185,30 @@ __device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t at, int
   return table.first_key + number * table.lasts + (id - prefix * table.lasts);
 }
 
-// What a key says: its table, and (middle * heads + head) there.
+// What a key says: its table, and (middle * heads + head) there. Number: uint32_t where all keys
+// are below 2^32.
+template <typename Number>
 struct KeyParts {
   int32_t table;
-  uint64_t prefix;
-  uint64_t last;
+  Number prefix;
+  Number last;
 
   __device__ __forceinline__ bool same_prefix(const KeyParts& other) const {
     return table == other.table && prefix == other.prefix;
   }
 };
 
-__device__ __forceinline__ KeyParts parts_of(const IndexInput& in, uint64_t key) {
+// The quotient, by a division of 32 bits where that is all there is.
+template <typename Number>
+__device__ __forceinline__ Number divided(Number number, int64_t by) {
+  if (sizeof(Number) == 4 || (number <= 0xffffffffull && by <= 0xffffffffll)) {
+    return static_cast<uint32_t>(number) / static_cast<uint32_t>(by);
+  }
+  return static_cast<Number>(number / static_cast<uint64_t>(by));
+}
+
+template <typename Number>
+__device__ __forceinline__ KeyParts<Number> parts_of(const IndexInput& in, Number key) {
   int32_t low = 0;
   int32_t high = in.num_tables;
   while (high - low > 1) {
@@ -203,16 +220,9 @@ __device__ __forceinline__ KeyParts parts_of(const IndexInput& in, uint64_t key)
     }
   }
   const TableView& table = in.tables[low];
-  const uint64_t number = key - table.first_key;
-  KeyParts parts;
-  parts.table = low;
-  if (number <= 0xffffffffull && table.lasts <= 0xffffffffll) {
-    parts.prefix = static_cast<uint32_t>(number) / static_cast<uint32_t>(table.lasts);
-  } else {
-    parts.prefix = number / static_cast<uint64_t>(table.lasts);
-  }
-  parts.last = number - parts.prefix * static_cast<uint64_t>(table.lasts);
-  return parts;
+  const Number number = key - static_cast<Number>(table.first_key);
+  const Number prefix = divided(number, table.lasts);
+  return {low, prefix, number - prefix * static_cast<Number>(table.lasts)};
 }
 
 // The bag of a position: the last one in [low, high) that begins there or before.
@@ -241,33 +251,39 @@ struct Sorted {
   bool repeats;
 };
 
-// What the first position of an id says.
-__device__ __forceinline__ void write_distinct(const IndexInput& in, const Index& index,
-                                               const Sorted& s, const KeyParts& parts,
-                                               uint32_t place, float factor) {
-  index.lasts[s.distinct] = static_cast<int32_t>(parts.last);
-  index.sources[s.distinct] = s.repeats ? kSlotBit | static_cast<uint32_t>(s.slot) : place;
+// Where the row of a distinct id goes, or its slot.
+__device__ __forceinline__ uint32_t source_of(const Sorted& s, uint32_t place) {
+  return s.repeats ? kSlotBit | static_cast<uint32_t>(s.slot) : place;
+}
+
+// What the first position of an id says, but for its last core and its source.
+template <typename Number>
+__device__ __forceinline__ void write_first(const IndexInput& in, const Index& index,
+                                            const Sorted& s, const KeyParts<Number>& parts,
+                                            float factor) {
   if (index.factors != nullptr) index.factors[s.distinct] = s.repeats ? 1.0f : factor;
   const TableView& table = in.tables[parts.table];
   if (s.repeats && index.slot_dims != nullptr) index.slot_dims[s.slot] = table.dim;
   if (s.first_of_prefix) {
-    const uint64_t heads = static_cast<uint64_t>(table.heads);
-    const uint64_t middle = parts.prefix <= 0xffffffffull && heads <= 0xffffffffull
-                                ? static_cast<uint32_t>(parts.prefix) / static_cast<uint32_t>(heads)
-                                : parts.prefix / heads;
-    index.prefixes[s.prefix] = make_int4(s.distinct, parts.table, static_cast<int>(middle),
-                                         static_cast<int>(parts.prefix - middle * heads));
+    const Number middle = divided(parts.prefix, table.heads);
+    index.prefixes[s.prefix] =
+        make_int4(s.distinct, parts.table, static_cast<int>(middle),
+                  static_cast<int>(parts.prefix - middle * static_cast<Number>(table.heads)));
   }
 }
 
+template <typename Number>
 __device__ __forceinline__ void write_sorted(const IndexInput& in, const Index& index,
-                                             const Sorted& s, const KeyParts& parts, uint32_t place,
-                                             float factor) {
+                                             const Sorted& s, const KeyParts<Number>& parts,
+                                             uint32_t place, float factor) {
   index.distinct_of[s.position] = s.distinct;
   index.places[s.at] = place;
   index.slots[s.at] = s.repeats ? s.slot : kNoSlot;
   if (index.place_factors != nullptr) index.place_factors[s.at] = factor;
-  if (s.first) write_distinct(in, index, s, parts, place, factor);
+  if (!s.first) return;
+  index.lasts[s.distinct] = static_cast<int32_t>(parts.last);
+  index.sources[s.distinct] = source_of(s, place);
+  write_first(in, index, s, parts, factor);
 }
 
 // A position outside of its table.

@@ -1,9 +1,10 @@
 // The index of a large batch: keys, a radix sort, and one pass that numbers distinct ids and
-// prefixes. The pass is a scan with decoupled look-back (Merrill and Garland, 2016).
+// prefixes (sorted_keys.cuh).
 #include <cub/device/device_radix_sort.cuh>
 
 #include "common/cuda_check.h"
 #include "tensor_train/index.cuh"
+#include "tensor_train/sorted_keys.cuh"
 #include "tensor_train/tensor_core.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -11,17 +12,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kItems = 4;  // of a thread
 constexpr int kTile = kThreads * kItems;
 
-// What a tile has told its successors: two words, each with how far it is in its upper bits.
-struct TileState {
-  unsigned long long ids;    // state << 62 | prefixes << 31 | distinct
-  unsigned long long slots;  // state << 62 | slots
-};
-constexpr unsigned long long kOwn = 1ull << 62;    // the sum of this tile alone
-constexpr unsigned long long kTotal = 2ull << 62;  // the sum up to this tile
-constexpr unsigned long long kValue = kOwn - 1;
+// Blocks of a multiprocessor: keys of 32 bits leave registers for more.
+template <typename Key>
+constexpr int kFindBlocks = sizeof(Key) == 4 ? 4 : 3;
 
 template <typename Key>
 struct Scratch {
@@ -124,6 +119,12 @@ __global__ void __launch_bounds__(kThreads)
   clear_on_the_way(in);
   const int64_t n = in.batch.num_ids;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile;
+  int64_t ids[kItems];  // on their way while bags are found
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const int64_t at = begin + k * kThreads + threadIdx.x;
+    ids[k] = at < n ? in.batch.ids[at] : 0;
+  }
   find_bags(in.batch, begin, min(begin + kTile, n), bags, warp_bags);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
@@ -132,120 +133,35 @@ __global__ void __launch_bounds__(kThreads)
     if (at >= n) break;
     const int64_t bag = bags[within];
     const Place place = place_of(in, at, bag);
-    scratch.keys[at] = static_cast<Key>(key_of(in, at, bag));
+    scratch.keys[at] = static_cast<Key>(key_of(in, ids[k], bag));
     scratch.positions[at] = static_cast<int32_t>(at);
     scratch.places[at] = place.row;
     if (scratch.factors != nullptr) scratch.factors[at] = place.factor;
   }
 }
 
-__device__ __forceinline__ unsigned long long read_state(const unsigned long long* state) {
-  return *const_cast<const volatile unsigned long long*>(state);
-}
-
-// The sums of all tiles before this one, by one warp; tells the successors.
-__device__ TileState sums_before(TileState* tiles, int64_t tile, TileState own) {
-  const int lane = threadIdx.x % 32;
-  TileState before = {0, 0};
-  volatile unsigned long long* mine_ids = &tiles[tile].ids;
-  volatile unsigned long long* mine_slots = &tiles[tile].slots;
-  if (tile > 0) {
-    if (lane == 0) {
-      *mine_ids = kOwn | own.ids;
-      *mine_slots = kOwn | own.slots;
-    }
-    for (int64_t end = tile;; end -= 32) {
-      const int64_t other = end - 1 - lane;
-      unsigned long long ids = kTotal;
-      unsigned long long slots = kTotal;
-      if (other >= 0) {
-        do {
-          ids = read_state(&tiles[other].ids);
-          slots = read_state(&tiles[other].slots);
-        } while (ids >> 62 == 0 || ids >> 62 != slots >> 62);
-      }
-      // Lane 0 has the nearest tile. All up to the first total count.
-      const unsigned totals = __ballot_sync(kAllLanes, (ids & kTotal) != 0);
-      const int first = totals != 0 ? __ffs(totals) - 1 : 31;
-      unsigned long long sum_ids = lane <= first ? ids & kValue : 0;
-      unsigned long long sum_slots = lane <= first ? slots & kValue : 0;
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-        sum_ids += __shfl_xor_sync(kAllLanes, sum_ids, step);
-        sum_slots += __shfl_xor_sync(kAllLanes, sum_slots, step);
-      }
-      before.ids += sum_ids;
-      before.slots += sum_slots;
-      if (totals != 0) break;
-    }
-  }
-  if (lane == 0) {
-    *mine_ids = kTotal | (before.ids + own.ids);
-    *mine_slots = kTotal | (before.slots + own.slots);
-  }
-  return before;
-}
-
-// Four neighbouring values of an array of `n` from `begin` on; those behind its end are `missing`.
-template <typename Value>
-__device__ __forceinline__ void load_items(const Value* __restrict__ from, int64_t begin, int64_t n,
-                                           Value missing, Value (&values)[kItems]) {
-  struct alignas(16) Items {
-    Value v[kItems];
-  };
-  if (begin + kItems <= n) {
-    const Items items = *reinterpret_cast<const Items*>(from + begin);
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) values[k] = items.v[k];
-  } else {
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) values[k] = begin + k < n ? from[begin + k] : missing;
-  }
-}
-
-template <typename Value>
-__device__ __forceinline__ void store_items(Value* to, int64_t begin, int64_t n,
-                                            const Value (&values)[kItems]) {
-  struct alignas(16) Items {
-    Value v[kItems];
-  };
-  if (begin + kItems <= n) {
-    Items items;
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) items.v[k] = values[k];
-    *reinterpret_cast<Items*>(to + begin) = items;
-  } else {
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      if (begin + k < n) to[begin + k] = values[k];
-    }
-  }
-}
-
 template <typename Key>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
     find_distinct(IndexInput in, Index index, Scratch<Key> scratch) {
   __shared__ uint32_t ticket;
-  __shared__ TileState warp_sums[kWarps];
-  __shared__ TileState sums;
+  __shared__ uint32_t of_warps[kWarps];
+  __shared__ Begins earlier;  // tiles
+  // The distinct ids of each warp, from where they go to memory side by side.
+  __shared__ int32_t lasts[kWarps][32 * kItems];
+  __shared__ uint32_t sources[kWarps][32 * kItems];
   enter_chain();
   if (threadIdx.x == 0) ticket = atomicAdd(scratch.ticket, 1u);
   __syncthreads();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t tile = ticket;
   const int64_t n = in.batch.num_ids;
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
   const int64_t begin = tile * kTile + threadIdx.x * kItems;
   const auto outside = static_cast<Key>(in.num_keys);
 
-  Key keys[kItems];
   int32_t positions[kItems];
-  load_items(scratch.sorted_keys, begin, n, outside, keys);
   load_items(scratch.sorted_positions, begin, n, -1, positions);
-  Key previous = __shfl_up_sync(kAllLanes, keys[kItems - 1], 1);
-  Key next = __shfl_down_sync(kAllLanes, keys[0], 1);
-  if (lane == 0) previous = begin > 0 && begin <= n ? scratch.sorted_keys[begin - 1] : outside;
-  if (lane == 31) next = begin + kItems < n ? scratch.sorted_keys[begin + kItems] : outside;
+  SortedKeys<Key> sorted;
+  sorted.load(scratch.sorted_keys, begin, n, outside);
   uint32_t places[kItems];  // on their way while ids are counted
   float factors[kItems];
 #pragma unroll
@@ -254,83 +170,55 @@ __global__ void __launch_bounds__(kThreads)
     places[k] = exists ? scratch.places[positions[k]] : 0;
     factors[k] = exists && scratch.factors != nullptr ? scratch.factors[positions[k]] : 1.0f;
   }
-  TileState mine = {0, 0};
-  unsigned firsts = 0, prefix_firsts = 0, repeats = 0;
-  KeyParts parts[kItems];
-  KeyParts parts_before = {-1, 0, 0};
-  if (previous != outside && previous != keys[0]) parts_before = parts_of(in, previous);
-#pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    const Key before = k > 0 ? keys[k - 1] : previous;
-    const Key behind = k + 1 < kItems ? keys[k + 1] : next;
-    const bool inside = keys[k] != outside;
-    const bool first = inside && keys[k] != before;
-    if (k > 0) parts_before = parts[k - 1];
-    parts[k] = first ? parts_of(in, keys[k]) : parts_before;
-    const bool first_of_prefix = first && !parts[k].same_prefix(parts_before);
-    const bool next_same = inside && behind == keys[k];
-    firsts |= static_cast<unsigned>(first) << k;
-    prefix_firsts |= static_cast<unsigned>(first_of_prefix) << k;
-    repeats |= static_cast<unsigned>(inside && (!first || next_same)) << k;
-    mine.ids += (first ? 1ull : 0) + (first_of_prefix ? 1ull << 31 : 0);
-    mine.slots += first && next_same ? 1ull : 0;
-    // An id that began with an earlier thread: the next one is compared with it.
-    if (k == 0 && inside && !first) parts[k] = parts_of(in, keys[k]);
-  }
-
-  TileState before = mine;  // inclusive, first of the warp, then of the tile
+  const Firsts<Key> firsts(in, sorted, outside);
+  const uint32_t mine = firsts.packed();
+  uint32_t sum = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const unsigned long long ids = __shfl_up_sync(kAllLanes, before.ids, step);
-    const unsigned long long slots = __shfl_up_sync(kAllLanes, before.slots, step);
-    if (lane >= step) {
-      before.ids += ids;
-      before.slots += slots;
-    }
+    const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane >= step) sum += other;
   }
-  if (lane == 31) warp_sums[warp] = before;
+  if (lane == 31) of_warps[warp] = sum;
   __syncthreads();
   if (warp == 0) {
-    TileState own = {0, 0};
+    Begins own;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      own.ids += warp_sums[w].ids;
-      own.slots += warp_sums[w].slots;
-    }
-    const TileState earlier = sums_before(scratch.tiles, tile, own);
+    for (int w = 0; w < kWarps; ++w) own.add(unpacked(of_warps[w]));
+    const TileState before =
+        sums_before(scratch.tiles, tile,
+                    {static_cast<unsigned long long>(own.prefixes) << 31 | own.ids,
+                     static_cast<unsigned long long>(own.slots)});
     if (lane == 0) {
-      sums = earlier;
+      earlier.ids = static_cast<int32_t>(before.ids & 0x7fffffffu);
+      earlier.prefixes = static_cast<int32_t>(before.ids >> 31);
+      earlier.slots = static_cast<int32_t>(before.slots);
       if ((tile + 1) * kTile >= n) {
-        const unsigned long long ids = earlier.ids + own.ids;
-        write_counts(in, index, static_cast<int32_t>(ids & 0x7fffffffu),
-                     static_cast<int32_t>(ids >> 31),
-                     static_cast<int32_t>(earlier.slots + own.slots));
+        write_counts(in, index, earlier.ids + own.ids, earlier.prefixes + own.prefixes,
+                     earlier.slots + own.slots);
       }
     }
   }
   __syncthreads();
-  before.ids += sums.ids - mine.ids;
-  before.slots += sums.slots - mine.slots;
-  for (int w = 0; w < warp; ++w) {
-    before.ids += warp_sums[w].ids;
-    before.slots += warp_sums[w].slots;
-  }
+  Begins before = unpacked(sum - mine);
+  before.add(earlier);
+  for (int w = 0; w < warp; ++w) before.add(unpacked(of_warps[w]));
 
-  int32_t distinct = static_cast<int32_t>(before.ids & 0x7fffffffu) - 1;
-  int32_t prefix = static_cast<int32_t>(before.ids >> 31) - 1;
-  int32_t slot = static_cast<int32_t>(before.slots) - 1;
+  int32_t distinct = before.ids - 1;
+  const int32_t first_of_warp = __shfl_sync(kAllLanes, before.ids, 0);
+  int32_t prefix = before.prefixes - 1;
+  int32_t slot = before.slots - 1;
   int32_t slots[kItems];
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
-    if (keys[k] == outside) {
+    if (sorted.keys[k] == outside) {
       slots[k] = kOutside;
       if (positions[k] >= 0) index.distinct_of[positions[k]] = -1;
       continue;
     }
     Sorted s = {};
-    s.first = firsts >> k & 1;
-    s.first_of_prefix = prefix_firsts >> k & 1;
-    s.repeats = repeats >> k & 1;
+    s.first = firsts.ids >> k & 1;
+    s.first_of_prefix = firsts.prefixes >> k & 1;
+    s.repeats = firsts.repeats >> k & 1;
     distinct += s.first;
     prefix += s.first_of_prefix;
     slot += s.first && s.repeats;
@@ -339,7 +227,16 @@ __global__ void __launch_bounds__(kThreads)
     s.slot = slot;
     slots[k] = s.repeats ? slot : kNoSlot;
     index.distinct_of[positions[k]] = distinct;
-    if (s.first) write_distinct(in, index, s, parts[k], places[k], factors[k]);
+    if (!s.first) continue;
+    lasts[warp][distinct - first_of_warp] = static_cast<int32_t>(firsts.parts[k].last);
+    sources[warp][distinct - first_of_warp] = source_of(s, places[k]);
+    write_first(in, index, s, firsts.parts[k], factors[k]);
+  }
+  __syncwarp();
+  const int32_t of_warp = __shfl_sync(kAllLanes, distinct, 31) + 1 - first_of_warp;
+  for (int i = lane; i < of_warp; i += 32) {
+    index.lasts[first_of_warp + i] = lasts[warp][i];
+    index.sources[first_of_warp + i] = sources[warp][i];
   }
   store_items(index.places, begin, n, places);
   store_items(index.slots, begin, n, slots);

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   if (here) {
     const int64_t bag = bag_between(in.batch.offsets, 0, in.batch.num_bags(), at);
     const Place place = place_of(in, at, bag);
-    item.key = static_cast<uint32_t>(key_of(in, at, bag));
+    item.key = static_cast<uint32_t>(key_of(in, in.batch.ids[at], bag));
     exchange.places[at] = place.row;
     if (exchange.factors != nullptr) exchange.factors[at] = place.factor;
   }
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const bool inside = here && item.key != outside;
   const uint32_t previous = here && at > 0 ? item_of(read_pair(sorted + at - 1)).key : outside;
   const uint32_t next = here && at + 1 < n ? item_of(read_pair(sorted + at + 1)).key : outside;
-  KeyParts parts = {-1, 0, 0};
+  KeyParts<uint32_t> parts = {-1, 0, 0};
   Sorted s = {};
   if (inside) {
     parts = parts_of(in, item.key);

@@ -31,7 +31,9 @@ struct Shared {
   int32_t firsts[kDigits];  // the first place of the digit
   int32_t sizes[kDigits];   // and how many places it has
   int32_t warp_sums[kDigits / 32];
-  int32_t heads[3];  // distinct ids, prefixes and slots that begin in this block
+  int32_t heads[3];         // distinct ids, prefixes and slots that begin in this block,
+  int32_t heads_before[3];  // in those before it,
+  int32_t heads_all[3];     // and in all
   int32_t warp_heads[3][kMostWarps];
   int32_t offsets[kMostOffsets + 1];
   uint64_t window[kMostThreads + 2 * kMostBucket];  // places of this block and those around it
@@ -125,21 +127,18 @@ __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int pe
 // Sorts the items of the cluster by key, equal ones by position. Item `at` of the order belongs to
 // thread at % per of block at / per; it exists where `here`. bits: that keys have. scale: 2^40 by
 // the number of keys, or 0. Returns which pairs are the order.
-//
-// Buckets are counted together with the first digit, so that one wait more is all that it takes to
-// find that ids are not spread evenly.
 __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, int n, int bits,
                           uint32_t scale, bool here, Item& item) {
   static_assert(kDigit == 0 && 2 * kMostBucket <= kDigits);
   BlockDigits& digits = shared.counted[kDigit];
   BlockDigits& buckets = shared.counted[kBucket];
-  int ranks[kKinds];
+  int rank[1];
   if (scale != 0) {
     const uint32_t bucket = here ? __umulhi(item.key, scale) : 0;
-    count_digits<kKinds>(shared.counted, {item.key & (kDigits - 1), bucket}, here, ranks);
+    count_digits<1>(&buckets, {bucket}, here, rank);
     cluster.sync();
     if (!place_digits(cluster, shared, buckets, kMostBucket)) {
-      move_items(cluster, shared, buckets, 0, bucket, ranks[kBucket], per, here, item);
+      move_items(cluster, shared, buckets, 0, bucket, rank[0], per, here, item);
       order_buckets(cluster, shared, per, n, scale, here);
       if (here) item = item_of(shared.pairs[1][threadIdx.x]);
       return 1;
@@ -149,14 +148,10 @@ __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, i
   for (int shift = 0; shift < bits; shift += 8) {
     pass ^= 1;
     const uint32_t digit = item.key >> shift & (kDigits - 1);
-    if (shift > 0 || scale == 0) {
-      int rank[1];
-      count_digits<1>(&digits, {digit}, here, rank);
-      ranks[kDigit] = rank[0];
-      cluster.sync();
-    }
+    count_digits<1>(&digits, {digit}, here, rank);
+    cluster.sync();
     place_digits(cluster, shared, digits, INT_MAX);
-    move_items(cluster, shared, digits, pass, digit, ranks[kDigit], per, here, item);
+    move_items(cluster, shared, digits, pass, digit, rank[0], per, here, item);
     if (here) item = item_of(shared.pairs[pass][threadIdx.x]);
   }
   return pass;
@@ -185,7 +180,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
       here && at > 0 ? key_at(cluster, shared, pass, per, thread - 1) : outside;
   const uint32_t next =
       here && at + 1 < n ? key_at(cluster, shared, pass, per, thread + 1) : outside;
-  KeyParts parts = {-1, 0, 0};
+  KeyParts<uint32_t> parts = {-1, 0, 0};
   Sorted s = {};
   if (inside) {
     parts = parts_of(in, item.key);
@@ -208,28 +203,10 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
     shared.warp_heads[warp][lane] = sum - count;
     if (lane == 31) shared.heads[warp] = sum;
   }
-  cluster.sync();
-  int32_t before[3] = {0, 0, 0}, all[3] = {0, 0, 0};
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    const int32_t* heads = cluster.map_shared_rank(shared.heads, b);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int32_t count = heads[i];
-      all[i] += count;
-      if (b < block) before[i] += count;
-    }
-  }
-  const unsigned up_to = lane == 31 ? kAllLanes : (2u << lane) - 1;
-  s.at = at;
-  s.position = item.position;
-  s.distinct = before[0] + shared.warp_heads[0][warp] + __popc(ids & up_to) - 1;
-  s.prefix = before[1] + shared.warp_heads[1][warp] + __popc(prefixes & up_to) - 1;
-  s.slot = before[2] + shared.warp_heads[2][warp] + __popc(slots & up_to) - 1;
-  if (block == 0 && thread == 0) write_counts(in, index, all[0], all[1], all[2]);
-  if (!here) return;
+  // Where rows go is looked up while other blocks come to the same place.
+  cluster.barrier_arrive();
   int64_t bag = 0;
-  if (in.batch.pooled) {
+  if (here && in.batch.pooled) {
     const int64_t num_bags = in.batch.num_bags();
     if (num_bags <= kMostOffsets) {
       int32_t low = 0, high = static_cast<int32_t>(num_bags);
@@ -246,7 +223,29 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
       bag = bag_between(in.batch.offsets, 0, num_bags, item.position);
     }
   }
-  const Place place = place_of(in, item.position, bag);
+  const Place place = here ? place_of(in, item.position, bag) : Place{0, 0.0f};
+  __syncwarp();
+  cluster.barrier_wait();
+  if (warp < 3) {  // what begins in all blocks, and in those before this one
+    const int32_t count = lane < kBlocks ? cluster.map_shared_rank(shared.heads, lane)[warp] : 0;
+    const int32_t sum = inclusive_sum(count);
+    if (lane == block) shared.heads_before[warp] = sum - count;
+    if (lane == 31) shared.heads_all[warp] = sum;
+  }
+  cluster.barrier_arrive();  // this block has read what others have
+  __syncthreads();
+  const int32_t* const before = shared.heads_before;
+  const unsigned up_to = lane == 31 ? kAllLanes : (2u << lane) - 1;
+  s.at = at;
+  s.position = item.position;
+  s.distinct = before[0] + shared.warp_heads[0][warp] + __popc(ids & up_to) - 1;
+  s.prefix = before[1] + shared.warp_heads[1][warp] + __popc(prefixes & up_to) - 1;
+  s.slot = before[2] + shared.warp_heads[2][warp] + __popc(slots & up_to) - 1;
+  if (block == 0 && thread == 0) {
+    const int32_t* const all = shared.heads_all;
+    write_counts(in, index, all[0], all[1], all[2]);
+  }
+  if (!here) return;
   if (inside) {
     write_sorted(in, index, s, parts, place.row, place.factor);
   } else {
@@ -310,11 +309,12 @@ __global__ void __launch_bounds__(kMostThreads)
     } else {
       bag = bag_between(in.batch.offsets, 0, num_bags, at);
     }
-    item.key = static_cast<uint32_t>(key_of(in, at, bag));
+    item.key = static_cast<uint32_t>(key_of(in, in.batch.ids[at], bag));
   }
   const int pass = sort_items(cluster, shared, per, n, bits, scale, here, item);
   number_distinct(cluster, shared, in, index, pass, per, here, item);
-  cluster.sync();  // no block leaves while others read its memory
+  __syncwarp();
+  cluster.barrier_wait();  // no block leaves while others read its memory
 #endif
 }
 

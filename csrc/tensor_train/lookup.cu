@@ -112,14 +112,8 @@ void lookup(const Plan& plan, const Batch& batch, Precision precision, const voi
   in.slot_rows = slot_rows;
   in.always_gather = always;
   run_classes(plan, batch, precision, false, in, stream);
-  if (always) {  // writes all of the output
-    gather_rows(plan, batch, parts, slot_rows, true, out, stream);
-    return;
-  }
-  const RepeatsInput repeats = repeats_of(plan, batch, parts);
-  spread_repeated_rows(repeats, parts.counts, slot_rows, !batch.pooled, out, stream);
-  if (gathers(plan, batch)) gather_rows(plan, batch, parts, slot_rows, false, out, stream);
-  if (!batch.pooled) clear_outside(repeats, out, stream);
+  pool_rows(plan, batch, parts, slot_rows, always, out, stream);
+  if (!always && !batch.pooled) clear_outside(repeats_of(plan, batch, parts), out, stream);
 }
 
 size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch) {

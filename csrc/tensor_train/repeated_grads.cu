@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   __shared__ int32_t slots_behind[kWarps];      // of the one that goes on
   __shared__ bool passes[kWarps];               // a chunk is of one run that came and goes on
   if (early) {  // kernels that follow read the index before they wait
-    wait_for_earlier();
-    start_next();
+    wait_for_kernel_before();
+    let_next_kernel_start();
   } else {
     enter_chain();
   }
@@ -69,47 +69,43 @@ __global__ void __launch_bounds__(kWarps * 32)
     if (threadIdx.x == 0) partials.ends[blockIdx.x] = {kNoSlot, 0};
     if (chunk.repeats == 0) return;
   }
+  const bool scaled = in.place_factors != nullptr;
   float* const rows = partials.rows + static_cast<size_t>(blockIdx.x) * 2 * in.widest;
   for (int base = 0; base < in.widest; base += kColumns) {
     const int column = base + lane * kWidth;
-    Columns<kWidth> sum = {};
     bool open = came;  // the run began in an earlier chunk
     for (unsigned left = chunk.repeats; left != 0;) {
-      Columns<kWidth> ahead[kRowsAhead];
-      int lanes[kRowsAhead];
+      const int first = __ffs(static_cast<int>(left)) - 1;
+      const unsigned tails = chunk.tails >> first;
+      const bool ends = tails != 0;
+      const int last = ends ? first + __ffs(static_cast<int>(tails)) - 1 : kChunk - 1;
+      const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, first);
+      Columns<kWidth> sum = {};
+      for (int at = first; at <= last; at += kRowsAhead) {
+        Columns<kWidth> ahead[kRowsAhead];
 #pragma unroll
-      for (int j = 0; j < kRowsAhead; ++j) {
-        lanes[j] = take_lowest(&left);
-        const int of = max(lanes[j], 0);
-        const uint32_t place = __shfl_sync(kAllLanes, chunk.place, of);
-        const float factor = __shfl_sync(kAllLanes, chunk.factor, of);
-        const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, of);
-        ahead[j] = {};
-        if (lanes[j] >= 0 && column < dim) {
-          ahead[j].load(grad + static_cast<size_t>(place) * in.unit + column, factor);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kRowsAhead; ++j) {
-        const int at = lanes[j];
-        if (at < 0) break;
-        const int32_t slot = __shfl_sync(kAllLanes, chunk.slot, at);
-        if ((chunk.heads >> at & 1) != 0) {
-          sum = {};
-          open = false;
-        }
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) sum.v[i] += ahead[j].v[i];
-        const bool ends = (chunk.tails >> at & 1) != 0;
-        if (!ends && at != kChunk - 1) continue;
-        if (ends && !open) {
-          if (column < in.widest) {
-            sum.store(slot_grads + static_cast<size_t>(slot) * in.widest + column);
+        for (int j = 0; j < kRowsAhead; ++j) {
+          const uint32_t place = __shfl_sync(kAllLanes, chunk.place, at + j);
+          const float factor = scaled ? __shfl_sync(kAllLanes, chunk.factor, at + j) : 1.0f;
+          ahead[j] = {};
+          if (at + j <= last && column < dim) {
+            ahead[j].load(grad + static_cast<size_t>(place) * in.unit + column, factor);
           }
-        } else {
-          sum.store(&sides[warp][open ? 0 : 1][lane * kWidth]);
+        }
+#pragma unroll
+        for (int j = 0; j < kRowsAhead; ++j) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) sum.v[i] += ahead[j].v[i];
         }
       }
+      const int32_t slot = __shfl_sync(kAllLanes, chunk.slot, first);
+      if (!ends || open) {
+        sum.store(&sides[warp][open ? 0 : 1][lane * kWidth]);
+      } else if (column < in.widest) {
+        sum.store(slot_grads + static_cast<size_t>(slot) * in.widest + column);
+      }
+      open = false;
+      left = last == kChunk - 1 ? 0 : left & ~0u << (last + 1);
     }
     if (!crosses) continue;
     __syncthreads();

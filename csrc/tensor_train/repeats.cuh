@@ -1,5 +1,4 @@
-// Ids that occur more than once in a batch: see repeats.cu and repeated_grads.cu; and bags that
-// gather rows: pool.cu.
+// Ids that occur more than once in a batch: see repeated_grads.cu, pool.cu and repeats.cu.
 #pragma once
 
 #include "tensor_train/index.cuh"
@@ -27,14 +26,14 @@ RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index
 size_t partial_grads_bytes(const Plan& plan, const Batch& batch);
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads,
                         void* partials, int64_t* steps, bool early, cudaStream_t stream);
-// Adds the row of each slot to the places of its positions, or stores it there.
-void spread_repeated_rows(const RepeatsInput& in, const Counts* counts, const float* slot_rows,
-                          bool store, float* out, cudaStream_t stream);
 void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream);
 
-// Where bags gather: out from the rows of distinct ids. always: whatever the number of repeats.
-void gather_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
-                 bool always, float* out, cudaStream_t stream);
+// out from rows in scratch. always: bags gather the rows of distinct ids, whatever the number of
+// repeats; otherwise they do where the index says so, and elsewhere the row of each slot is added
+// to the places of its positions, or stored there where nothing is pooled. The index is read before
+// the kernel before this one has ended.
+void pool_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
+               bool always, float* out, cudaStream_t stream);
 
 // kWidth columns of a row.
 template <int kWidth>
@@ -102,12 +101,5 @@ struct Chunk {
 };
 static_assert(kChunk == 32, "a position a lane");
 constexpr int kRowsAhead = 8;  // that are read before the first is used
-
-// Takes the lowest bit out of a mask: its place, or -1 where there is none.
-__device__ __forceinline__ int take_lowest(unsigned* mask) {
-  const int at = __ffs(static_cast<int>(*mask)) - 1;
-  *mask &= *mask - 1;
-  return at;
-}
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -57,31 +57,44 @@ struct FourRowsByRow {
   }
 };
 
-// Runs `use` on the distinct ids [begin, end) of a prefix, four at a time, of which the first 32
-// are in `id`. use(rows, last of this lane's id or of those that others have, from, limit).
-template <typename Rows, typename Use>
-__device__ __forceinline__ void each_four(const TileInput& in, IdLane id, int begin, int end,
-                                          const Use& use) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int base = begin; base < end; base += 32) {
-    const int limit = min(32, end - base);
-    if (base > begin) id.read(in, UnstagedIds{}, base + lane, lane < limit);
-    Rows first, second;
-    first.read(in, id, 0, limit);
+// The first eight distinct ids of a prefix on their way, and those behind them.
+template <typename Rows>
+struct RowsAhead {
+  Rows first, second;
+
+  // count: ids of the prefix, of which the first 32 are in `id`.
+  __device__ __forceinline__ void start(const TileInput& in, const IdLane& id, int count) {
+    const int limit = min(32, count);
+    if (limit > 0) first.read(in, id, 0, limit);
     if (limit > 4) second.read(in, id, 4, limit);
+  }
+
+  // Runs `use` on the distinct ids [begin, end), four at a time, after start.
+  // use(rows, ids, from, limit): the four are those from `from` on among the `limit` of `ids`.
+  template <typename Use>
+  __device__ __forceinline__ void each_four(const TileInput& in, IdLane id, int begin, int end,
+                                            const Use& use) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int from = 0; from < limit; from += 8) {
-      first.finish(in.factors, base + from, limit - from);
-      use(first, id, from, limit);
-      if (from + 8 < limit) first.read(in, id, from + 8, limit);
-      if (from + 4 >= limit) break;
-      second.finish(in.factors, base + from + 4, limit - from - 4);
-      use(second, id, from + 4, limit);
-      if (from + 12 < limit) second.read(in, id, from + 12, limit);
+    for (int base = begin; base < end; base += 32) {
+      const int limit = min(32, end - base);
+      if (base > begin) {
+        id.read(in, UnstagedIds{}, base + lane, lane < limit);
+        start(in, id, limit);
+      }
+#pragma unroll 1
+      for (int from = 0; from < limit; from += 8) {
+        first.finish(in.factors, base + from, limit - from);
+        use(first, id, from, limit);
+        if (from + 8 < limit) first.read(in, id, from + 8, limit);
+        if (from + 4 >= limit) break;
+        second.finish(in.factors, base + from + 4, limit - from - 4);
+        use(second, id, from + 4, limit);
+        if (from + 12 < limit) second.read(in, id, from + 12, limit);
+      }
     }
   }
-}
+};
 
 // A slice of ranks of the last core in shared memory, [lasts][4][32]. 16-byte units are swizzled by
 // the last column, and lanes of different columns read different last columns at a time, so that
@@ -118,74 +131,39 @@ __device__ __forceinline__ float4 by_column(float4 v) {
 // memory.
 template <typename Config>
 __device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& id, int begin,
-                                            int end, const LastSlice<Config>& last, float* prefix) {
+                                            int end, const LastSlice<Config>& last,
+                                            RowsAhead<FourRowsByColumn>& rows, float* prefix) {
   constexpr int kProducts = Config::kProducts;
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  const int column = threadIdx.x % 4;
   float sums[4][4] = {};
-  each_four<FourRowsByColumn>(
-      in, id, begin, end,
-      [&](const FourRowsByColumn& rows, const IdLane& ids, int from, int limit) {
-        float4 lasts[4];
-        last.read(__shfl_sync(kAllLanes, ids.last, min(from + column, limit - 1)), lasts);
-        const float4 low = by_column(rows.low), high = by_column(rows.high);
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {  // 16 rows; depth (id, last column)
-          const auto a0 = rounded_operand<kProducts>(part(low, 2 * s));
-          const auto a1 = rounded_operand<kProducts>(part(high, 2 * s));
-          const auto a2 = rounded_operand<kProducts>(part(low, 2 * s + 1));
-          const auto a3 = rounded_operand<kProducts>(part(high, 2 * s + 1));
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            multiply_add(sums[j], a0, a1, a2, a3, rounded_operand<kProducts>(part(lasts[2 * s], j)),
-                         rounded_operand<kProducts>(part(lasts[2 * s + 1], j)));
-          }
-        }
-      });
-  float* to = prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + 8 * column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
-          prepared<kProducts>(make_float4(sums[0][2 * half + i], sums[1][2 * half + i],
-                                          sums[2][2 * half + i], sums[3][2 * half + i]));
-    }
-  }
+  rows.each_four(in, id, begin, end,
+                 [&](const FourRowsByColumn& four, const IdLane& ids, int from, int limit) {
+                   float4 lasts[4];
+                   last.read(__shfl_sync(kAllLanes, ids.last, min(from + column, limit - 1)),
+                             lasts);
+                   const float4 low = by_column(four.low), high = by_column(four.high);
+                   add_prefix_grad<kProducts>(sums, low, high, lasts);
+                 });
+  store_prefix_grad<Config>(sums, prefix);
 }
 
 // Adds the gradients of slices of the last core that the ids of a prefix have.
 template <typename Config, typename LastGrad>
 __device__ __forceinline__ void last_grads(const TileInput& in, const IdLane& id, int begin,
                                            int end, const float* prefix,
+                                           RowsAhead<FourRowsByRow>& rows,
                                            const LastGrad& last_grad) {
   constexpr int kProducts = Config::kProducts;
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  // Columns in such an order that the four lanes of a row have 16 neighbouring ones at a time.
-  const float* const its_columns =
-      prefix + column * Config::kColumnStep + row / 2 * 4 + row % 2 * 16;
+  const int row = threadIdx.x % 32 / 4;
   float4 values[4];
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    values[e] = *reinterpret_cast<const float4*>(its_columns + e * Config::kRowStep);
-  }
-  each_four<FourRowsByRow>(
-      in, id, begin, end, [&](const FourRowsByRow& rows, const IdLane& ids, int from, int limit) {
-        float d[4][4] = {};
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {  // rows (id, last column); depth (head and middle column)
-          const auto a0 = rounded_operand<kProducts>(rows.other[2 * s].x);
-          const auto a1 = rounded_operand<kProducts>(rows.other[2 * s].y);
-          const auto a2 = rounded_operand<kProducts>(rows.other[2 * s + 1].x);
-          const auto a3 = rounded_operand<kProducts>(rows.other[2 * s + 1].y);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(part(values[2 * s], j)),
-                         operand<kProducts>(part(values[2 * s + 1], j)));
-          }
-        }
-        const int at = from + row / 2;
-        last_grad.add(at < limit, __shfl_sync(kAllLanes, ids.last, at), row % 2 * 2, d);
-      });
+  read_columns<Config>(prefix, values);
+  rows.each_four(in, id, begin, end,
+                 [&](const FourRowsByRow& four, const IdLane& ids, int from, int limit) {
+                   float d[4][4] = {};
+                   last_grad_of<kProducts>(d, four.other, values);
+                   const int at = from + row / 2;
+                   last_grad.add(at < limit, __shfl_sync(kAllLanes, ids.last, at), row % 2 * 2, d);
+                 });
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -10,7 +10,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 // Of shared memory, less what is static.
-constexpr size_t kMostResidentBytes = (227 - 5) * 1024;
+constexpr size_t kMostResidentBytes = (227 - 11) * 1024;
 
 // What a prefix costs beside its ids, in ids.
 constexpr int kPrefixCost = 12;
@@ -39,11 +39,17 @@ template <typename Config>
 __device__ __forceinline__ void find_share(const TileInput& in, const Counts& counts, int share,
                                            int shares, int thread, int* bounds) {
   if (thread / 32 >= 2) return;
-  const int64_t work = counts.distinct + static_cast<int64_t>(kPrefixCost) * counts.prefixes;
   const int bound = share + thread / 32;
-  // What the last share leaves over by rounding is none: its target is all of the work.
-  const int at = bound == shares ? counts.prefixes
-                                 : range_start(in.prefixes, counts.prefixes, work * bound / shares);
+  int at;
+  if (few_a_prefix(counts)) {
+    // Equal numbers of prefixes are as good, and nothing is to be searched for.
+    at = static_cast<int>(static_cast<int64_t>(counts.prefixes) * bound / shares);
+  } else {
+    const int64_t work = counts.distinct + static_cast<int64_t>(kPrefixCost) * counts.prefixes;
+    // What the last share leaves over by rounding is none: its target is all of the work.
+    at = bound == shares ? counts.prefixes
+                         : range_start(in.prefixes, counts.prefixes, work * bound / shares);
+  }
   if (thread % 32 == 0) bounds[thread / 32] = at;
 }
 
@@ -112,58 +118,6 @@ struct LastGradInBlock {
   }
 };
 
-// The tiles of a group of warps, one after the other: prefixes of one middle slice, of which a warp
-// has one. The heads, prefixes and ids of the next tile are read while this one is worked on.
-template <typename Config>
-struct TileWalk {
-  const TileInput& in;
-  const Piece<Config>& piece;
-  int4 (&both)[2][Config::kPrefixes + 1];
-  NextIds<Config::kWarps>& next_ids;
-  int thread, end;
-  int first = 0, run = 0, turn = 0;
-  int next = 0, next_count = 0;
-  HeadLoad<Config> head_load = {};
-
-  __device__ __forceinline__ const int4* prefixes() const { return both[turn]; }
-  __device__ __forceinline__ int warp() const { return thread / 32; }
-  __device__ __forceinline__ bool mine() const { return warp() < run; }
-  __device__ __forceinline__ int begin() const { return prefixes()[warp()].x; }
-  __device__ __forceinline__ int stop() const { return prefixes()[warp() + 1].x; }
-
-  __device__ __forceinline__ void read_next(const int4* of) {
-    head_load.read(thread, piece, of, run);
-    if (warp() < run) next_ids.start(in, warp(), of[warp()].x, of[warp() + 1].x);
-  }
-  // wait: for the group.
-  template <typename Wait>
-  __device__ __forceinline__ void start(int from, const Wait& wait) {
-    first = from;
-    const int count = min(Config::kPrefixes, end - first);
-    if (count > 0 && thread <= count) both[0][thread] = in.prefixes[first + thread];
-    wait();
-    run = count > 0 ? run_length(both[0], 0, count) : 0;
-    if (run > 0) read_next(both[0]);
-  }
-  // The prefixes behind this tile are on their way from here on. Before it the group has waited
-  // since the last tile's were used.
-  __device__ __forceinline__ void start_next_prefixes() {
-    next = first + run;
-    next_count = min(Config::kPrefixes, end - next);
-    if (next_count > 0 && thread <= next_count) {
-      start_copy(both[turn ^ 1] + thread, in.prefixes + next + thread);
-    }
-  }
-  // After wait_for_copies and a wait of the group. This tile's prefixes may be read until the next
-  // start_next_prefixes.
-  __device__ __forceinline__ void move_on() {
-    turn ^= 1;
-    first = next;
-    run = next_count > 0 ? run_length(both[turn], 0, next_count) : 0;
-    if (run > 0) read_next(both[turn]);
-  }
-};
-
 // Two passes over the prefixes of a block: gradients of heads and middles with the last core in
 // shared memory, then those of the last core with them there. Each reads the gradients of the rows;
 // with both at once the last core would be read from memory, which is more.
@@ -179,7 +133,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   constexpr int kLine = Config::kSlice / 4;  // units of a last column
   extern __shared__ float4 memory[];
   __shared__ TableView table;
-  __shared__ int4 all_prefixes[kSubs][2][Config::kPrefixes + 1];
+  __shared__ PrefixList all_prefixes[kSubs];
   __shared__ NextIds<Config::kWarps> all_next_ids[kSubs];
   __shared__ int all_bounds[kSubs][2];
 
@@ -221,12 +175,17 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
     const LastSlice<Config> last = {reinterpret_cast<const float*>(last_units)};
     MiddleGrad<Config> middle_grad;
     middle_grad.clear();
-    TileWalk<Config> walk{
-        in, piece, all_prefixes[sub], all_next_ids[sub], thread, all_bounds[sub][1]};
-    walk.start(all_bounds[sub][0], wait);
+    TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
+    walk.start(all_bounds[sub][0], all_bounds[sub][1], true, 0, wait);
 #pragma unroll 1
     while (walk.run > 0) {
       const int4* const prefixes = walk.prefixes();
+      const int run = walk.run;
+      wait_for_copies();
+      const IdLane id = walk.next_ids.get(walk.warp());
+      const int begin = walk.begin(), stop = walk.stop();
+      RowsAhead<FourRowsByColumn> rows;
+      rows.start(in, id, stop - begin);
       if (prefixes[0].z != piece.middle) {
         if (piece.middle >= 0) {
           middle_grad.flush(thread, piece, slice, 0);
@@ -236,23 +195,18 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
         load_middle<Config>(thread, piece, slice, middle);
         if (thread == 0 && table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
       }
-      const int run = walk.run;
       if (thread < run && table.head_touched != nullptr) {
         table.head_touched[prefixes[thread].w] = 1;
       }
       walk.head_load.store(thread, heads);
-      wait_for_copies();
-      const IdLane id = walk.next_ids.get(walk.warp());
-      walk.start_next_prefixes();
       // Warps without a prefix store zeros, which are multiplied with the zeros of its heads.
-      const int begin = walk.begin(), stop = walk.mine() ? walk.stop() : begin;
-      prefix_grad(in, id, begin, stop, last, product);
-      wait_for_copies();
+      prefix_grad(in, id, begin, stop, last, rows, product);
       wait();
-      walk.move_on();
+      walk.move_on(0);
       middle_grad.add(thread, 0, heads, products, run);
       add_head_grad<Config, 2>(thread, piece, prefixes, run, middle, products);
       wait();  // shared memory is done with
+      walk.refill(0, wait);
     }
     if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
   }
@@ -266,27 +220,27 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   __syncthreads();
   {
     piece.middle = -1;
-    TileWalk<Config> walk{
-        in, piece, all_prefixes[sub], all_next_ids[sub], thread, all_bounds[sub][1]};
-    walk.start(all_bounds[sub][0], wait);
+    TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
+    walk.start(all_bounds[sub][0], all_bounds[sub][1], true, 0, wait);
 #pragma unroll 1
     while (walk.run > 0) {
+      wait_for_copies();
+      const IdLane id = walk.next_ids.get(walk.warp());
+      const bool mine = walk.mine();
+      const int begin = walk.begin(), stop = walk.stop();
+      RowsAhead<FourRowsByRow> rows;
+      rows.start(in, id, stop - begin);
       if (walk.prefixes()[0].z != piece.middle) {
         piece.middle = walk.prefixes()[0].z;
         load_middle<Config>(thread, piece, slice, middle);
       }
       walk.head_load.store(thread, heads);
-      wait_for_copies();
-      const IdLane id = walk.next_ids.get(walk.warp());
-      const bool mine = walk.mine();
-      const int begin = walk.begin(), stop = mine ? walk.stop() : begin;
       wait();  // all warps are done with the products
-      walk.start_next_prefixes();
-      multiply_prefixes<Config>(thread, heads, middle, products);
-      wait_for_copies();
+      multiply_prefixes<Config>(thread, heads, middle, products, Config::kPrefixes);
       wait();
-      walk.move_on();
-      if (mine) last_grads<Config>(in, id, begin, stop, product, last_grad);
+      walk.move_on(0);
+      if (mine) last_grads<Config>(in, id, begin, stop, product, rows, last_grad);
+      walk.refill(0, wait);
     }
   }
   __syncthreads();

@@ -41,22 +41,22 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   constexpr int kSubValues = Config::kMiddleValues + Config::kHeadValues + Config::kSliceStep;
   extern __shared__ float4 memory[];
   __shared__ TableView table;
-  __shared__ int4 all_prefixes[kSubs][2][Config::kPrefixes + 1];
+  __shared__ PrefixList all_prefixes[kSubs];
   __shared__ NextIds<Config::kWarps> all_next_ids[kSubs];
   __shared__ int all_bounds[kSubs][2];
 
   copy_view(in.tables[0], &table);
-  enter_chain();
+  wait_for_kernel_before();
+  let_next_kernel_start();  // which may read the index
   const Counts counts = *in.counts;
   if (counts.dense == 0 || counts.prefixes == 0) return;
   const bool gather = in.always_gather || counts.gather != 0;
   const int sub = threadIdx.x / Config::kThreads;
   const int thread = threadIdx.x % Config::kThreads;
-  const int warp = thread / 32, lane = thread % 32;
+  const int lane = thread % 32;
   float* middle = reinterpret_cast<float*>(memory) + sub * kSubValues;
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
-  NextIds<Config::kWarps>& next_ids = all_next_ids[sub];
   __syncthreads();  // the view is there
   float4* const last_units = memory + kSubs * kSubValues / 4;
   const LastInBlock<Config> last = {reinterpret_cast<const float*>(last_units)};
@@ -78,53 +78,31 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   piece.middle = -1;
   piece.first_head_column = 0;
   piece.first_middle_column = 0;
-  int4* prefixes = all_prefixes[sub][0];
-  int4* other = all_prefixes[sub][1];
-  int first = all_bounds[sub][0];
-  const int end = all_bounds[sub][1];
-  const int count = min(Config::kPrefixes, end - first);
-  if (count > 0 && thread <= count) prefixes[thread] = in.prefixes[first + thread];
-  wait();
-  int run = count > 0 ? run_length(prefixes, 0, count) : 0;
-  HeadLoad<Config> head_load;
-  auto read_next = [&](const int4* of) {
-    head_load.read(thread, piece, of, run);
-    if (warp < run) next_ids.start(in, warp, of[warp].x, of[warp + 1].x);
-  };
-  if (run > 0) read_next(prefixes);
+  TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
+  walk.start(all_bounds[sub][0], all_bounds[sub][1], true, 0, wait);
 #pragma unroll 1
-  while (run > 0) {
-    if (prefixes[0].z != piece.middle) {
-      piece.middle = prefixes[0].z;
+  while (walk.run > 0) {
+    if (walk.prefixes()[0].z != piece.middle) {
+      piece.middle = walk.prefixes()[0].z;
       load_middle<Config>(thread, piece, 0, middle);
     }
-    head_load.store(thread, heads);
+    walk.head_load.store(thread, heads);
     wait_for_copies();
-    const IdLane id = next_ids.get(warp);
-    const bool mine = warp < run;
-    const int begin = prefixes[warp].x, stop = mine ? prefixes[warp + 1].x : begin;
-    const int next = first + run;
-    const int next_count = min(Config::kPrefixes, end - next);
+    const IdLane id = walk.next_ids.get(walk.warp());
+    const bool mine = walk.mine();
+    const int begin = walk.begin(), stop = walk.stop();
     wait();  // all warps are done with the products
-    if (next_count > 0 && thread <= next_count) {
-      start_copy(other + thread, in.prefixes + next + thread);
-    }
-    multiply_prefixes<Config>(thread, heads, middle, products);
-    wait_for_copies();
+    multiply_prefixes<Config>(thread, heads, middle, products, Config::kPrefixes);
     wait();
-    run = next_count > 0 ? run_length(other, 0, next_count) : 0;
-    if (run > 0) read_next(other);
+    walk.move_on(0);
     if (mine) {
       LastValues values;
       last.read(piece, true, __shfl_sync(kAllLanes, id.last, min(lane / 8, stop - begin - 1)), 0, 0,
                 &values);
-      lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
-                       last, values);
+      lookup_ids_ahead(in, id, piece, products + walk.warp() * Config::kPrefixStep, begin, stop,
+                       gather, last, values);
     }
-    int4* const done = prefixes;
-    prefixes = other;
-    other = done;
-    first = next;
+    walk.refill(0, wait);
   }
 }
 

@@ -5,44 +5,67 @@
 // and products, not their number.
 #pragma once
 
+#include <type_traits>
+
 #include "tensor_train/ids_ahead.cuh"
 #include "tensor_train/resident_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// A flag that is set where it is not yet: read here, looked at when other work is done.
-struct LateFlag {
-  uint32_t value = 1;
+// Which slices of the first and last core of a table the block has touched. Their flags in memory
+// lie in a few sectors, which all multiprocessors would want at once for every prefix and id.
+struct TouchedByBlock {
+  static constexpr int kMost = 1024;  // slices of a core whose flags are kept here
+  uint8_t heads[kMost];
+  uint8_t lasts[kMost];
+  bool keeps_heads;  // otherwise flags in memory are set at once
+  bool keeps_lasts;
 
-  __device__ __forceinline__ void read(const uint8_t* flag) { value = __ldcg(flag); }
-  // flag: the one that was read, if one was.
-  __device__ __forceinline__ void finish(uint8_t* flag) {
-    asm volatile("" : "+r"(value));  // not earlier
-    if (value == 0) *flag = 1;
+  // By all threads of the block, which waits before it touches something.
+  __device__ __forceinline__ void clear() {
+    for (int i = threadIdx.x; i < kMost; i += blockDim.x) heads[i] = lasts[i] = 0;
+  }
+  __device__ __forceinline__ void begin(const TableView& table) {
+    if (threadIdx.x != 0) return;
+    keeps_heads = table.head_touched != nullptr && table.heads <= kMost;
+    keeps_lasts = table.last_touched != nullptr && table.lasts <= kMost;
+  }
+  // To memory, and back to none. The block has waited since it touched something.
+  __device__ __forceinline__ void flush(const TableView& table) {
+    if (keeps_heads) flush_one(heads, table.heads, table.head_touched);
+    if (keeps_lasts) flush_one(lasts, table.lasts, table.last_touched);
+  }
+  __device__ __forceinline__ void touch_head(const TableView& table, int32_t slice) {
+    if (keeps_heads) {
+      heads[slice] = 1;
+    } else if (table.head_touched != nullptr) {
+      table.head_touched[slice] = 1;
+    }
+  }
+  __device__ __forceinline__ void touch_last(const TableView& table, int32_t slice) {
+    if (keeps_lasts) {
+      lasts[slice] = 1;
+    } else if (table.last_touched != nullptr) {
+      table.last_touched[slice] = 1;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void flush_one(uint8_t* kept, int64_t count, uint8_t* to) {
+    for (int i = threadIdx.x; i < static_cast<int>(count); i += blockDim.x) {
+      if (kept[i] != 0) to[i] = 1;
+      kept[i] = 0;
+    }
   }
 };
 
-// The word that a flag lies in, and the flag in it.
-__device__ __forceinline__ const uint32_t* word_of(const uint8_t* flag) {
-  return reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(flag) & ~uintptr_t{3});
-}
-__device__ __forceinline__ uint32_t byte_of(uint32_t word, const uint8_t* flag) {
-  return word >> (reinterpret_cast<uintptr_t>(flag) % 4 * 8) & 0xffu;
-}
-
-// As LastGradInMemory, with flags that are looked at when other work is done.
+// As LastGradInMemory, with the flags of the block.
 template <typename Config>
-struct LastGradLate : LastGradInMemory<Config, false> {
-  __device__ __forceinline__ LateFlag begin(const Piece<Config>& piece, int32_t slice,
-                                            bool exists) const {
-    LateFlag flag;
-    uint8_t* const flags = piece.table->last_touched;
-    if (flags != nullptr && exists) flag.read(flags + slice);
-    return flag;
-  }
-  __device__ __forceinline__ void end(const Piece<Config>& piece, int32_t slice,
-                                      LateFlag flag) const {
-    flag.finish(piece.table->last_touched + slice);
+struct LastGradOfShare : LastGradInMemory<Config, false> {
+  TouchedByBlock& touched;
+
+  __device__ __forceinline__ void touch(const TableView& table, int32_t slice, bool exists) const {
+    if (exists) touched.touch_last(table, slice);
   }
 };
 
@@ -54,9 +77,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   static_assert(Config::kPrefixes == Config::kWarps);
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
   extern __shared__ float4 memory[];
-  __shared__ int4 both_prefixes[2][Config::kPrefixes + 1];
+  __shared__ PrefixList list;
   __shared__ NextIds<Config::kWarps> next_ids;
-  __shared__ uint32_t head_flags[Config::kPrefixes];
+  __shared__ std::conditional_t<kBackward, TouchedByBlock, int> touched;
   __shared__ TableView table;
   __shared__ int bounds[2];
   float* middle = reinterpret_cast<float*>(memory);
@@ -65,44 +88,40 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
   copy_view(in.tables[0], &table);
-  start_next();
   bool waits = kBackward;
-  if (!waits) wait_for_earlier();
+  if (!waits) wait_for_kernel_before();
+  let_next_kernel_start();  // behind a lookup it may read the index
   const Counts counts = *in.counts;
   if (counts.prefixes == 0 || (in.leaves_dense && counts.dense != 0)) {
-    if (waits) wait_for_earlier();
+    if (waits) wait_for_kernel_before();
     return;
   }
   const bool gather = in.always_gather || counts.gather != 0;
   find_share<Config>(in, counts, blockIdx.x, gridDim.x, thread, bounds);
   __syncthreads();
-  const int end = bounds[1];
-  int first = bounds[0];
-  if (first >= end) {
-    if (waits) wait_for_earlier();
+  if (bounds[0] >= bounds[1]) {
+    if (waits) wait_for_kernel_before();
     return;
   }
-  int4* prefixes = both_prefixes[0];
-  int4* other = both_prefixes[1];
-  int count = min(Config::kPrefixes, end - first);
-  if (thread <= count) prefixes[thread] = in.prefixes[first + thread];
-  __syncthreads();
-
   Piece<Config> piece;
   piece.table = &table;
   piece.middle = -1;
   piece.first_head_column = 0;
   piece.first_middle_column = 0;
   MiddleGrad<Config> middle_grad;
-  if constexpr (kBackward) middle_grad.clear();
+  if constexpr (kBackward) {
+    middle_grad.clear();
+    touched.clear();
+    touched.begin(table);
+  }
+  auto wait = [] { __syncthreads(); };
+  TileWalk<Config> walk{in, piece, list, next_ids, thread};
   int number = 0;  // of the table whose view is here
-  int run = run_length(prefixes, 0, count);
-  HeadLoad<Config> head_load;
-  auto read_ids = [&](const int4* of) {
-    if (warp < run) next_ids.start(in, warp, of[warp].x, of[warp + 1].x);
-  };
+  walk.start(bounds[0], bounds[1], false, number, wait);
 #pragma unroll 1
-  for (;;) {
+  while (walk.run > 0) {
+    const int4* const prefixes = walk.prefixes();
+    const int run = walk.run;
     if (prefixes[0].y != number) {  // the same in all threads, as what follows
       if constexpr (kBackward) {
         if (piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
@@ -111,13 +130,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       piece.middle = -1;
       number = prefixes[0].y;
       __syncthreads();
+      if constexpr (kBackward) touched.flush(table);
+      __syncthreads();
       copy_view(in.tables[number], &table);
       __syncthreads();
-      head_load.read(thread, piece, prefixes, run);
-      read_ids(prefixes);
-    } else if (piece.middle < 0) {
-      head_load.read(thread, piece, prefixes, run);
-      read_ids(prefixes);
+      if constexpr (kBackward) touched.begin(table);
+      walk.read_heads();
     }
     if (prefixes[0].z != piece.middle) {
       if constexpr (kBackward) {
@@ -132,17 +150,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
         table.middle_touched[piece.middle] = 1;
       }
     }
-    head_load.store(thread, heads);
+    walk.head_load.store(thread, heads);
     wait_for_copies();
     __syncthreads();
-    // The next prefixes, and this warp's first ids, are on their way while prefixes are multiplied.
-    const int next = first + run;
-    const int next_count = min(Config::kPrefixes, end - next);
-    if (next_count > 0 && thread <= next_count) {
-      start_copy(other + thread, in.prefixes + next + thread);
-    }
-    const bool mine = warp < run;
-    const int begin = prefixes[warp].x, stop = mine ? prefixes[warp + 1].x : begin;
+    const bool mine = walk.mine();
+    const int begin = walk.begin(), stop = walk.stop();
     const IdLane id = next_ids.get(warp);
     if constexpr (kBackward) {
       FourIds<Config> four;
@@ -151,35 +163,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
         if (mine) four.read(in, id, core, 0, min(32, stop - begin));
       };
       if (!waits) read();
-      multiply_prefixes<Config>(thread, heads, middle, products);
-      wait_for_copies();
+      multiply_prefixes<Config>(thread, heads, middle, products, run);
       if (waits) {
-        wait_for_earlier();
+        wait_for_kernel_before();
         waits = false;
         read();
       }
-      const bool flags = thread < run && table.head_touched != nullptr;
-      if (flags) start_copy(head_flags + thread, word_of(table.head_touched + prefixes[thread].w));
+      if (thread < run) touched.touch_head(table, prefixes[thread].w);
       __syncthreads();
       if (mine) {
         gradient_ids_ahead(in, piece, core, id, products + warp * Config::kPrefixStep, begin, stop,
-                           LastGradLate<Config>{}, 0, four);
+                           LastGradOfShare<Config>{{}, touched}, 0, four);
       }
-      if (flags) {
-        wait_for_copies();
-        uint8_t* const flag = table.head_touched + prefixes[thread].w;
-        if (byte_of(head_flags[thread], flag) == 0) *flag = 1;
-      }
-      const int this_run = run;
-      if (next_count > 0) {
-        run = run_length(other, 0, next_count);
-        if (other[0].y == number) head_load.read(thread, piece, other, run);
-        read_ids(other);
-      }
+      walk.move_on(number);
       __syncthreads();
-      middle_grad.add(thread, 0, heads, products, this_run);
-      add_head_grad<Config, 2>(thread, piece, prefixes, this_run, middle, products);
-      if (next_count <= 0) break;
+      middle_grad.add(thread, 0, heads, products, run);
+      add_head_grad<Config, 2>(thread, piece, prefixes, run, middle, products);
       __syncthreads();
     } else {
       LastValues values;
@@ -188,28 +187,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
         last.read(piece, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
                   &values);
       }
-      multiply_prefixes<Config>(thread, heads, middle, products);
-      wait_for_copies();
+      multiply_prefixes<Config>(thread, heads, middle, products, run);
       __syncthreads();
-      if (next_count > 0) {
-        run = run_length(other, 0, next_count);
-        if (other[0].y == number) head_load.read(thread, piece, other, run);
-        read_ids(other);
-      }
+      walk.move_on(number);
       if (mine) {
         lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
                          last, values);
       }
-      if (next_count <= 0) break;
     }
-    int4* const done = prefixes;
-    prefixes = other;
-    other = done;
-    first = next;
-    count = next_count;
+    walk.refill(number, wait);
   }
   if constexpr (kBackward) {
     if (piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
+    touched.flush(table);  // the group has waited since the last tile's ids
   }
 }
 

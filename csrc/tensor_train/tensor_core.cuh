@@ -1,12 +1,12 @@
 // Products on tensor cores in tf32, and in three tf32 products of split operands; reductions into
-// global memory; programmatic launches.
+// global memory.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "common/cuda_check.h"
+#include "common/chain.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -110,6 +110,30 @@ __device__ __forceinline__ void add_four(float* to, float4 v) {
 #endif
 }
 
+// Four matrices of 8 rows of 4 values in shared memory. row: that of this lane, row lane % 8 of
+// matrix lane / 8, aligned to 16 bytes. to[i]: value lane % 4 of row lane / 4 of matrix i.
+__device__ __forceinline__ void load_matrices(const float* row, float (&to)[4]) {
+  uint32_t bits[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = __uint_as_float(bits[i]);
+}
+
+// kCount neighbouring values of shared memory, aligned to their size.
+template <int kCount>
+__device__ __forceinline__ void load_neighbours(const float* from, float (&to)[kCount]) {
+  static_assert(kCount == 1 || kCount == 2 || kCount == 4);
+  if constexpr (kCount == 4) {
+    *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from);
+  } else if constexpr (kCount == 2) {
+    *reinterpret_cast<float2*>(to) = *reinterpret_cast<const float2*>(from);
+  } else {
+    to[0] = *from;
+  }
+}
+
 // A value of 4 or 16 bytes from global into shared memory, where this thread sees it after
 // wait_for_copies. It takes no registers on its way.
 template <typename Value>
@@ -124,72 +148,6 @@ __device__ __forceinline__ void start_copy(Value* to, const Value* from) {
 }
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Kernels of a chain. From start_next on, blocks of the next kernel may be placed while this one
-// runs; after wait_for_earlier, what the kernels before wrote is seen. All blocks of all kernels of
-// a chain call both, also those with nothing to do: a kernel that ended before its predecessor
-// would let its successor start.
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_earlier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void enter_chain() {
-  start_next();
-  wait_for_earlier();
-}
-
-struct LaunchShape {
-  dim3 grid;
-  int threads;
-  size_t shared_bytes = 0;
-  int cluster = 1;  // blocks of a cluster
-  // All blocks run at the same time, so that they may wait for each other. Such a launch is not
-  // overlapped with the one before.
-  bool together = false;
-};
-
-inline int compute_capability() {
-  int device = 0, major = 0;
-  HKV_CUDA_CHECK(cudaGetDevice(&device));
-  HKV_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major;
-}
-
-// Launches a kernel that calls enter_chain.
-template <typename... Parameters, typename... Arguments>
-void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
-                    const Arguments&... arguments) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = shape.grid;
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  unsigned count = 0;
-  if (shape.together) {
-    attributes[count].id = cudaLaunchAttributeCooperative;
-    attributes[count++].val.cooperative = 1;
-  } else if (compute_capability() >= 9) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (shape.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-    attributes[count].val.clusterDim.y = 1;
-    attributes[count++].val.clusterDim.z = 1;
-  }
-  config.attrs = attributes;
-  config.numAttrs = count;
-  HKV_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
-  HKV_CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

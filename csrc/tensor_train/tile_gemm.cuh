@@ -91,49 +91,68 @@ struct HeadLoad {
     }
   }
 
+  // Of eight neighbouring ranks the even ones come first: see multiply_prefixes.
   __device__ __forceinline__ void store(int thread, float* to) const {
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const int i = thread + k * Config::kThreads;
       const int line = i / (Config::kRank / 4);  // (prefix, head column)
       const int within = i % (Config::kRank / 4) * 4;
-      *reinterpret_cast<float4*>(to + line * Config::kHeadStep + within) =
-          prepared<Config::kProducts>(values[k]);
+      const float4 v = prepared<Config::kProducts>(values[k]);
+      float* const at = to + line * Config::kHeadStep + within / 8 * 8 + within % 8 / 2;
+      *reinterpret_cast<float2*>(at) = make_float2(v.x, v.z);
+      *reinterpret_cast<float2*>(at + 4) = make_float2(v.y, v.w);
     }
   }
 };
 
 // prefixes[kRows][kColumns] = heads[kRows][kRank] middle[kRank][kColumns].
+//
+// Of eight ranks the even ones are the first four of the depth of a product, the odd ones the other
+// four, and a lane's columns of kVector products are neighbours: so a fragment of the heads is one
+// load of matrices, those of the middle and what is stored are vectors, and no two lanes of a load
+// want different lines of one bank.
+// Of `count` prefixes; what is left of others is not used.
 template <typename Config>
 __device__ __forceinline__ void multiply_prefixes(int thread, const float* heads,
-                                                  const float* middle, float* prefixes) {
+                                                  const float* middle, float* prefixes, int count) {
   constexpr int kProducts = Config::kProducts;
   constexpr int kRowTiles = Config::kRows / 16;
   constexpr int kRowGroups = kRowTiles >= 4 && Config::kWarps >= 8 ? 2 : 1;
   constexpr int kMine = kRowTiles / kRowGroups;
   constexpr int kMyColumns = Config::kColumns / (Config::kWarps / kRowGroups) / 8;
   static_assert(kMyColumns >= 1 && kMine >= 1);
+  // Vectors of operands that are not split would have to be moved to registers that are neighbours.
+  constexpr int kVector = kProducts == 1 ? 1 : kMyColumns < 4 ? kMyColumns : 4;
+  static_assert(kMyColumns % kVector == 0);
   const int warp = thread / 32 / kRowGroups;
   const int first = thread / 32 % kRowGroups * kMine;
-  const int row = thread % 32 / 4, column = thread % 4;
+  const int lane = thread % 32, row = lane / 4, column = lane % 4;
+  if (kRowGroups > 1 && first * 4 >= count) return;
+  const float* const its_heads =
+      heads + (first * 16 + lane % 16) * Config::kHeadStep + lane / 16 * 4;
+  const float* const its_middle =
+      middle + 2 * column * Config::kMiddleStep + warp * kMyColumns * 8 + kVector * row;
   float sums[kMine][kMyColumns][4] = {};
 #pragma unroll 4
   for (int k = 0; k < Config::kRank; k += 8) {
     Operand<kProducts> b[kMyColumns][2];
 #pragma unroll
-    for (int j = 0; j < kMyColumns; ++j) {
-      const float* from =
-          middle + (k + column) * Config::kMiddleStep + (warp * kMyColumns + j) * 8 + row;
-      b[j][0] = operand<kProducts>(from[0]);
-      b[j][1] = operand<kProducts>(from[4 * Config::kMiddleStep]);
+    for (int j = 0; j < kMyColumns; j += kVector) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float values[kVector];
+        load_neighbours(its_middle + (k + half) * Config::kMiddleStep + 8 * j, values);
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) b[j + v][half] = operand<kProducts>(values[v]);
+      }
     }
 #pragma unroll
     for (int m = 0; m < kMine; ++m) {
-      const float* from = heads + ((first + m) * 16 + row) * Config::kHeadStep + k + column;
-      const auto a0 = operand<kProducts>(from[0]);
-      const auto a1 = operand<kProducts>(from[8 * Config::kHeadStep]);
-      const auto a2 = operand<kProducts>(from[4]);
-      const auto a3 = operand<kProducts>(from[8 * Config::kHeadStep + 4]);
+      float a[4];
+      load_matrices(its_heads + m * 16 * Config::kHeadStep + k, a);
+      const auto a0 = operand<kProducts>(a[0]), a1 = operand<kProducts>(a[1]);
+      const auto a2 = operand<kProducts>(a[2]), a3 = operand<kProducts>(a[3]);
 #pragma unroll
       for (int j = 0; j < kMyColumns; ++j) {
         multiply_add(sums[m][j], a0, a1, a2, a3, b[j][0], b[j][1]);
@@ -143,26 +162,45 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const float* heads
 #pragma unroll
   for (int m = 0; m < kMine; ++m) {
 #pragma unroll
-    for (int j = 0; j < kMyColumns; ++j) {
-      const int at = (warp * kMyColumns + j) * 8 + 2 * column;
-      float* to = prefixes + ((first + m) * 16 + row) * Config::kRowStep +
-                  at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
-      *reinterpret_cast<float2*>(to) =
-          make_float2(prepared<kProducts>(sums[m][j][0]), prepared<kProducts>(sums[m][j][1]));
-      *reinterpret_cast<float2*>(to + 8 * Config::kRowStep) =
-          make_float2(prepared<kProducts>(sums[m][j][2]), prepared<kProducts>(sums[m][j][3]));
+    for (int j = 0; j < kMyColumns; j += kVector) {
+      const int at = (warp * kMyColumns + j) * 8 + 2 * kVector * column;
+      float* const to = prefixes + ((first + m) * 16 + row) * Config::kRowStep +
+                        at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float values[2 * kVector];  // of neighbouring columns
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          values[v] = prepared<kProducts>(sums[m][j + v][2 * half]);
+          values[kVector + v] = prepared<kProducts>(sums[m][j + v][2 * half + 1]);
+        }
+        float* const line = to + half * 8 * Config::kRowStep;
+        if constexpr (kVector == 1) {
+          *reinterpret_cast<float2*>(line) = make_float2(values[0], values[1]);
+        } else {
+#pragma unroll
+          for (int v = 0; v < 2 * kVector; v += 4) {
+            *reinterpret_cast<float4*>(line + v) =
+                make_float4(values[v], values[v + 1], values[v + 2], values[v + 3]);
+          }
+        }
+      }
     }
   }
 }
 
 // A part of the gradient of a middle slice, in registers of a block: kTiles tiles of 16 rows from
-// row first_row on, of [kRank][kColumns] = heads^T grads.
+// row first_row on, of [kRank][kColumns] = heads^T grads. Rows are ranks in the order in which
+// heads lie in shared memory: a lane has two neighbours of a tile, and kColumnTiles neighbouring
+// columns.
 template <typename Config>
 struct MiddleGrad {
   static constexpr int kColumnTiles = Config::kColumns / Config::kWarps / 8;  // of a warp
   static constexpr int kAllTiles = Config::kRank / 16;
   static constexpr int kTiles = kAllTiles * kColumnTiles <= 16 ? kAllTiles : 16 / kColumnTiles;
+  static constexpr int kVector = kColumnTiles < 4 ? kColumnTiles : 4;
   static_assert(kColumnTiles >= 1 && kAllTiles % kTiles == 0);
+  static_assert(kColumnTiles % kVector == 0);
   float sums[kTiles][kColumnTiles][4];
 
   __device__ __forceinline__ void clear() {
@@ -183,24 +221,34 @@ struct MiddleGrad {
     const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
     const int depth = (count + 1) / 2 * 8;  // rows of absent prefixes are 0
     // k = column stands for row 2 column, k = column + 4 for the next: no bank conflicts.
+    const float* const its_heads = heads + 2 * column * Config::kHeadStep + first_row + 2 * row;
+    const float* its_grads[kColumnTiles / kVector];
+#pragma unroll
+    for (int j = 0; j < kColumnTiles / kVector; ++j) {
+      const int at = (warp * kColumnTiles + j * kVector) * 8 + kVector * row;
+      its_grads[j] = grads + 2 * column * Config::kRowStep +
+                     at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
+    }
 #pragma unroll 2
     for (int k = 0; k < depth; k += 8) {
       Operand<kProducts> b[kColumnTiles][2];
 #pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-        const int at = (warp * kColumnTiles + j) * 8 + row;
-        const float* from = grads + (k + 2 * column) * Config::kRowStep +
-                            at / Config::kSlice * Config::kColumnStep + at % Config::kSlice;
-        b[j][0] = operand<kProducts>(from[0]);
-        b[j][1] = operand<kProducts>(from[Config::kRowStep]);
+      for (int j = 0; j < kColumnTiles; j += kVector) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float values[kVector];
+          load_neighbours(its_grads[j / kVector] + (k + half) * Config::kRowStep, values);
+#pragma unroll
+          for (int v = 0; v < kVector; ++v) b[j + v][half] = operand<kProducts>(values[v]);
+        }
       }
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
-        const float* from = heads + (k + 2 * column) * Config::kHeadStep + first_row + m * 16 + row;
-        const auto a0 = operand<kProducts>(from[0]);
-        const auto a1 = operand<kProducts>(from[8]);
-        const auto a2 = operand<kProducts>(from[Config::kHeadStep]);
-        const auto a3 = operand<kProducts>(from[Config::kHeadStep + 8]);
+        float even[2], odd[2];  // of rows 2 column and the next
+        load_neighbours(its_heads + k * Config::kHeadStep + m * 16, even);
+        load_neighbours(its_heads + (k + 1) * Config::kHeadStep + m * 16, odd);
+        const auto a0 = operand<kProducts>(even[0]), a1 = operand<kProducts>(even[1]);
+        const auto a2 = operand<kProducts>(odd[0]), a3 = operand<kProducts>(odd[1]);
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j) {
           multiply_add(sums[m][j], a0, a1, a2, a3, b[j][0], b[j][1]);
@@ -215,23 +263,39 @@ struct MiddleGrad {
     const int32_t last_r = piece.last_r(), middle_q = piece.middle_q();
     const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
 #pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      const int at = (warp * kColumnTiles + j) * 8 + 2 * column;
+    for (int j = 0; j < kColumnTiles; j += kVector) {
+      const int at = (warp * kColumnTiles + j) * 8 + 2 * kVector * column;
       const int middle_column = at / Config::kSlice;
       const int r = slice * Config::kSlice + at % Config::kSlice;
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int head = first_row + m * 16 + row + 8 * half;
+          const int head = first_row + m * 16 + row / 4 * 8 + row % 4 / 2 + row % 2 * 4 + 2 * half;
           const size_t line =
               (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
               piece.middle_column() + middle_column;
           const bool exists =
               piece.has_middle(middle_column) && (Config::kVectors || head < piece.head_r());
-          add_to_two<Config>(piece, kMiddlePart, piece.table->middle_grad + line * last_r + r,
-                             sums[m][j][2 * half], sums[m][j][2 * half + 1],
-                             exists ? last_r - r : 0);
+          float* const to = piece.table->middle_grad + line * last_r + r;
+          const int left = exists ? last_r - r : 0;
+          const int i = 2 * half;
+          const auto& own = sums[m];
+          if constexpr (kVector == 1) {
+            add_to_two<Config>(piece, kMiddlePart, to, own[j][i], own[j][i + 1], left);
+          } else if constexpr (kVector == 2) {
+            add_to_four<Config>(
+                piece, kMiddlePart, to,
+                make_float4(own[j][i], own[j + 1][i], own[j][i + 1], own[j + 1][i + 1]), left);
+          } else {
+            add_to_four<Config>(piece, kMiddlePart, to,
+                                make_float4(own[j][i], own[j + 1][i], own[j + 2][i], own[j + 3][i]),
+                                left);
+            add_to_four<Config>(
+                piece, kMiddlePart, to + 4,
+                make_float4(own[j][i + 1], own[j + 1][i + 1], own[j + 2][i + 1], own[j + 3][i + 1]),
+                left - 4);
+          }
         }
       }
     }
@@ -270,22 +334,32 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
   const int first = warp / kRowTiles * kMine;
   if (row_tile * 4 >= count) return;
   float chains[kChains][kMine][4] = {};
+  const int lane = thread % 32;
+  const float* const its_grads =
+      grads + (row_tile * 16 + lane % 16) * Config::kRowStep + lane / 16 * 4;
+  const float* const its_middle =
+      middle + (first * 8 + lane % 8) * Config::kMiddleStep + lane / 8 * 4;
 #pragma unroll 1
   for (int middle_column = 0; middle_column < 4; ++middle_column) {
-#pragma unroll 4
-    for (int k = 0; k < Config::kSlice; k += 8) {
-      const float* from = grads + (row_tile * 16 + row) * Config::kRowStep +
-                          middle_column * Config::kColumnStep + k + column;
-      const auto a0 = operand<kProducts>(from[0]);
-      const auto a1 = operand<kProducts>(from[8 * Config::kRowStep]);
-      const auto a2 = operand<kProducts>(from[4]);
-      const auto a3 = operand<kProducts>(from[8 * Config::kRowStep + 4]);
+#pragma unroll 2
+    for (int k = 0; k < Config::kSlice; k += 16) {
+      float a[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        load_matrices(its_grads + middle_column * Config::kColumnStep + k + 8 * half, a[half]);
+      }
 #pragma unroll
       for (int j = 0; j < kMine; ++j) {
-        const float* other = middle + ((first + j) * 8 + row) * Config::kMiddleStep +
-                             middle_column * Config::kSlice + k + column;
-        multiply_add(chains[k / 8 % kChains][j], a0, a1, a2, a3, operand<kProducts>(other[0]),
-                     operand<kProducts>(other[4]));
+        float b[4];
+        load_matrices(its_middle + j * 8 * Config::kMiddleStep + middle_column * Config::kSlice + k,
+                      b);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          multiply_add(chains[half % kChains][j], operand<kProducts>(a[half][0]),
+                       operand<kProducts>(a[half][1]), operand<kProducts>(a[half][2]),
+                       operand<kProducts>(a[half][3]), operand<kProducts>(b[2 * half]),
+                       operand<kProducts>(b[2 * half + 1]));
+        }
       }
     }
   }

@@ -3,6 +3,7 @@
 // and writes in memory are of 16 bytes.
 #pragma once
 
+#include "tensor_train/id_products.cuh"
 #include "tensor_train/index.cuh"
 #include "tensor_train/tensor_core.cuh"
 #include "tensor_train/tile_config.cuh"
@@ -290,8 +291,8 @@ struct LastGradInMemory {
 // Four columns of the gradients of four distinct ids, as both products take them.
 template <typename Config>
 struct FourGrads {
-  float low[4], high[4];  // of the id of this lane's column: (head column, middle column) by row
-  float2 other[4];        // of the id of row / 2: two columns; middle column by column
+  float4 low, high;  // of the id of this lane's column: (head column, middle column) by row
+  float2 other[4];   // of the id of row / 2: two columns; middle column by column
 
   // Of ids base + from on, of which those below base + limit exist.
   __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
@@ -302,14 +303,11 @@ struct FourGrads {
     const bool has_low = from + column < limit, has_other = from + row / 2 < limit;
     const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
     const uint32_t other_source = __shfl_sync(kAllLanes, id.source, from + row / 2);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) low[e] = high[e] = 0.0f;
+    low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (has_low) {
       const float* at = grad_row<Config>(in, source) + last_column + place.first;
-      *reinterpret_cast<float4*>(low) =
-          load_row<Config>(at, Config::kExact || place.has_first ? count : 0);
-      *reinterpret_cast<float4*>(high) =
-          load_row<Config>(at + place.step, Config::kExact || place.has_second ? count : 0);
+      low = load_row<Config>(at, Config::kExact || place.has_first ? count : 0);
+      high = load_row<Config>(at + place.step, Config::kExact || place.has_second ? count : 0);
     }
     const float* line = grad_row<Config>(in, other_source) + last_column +
                         piece.head_column() * piece.head_step() +
@@ -330,10 +328,10 @@ struct FourGrads {
     if (in.factors == nullptr) return;
     const float factor = has_low ? in.factors[base + from + column] : 0.0f;
     const float other_factor = has_other ? in.factors[base + from + row / 2] : 0.0f;
+    low = scaled(low, factor);
+    high = scaled(high, factor);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      low[e] *= factor;
-      high[e] *= factor;
       other[e].x *= other_factor;
       other[e].y *= other_factor;
     }
@@ -343,7 +341,7 @@ struct FourGrads {
 // Four columns of the last core's slices of four distinct ids: 32 ranks, four a lane by row.
 template <typename Config>
 struct FourLasts {
-  float b[4][4];
+  float4 b[4];
 
   __device__ __forceinline__ void read(const Piece<Config>& piece, const IdLane& id,
                                        int32_t last_column, int first_r, int from) {
@@ -356,8 +354,8 @@ struct FourLasts {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const bool exists = Config::kVectors || last_column + e < last_q;
-      *reinterpret_cast<float4*>(b[e]) = load_four<Config>(
-          table.last, table.last_type, at + e * last_r, exists ? last_r - first_r - row * 4 : 0);
+      b[e] = load_four<Config>(table.last, table.last_type, at + e * last_r,
+                               exists ? last_r - first_r - row * 4 : 0);
     }
   }
 };
@@ -375,11 +373,6 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   const int first_r = slice * Config::kSlice;
   const RowPlace<Config> place(piece);
-  // Columns of the product that gives gradients of the last core are those of the prefix in such an
-  // order that the four lanes of a row have 16 neighbouring ones at a time: whole sectors of
-  // memory.
-  const float* const its_columns =
-      prefix + column * Config::kColumnStep + row / 2 * 4 + row % 2 * 16;
   float sums[4][4] = {};
 #pragma unroll 1
   for (int32_t last_column = 0; last_column < last_q; last_column += 4) {
@@ -395,40 +388,12 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
       for (int from = 0; from < limit; from += 4) {
         grads.read(in, piece, place, id, last_column, base, from, limit);
         lasts.read(piece, id, last_column, first_r, from);
-        // Gradient of the prefix: 16 rows; depth (id, last column).
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          const auto a0 = rounded_operand<kProducts>(grads.low[2 * s]);
-          const auto a1 = rounded_operand<kProducts>(grads.high[2 * s]);
-          const auto a2 = rounded_operand<kProducts>(grads.low[2 * s + 1]);
-          const auto a3 = rounded_operand<kProducts>(grads.high[2 * s + 1]);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            multiply_add(sums[j], a0, a1, a2, a3, rounded_operand<kProducts>(lasts.b[2 * s][j]),
-                         rounded_operand<kProducts>(lasts.b[2 * s + 1][j]));
-          }
-        }
-        // Gradients of slices of the last core: rows (id, last column); depth (head column, middle
-        // column). The prefix is read again for each four ids: registers are short.
-        float values[4][4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          *reinterpret_cast<float4*>(values[e]) =
-              *reinterpret_cast<const float4*>(its_columns + e * Config::kRowStep);
-        }
+        add_prefix_grad<kProducts>(sums, grads.low, grads.high, lasts.b);
+        // The prefix is read again for each four ids: registers are short.
+        float4 values[4];
+        read_columns<Config>(prefix, values);
         float d[4][4] = {};
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          const auto a0 = rounded_operand<kProducts>(grads.other[2 * s].x);
-          const auto a1 = rounded_operand<kProducts>(grads.other[2 * s].y);
-          const auto a2 = rounded_operand<kProducts>(grads.other[2 * s + 1].x);
-          const auto a3 = rounded_operand<kProducts>(grads.other[2 * s + 1].y);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            multiply_add(d[j], a0, a1, a2, a3, operand<kProducts>(values[2 * s][j]),
-                         operand<kProducts>(values[2 * s + 1][j]));
-          }
-        }
+        last_grad_of<kProducts>(d, grads.other, values);
         const bool has_other = from + row / 2 < limit;
         const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
         last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2, first_r + 4 * column,
@@ -438,16 +403,7 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
     }
   }
   __syncwarp();  // all lanes have read the prefix
-  float* to = prefix + row / 4 * Config::kRowStep + row % 4 * Config::kColumnStep + 8 * column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<float4*>(to + half * 2 * Config::kRowStep + 4 * i) =
-          prepared<kProducts>(make_float4(sums[0][2 * half + i], sums[1][2 * half + i],
-                                          sums[2][2 * half + i], sums[3][2 * half + i]));
-    }
-  }
+  store_prefix_grad<Config>(sums, prefix);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

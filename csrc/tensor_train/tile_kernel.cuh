@@ -6,6 +6,7 @@
 
 #include "tensor_train/tile_gemm.cuh"
 #include "tensor_train/tile_ids.cuh"
+#include "tensor_train/tile_walk.cuh"
 #include "tensor_train/tiles.h"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -17,15 +18,6 @@ __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) 
   for (int i = threadIdx.x; i < kWords; i += blockDim.x) {
     reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(&from)[i];
   }
-}
-
-// How many prefixes from `first` on are of the same table and middle slice, out of `count`; to all
-// lanes of a warp.
-__device__ __forceinline__ int run_length(const int4* prefixes, int first, int count) {
-  const int at = first + threadIdx.x % 32;
-  const bool same =
-      at < count && prefixes[at].y == prefixes[first].y && prefixes[at].z == prefixes[first].z;
-  return __ffs(~__ballot_sync(kAllLanes, same)) - 1;
 }
 
 // Block x has Config::kPrefixes prefixes, whatever their middle slices, which are worked on one
@@ -45,7 +37,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   float* products = heads + Config::kHeadValues;
 
   copy_view(in.tables[0], &table);  // views are not written by kernels: no need to wait
-  enter_chain();
+  wait_for_kernel_before();
+  let_next_kernel_start();  // which may read the index
   const int thread = threadIdx.x;
   const int first_prefix = blockIdx.x * Config::kPrefixes;
   // Read beside the counts; what is behind them is not used.
@@ -111,7 +104,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
       if (thread == 0) next = 0;
       __syncthreads();
       float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
-      multiply_prefixes<Config>(thread, heads, middle, to);
+      multiply_prefixes<Config>(thread, heads, middle, to, run);
       if (!kBackward && slice + 1 < slices) continue;
       __syncthreads();
       for (;;) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -99,6 +101,34 @@ def test_tables_of_one_class(size, spread, precision, kind):
         check([SHAPE], bags_of(ids % SHAPE.num_embeddings), precision, pooled=False)
     else:
         check(shapes, bags, precision, weights=bags.weights, mean=kind == "mean")
+
+
+@pytest.mark.parametrize("size", [1000, 16_000, 200_000])
+@pytest.mark.parametrize("p", [(1100, 5, 40), (40, 5, 1100)], ids=str)
+def test_more_slices_than_a_block_keeps_flags_of(size, p):
+    """Beside a table whose flags it keeps."""
+    wide = TTShape(math.prod(p), 64, p, (4, 4, 4), (32, 32))
+    shapes = [OTHER, wide, OTHER]
+    bags = bags_of(torch.randint(0, wide.num_embeddings, (size,)), 3)
+    of_feature = []
+    for feature, shape in enumerate(shapes):
+        begin, end = (int(bags.offsets[(feature + i) * bags.batch_size]) for i in (0, 1))
+        bags.ids[begin:end] %= shape.num_embeddings
+        of_feature.append(bags.ids[begin:end])
+    group, cores, grad = check(shapes, bags, "tf32")
+    flat = group.flat_gradients(cores, grad, bags.ids, bags.offsets, bags.batch_size)
+    flags = [flags_of(shape, ids) for shape, ids in zip(shapes, of_feature, strict=True)]
+    assert torch.equal(flat[sum(core.numel() for core in cores) :], torch.cat(flags))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TTShape(209_990, 64, (60, 70, 50), (4, 4, 4), (64, 64))])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("times", [1, 2, 3, 4])
+def test_ids_that_occur_so_often(shape, precision, times):
+    """In a large batch some ids that occur twice are taken as two."""
+    chosen = torch.randperm(shape.num_embeddings)[: 2**18 // times]
+    ids = chosen.repeat_interleave(times)
+    check([shape], bags_of(ids[torch.randperm(ids.numel())]), precision)
 
 
 #: Of which not all factors of the columns are fours: some have kernels of their own.

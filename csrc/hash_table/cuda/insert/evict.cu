@@ -1,8 +1,8 @@
 // The part of an insertion on the GPU that evicts: ids whose buckets are full take the places of
 // the lowest ranks. A tile of lanes looks for a victim.
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"

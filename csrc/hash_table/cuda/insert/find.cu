@@ -6,9 +6,9 @@
 //
 // Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
 // would be asked for thousands of times, one after the other.
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/kernels.h"
 

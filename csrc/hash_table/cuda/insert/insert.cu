@@ -11,14 +11,14 @@
 //      (ordered.cu).
 //   4. the other positions take the slots of those they remember; marked ones have none.
 //   5. in tables with frames, rows come into these (cuda/frames.cu).
-// Most of these kernels are launched before the one before them ends (cuda/chain.cuh).
+// Most of these kernels are launched before the one before them ends (common/chain.cuh).
 // In tables that remember what they evict, 2. looks which ids have come back, and whatever places
 // them counts them; in the order of the batch returned.cu does.
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/clock.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
