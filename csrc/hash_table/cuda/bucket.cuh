@@ -64,6 +64,14 @@ __device__ __forceinline__ unsigned long long load_l2(const unsigned long long* 
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ ulonglong2 load_pair_l2(const uint64_t* from) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];"
+               : "=l"(v.x), "=l"(v.y)
+               : "l"(from)
+               : "memory");
+  return v;
+}
 // What a thread has written before it releases a word is seen by those that have acquired the word.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   uint32_t v;

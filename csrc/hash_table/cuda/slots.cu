@@ -1,6 +1,7 @@
 // Rows at slots that a find gave: read and written. Groups of one table have kernels of their own.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/frames.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/row_matrix.cuh"
@@ -66,6 +67,7 @@ __global__ void __launch_bounds__(kThreads)
     gather_kernel(TableView table, RowStore store, const int64_t* __restrict__ ids,
                   const int64_t* __restrict__ slots, int64_t n, char* __restrict__ rows,
                   bool* __restrict__ found) {
+  wait_for_kernel_before();
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
   if (first >= n) return;
@@ -95,6 +97,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
                   int64_t n, const bool* __restrict__ writer, uint32_t* __restrict__ claims) {
+  wait_for_kernel_before();
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
   if (first >= n) return;
@@ -208,9 +211,8 @@ void gather_of_one(const TableView& table, const RowStore& store, const int64_t*
   const auto kernel = table.initial_rows.distribution == Distribution::kUniform
                           ? gather_kernel<Distribution::kUniform>
                           : gather_kernel<Distribution::kNormal>;
-  kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(table, store, ids, slots, n, rows,
-                                                           found);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(kernel, grid_for(warps * kWarp), kThreads, stream, table, store, ids, slots, n,
+                 rows, found);
 }
 
 }  // namespace
@@ -246,8 +248,9 @@ void write_rows(const TableView* tables, const TableView* only, int32_t num_tabl
   } else if (add) {
     add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(*only, slots, rows.data, n);
   } else {
-    assign_kernel<<<grid_for(warps * kWarp), kThreads, 0, stream>>>(*only, slots, rows.data, n,
-                                                                    writer, claims);
+    launch_chained(assign_kernel, grid_for(warps * kWarp), kThreads, stream, *only, slots,
+                   static_cast<const char*>(rows.data), n, writer, claims);
+    return;
   }
   HKV_CUDA_CHECK_LAUNCH();
 }

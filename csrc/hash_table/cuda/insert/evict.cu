@@ -14,17 +14,6 @@ namespace {
 
 constexpr int kEvictBlocks = 3;  // of a multiprocessor, which bound the registers
 
-__device__ __forceinline__ void prefetch_ranks(const TableView& table, const BucketChoice& choice) {
-  if (table.bucket_slots != kBucketDigests) return;  // a prefetch begins at sixteen bytes
-  for (const uint32_t bucket : {choice.first, choice.second}) {
-    const int64_t first = static_cast<int64_t>(bucket) * kBucketDigests;
-    prefetch_l2(table.last_steps + first, kBucketDigests * sizeof(uint32_t));
-    if (table.scores != nullptr) {
-      prefetch_l2(table.scores + first, kBucketDigests * sizeof(uint64_t));
-    }
-  }
-}
-
 // Gives each lane that wants one a place among the leavers: one atomic a warp. All lanes.
 __device__ __forceinline__ int64_t leaver_number(const Leavers& leavers, bool wanted) {
   const unsigned lanes = __ballot_sync(kAllLanes, wanted);
@@ -72,6 +61,25 @@ struct Claim {
   BucketChoice choice;
   Place place;
 };
+
+// Has the ranks in both buckets of the id with this number brought near, of `busy` ids that want a
+// place: shortly before they are read, since what the ids of all warps need does not fit the
+// second-level cache. By a tile, whose first two lanes see to a bucket each. kOldest: as in
+// claim_oldest.
+template <bool kOldest>
+__device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int busy, int lane) {
+  if (lane > 1 || at >= busy) return;
+  const TableView& table = *claims[at].table;
+  // A prefetch begins at sixteen bytes.
+  if (!kOldest && table.bucket_slots != kBucketDigests) return;
+  const BucketChoice& choice = claims[at].choice;
+  const int64_t first =
+      static_cast<int64_t>(lane == 0 ? choice.first : choice.second) * kBucketDigests;
+  prefetch_l2(table.last_steps + first, kBucketDigests * sizeof(uint32_t));
+  if (!kOldest && table.scores != nullptr) {
+    prefetch_l2(table.scores + first, kBucketDigests * sizeof(uint64_t));
+  }
+}
 
 // The last steps in both buckets of an id, of 64 slots each, that a lane of a tile looks at.
 struct Steps {
@@ -132,10 +140,12 @@ __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visi
     return Steps(*claim.table, claim.choice, lane);
   };
   Steps steps = steps_of(tile);
+  prefetch_ranks<true>(claims, tile + kTiles, busy, lane);
 #pragma unroll 1
   for (int at = tile; at - tile < busy; at += kTiles) {
     Claim& mine = claims[min(at, busy - 1)];
     bool working = at < busy;
+    prefetch_ranks<true>(claims, at + 2 * kTiles, busy, lane);
     for (;;) {
       uint32_t place = 0;
       const uint32_t least = steps.lowest(lane, &place);
@@ -168,9 +178,11 @@ __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visi
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
+  prefetch_ranks<false>(claims, tile, busy, lane);
 #pragma unroll 1
   for (int base = tile; base < busy; base += kTiles) {
     Claim& mine = claims[base];
+    prefetch_ranks<false>(claims, base + kTiles, busy, lane);
     const Place place =
         claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, lanes, lane);
     if (lane == 0) mine.place = place;
@@ -219,7 +231,6 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       if (busy) {
         id = batch.ids[position];
         choice = choose_buckets(id, table.num_buckets);
-        prefetch_ranks(table, choice);
         if (!chosen && !deduplicated) {
           const int64_t other =
               representative<kOneTable>(missing, tables, table, batch, position, id);

@@ -153,14 +153,18 @@ struct Lowest {
   Rank rank{~0ull, kFreeStep};
   uint32_t place = 2 * kBucketDigests;
 
-  __device__ __forceinline__ void look_at(const TableView& table, int64_t slot, uint32_t step,
-                                          uint32_t at, uint32_t pinned_from) {
-    if (step >= pinned_from) return;
-    const Rank other{table.scores == nullptr ? step : load_score(table, slot), step};
-    if (other < rank) {
+  __device__ __forceinline__ void look_at(uint64_t score, uint32_t step, uint32_t at,
+                                          uint32_t pinned_from) {
+    const Rank other{score, step};
+    if (step < pinned_from && other < rank) {
       rank = other;
       place = at;
     }
+  }
+  __device__ __forceinline__ void look_at(const TableView& table, int64_t slot, uint32_t step,
+                                          uint32_t at, uint32_t pinned_from) {
+    if (step >= pinned_from) return;
+    look_at(table.scores == nullptr ? step : load_score(table, slot), step, at, pinned_from);
   }
 };
 
@@ -172,7 +176,22 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
   const int64_t starts[2] = {static_cast<int64_t>(choice.first) * table.bucket_slots,
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
   constexpr int kVectorsOfLane = kBucketDigests / 4 / kVictimLanes;
-  if (table.bucket_slots == kBucketDigests) {
+  if (table.bucket_slots == kBucketDigests && table.scores != nullptr) {
+    // Scores of pinned entries, too: so they are read with the steps, not one by one behind them.
+#pragma unroll 1
+    for (int v = 0; v < 2 * kVectorsOfLane; ++v) {
+      const uint32_t first = (v % kVectorsOfLane * kVictimLanes + lane) * 4;
+      const uint32_t at = v / kVectorsOfLane * kBucketDigests + first;
+      const int64_t slot = (v < kVectorsOfLane ? starts[0] : starts[1]) + first;
+      const uint4 steps = load_vector_l2(table.last_steps + slot);
+      const ulonglong2 low = load_pair_l2(table.scores + slot);
+      const ulonglong2 high = load_pair_l2(table.scores + slot + 2);
+      lowest.look_at(low.x, steps.x, at, pinned_from);
+      lowest.look_at(low.y, steps.y, at + 1, pinned_from);
+      lowest.look_at(high.x, steps.z, at + 2, pinned_from);
+      lowest.look_at(high.y, steps.w, at + 3, pinned_from);
+    }
+  } else if (table.bucket_slots == kBucketDigests) {
     uint4 steps[2 * kVectorsOfLane];
 #pragma unroll
     for (int v = 0; v < 2 * kVectorsOfLane; ++v) {
@@ -184,11 +203,10 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
       const int bucket = v / kVectorsOfLane;
       const uint32_t first = (v % kVectorsOfLane * kVictimLanes + lane) * 4;
       const uint32_t at = bucket * kBucketDigests + first;
-      const int64_t slot = starts[bucket] + first;
-      lowest.look_at(table, slot, steps[v].x, at, pinned_from);
-      lowest.look_at(table, slot + 1, steps[v].y, at + 1, pinned_from);
-      lowest.look_at(table, slot + 2, steps[v].z, at + 2, pinned_from);
-      lowest.look_at(table, slot + 3, steps[v].w, at + 3, pinned_from);
+      lowest.look_at(steps[v].x, steps[v].x, at, pinned_from);
+      lowest.look_at(steps[v].y, steps[v].y, at + 1, pinned_from);
+      lowest.look_at(steps[v].z, steps[v].z, at + 2, pinned_from);
+      lowest.look_at(steps[v].w, steps[v].w, at + 3, pinned_from);
     }
   } else {
     for (int bucket = 0; bucket < 2; ++bucket) {
