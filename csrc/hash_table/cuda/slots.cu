@@ -1,7 +1,7 @@
 // Rows at slots that a find gave: read and written. Groups of one table have kernels of their own.
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/chain.cuh"
 #include "hash_table/cuda/frames.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/row_matrix.cuh"
