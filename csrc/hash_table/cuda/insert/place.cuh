@@ -177,19 +177,26 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
   constexpr int kVectorsOfLane = kBucketDigests / 4 / kVictimLanes;
   if (table.bucket_slots == kBucketDigests && table.scores != nullptr) {
-    // Scores of pinned entries, too: so they are read with the steps, not one by one behind them.
-#pragma unroll 1
-    for (int v = 0; v < 2 * kVectorsOfLane; ++v) {
-      const uint32_t first = (v % kVectorsOfLane * kVictimLanes + lane) * 4;
-      const uint32_t at = v / kVectorsOfLane * kBucketDigests + first;
-      const int64_t slot = (v < kVectorsOfLane ? starts[0] : starts[1]) + first;
-      const uint4 steps = load_vector_l2(table.last_steps + slot);
-      const ulonglong2 low = load_pair_l2(table.scores + slot);
-      const ulonglong2 high = load_pair_l2(table.scores + slot + 2);
-      lowest.look_at(low.x, steps.x, at, pinned_from);
-      lowest.look_at(low.y, steps.y, at + 1, pinned_from);
-      lowest.look_at(high.x, steps.z, at + 2, pinned_from);
-      lowest.look_at(high.y, steps.w, at + 3, pinned_from);
+    // Scores of pinned entries, too: they are read at once with the steps, not one by one.
+#pragma unroll
+    for (int bucket = 0; bucket < 2; ++bucket) {
+      uint4 steps[kVectorsOfLane];
+      ulonglong2 scores[2 * kVectorsOfLane];
+#pragma unroll
+      for (int v = 0; v < kVectorsOfLane; ++v) {
+        const int64_t slot = starts[bucket] + (v * kVictimLanes + lane) * 4;
+        steps[v] = load_vector_l2(table.last_steps + slot);
+        scores[2 * v] = load_pair_l2(table.scores + slot);
+        scores[2 * v + 1] = load_pair_l2(table.scores + slot + 2);
+      }
+#pragma unroll
+      for (int v = 0; v < kVectorsOfLane; ++v) {
+        const uint32_t at = bucket * kBucketDigests + (v * kVictimLanes + lane) * 4;
+        lowest.look_at(scores[2 * v].x, steps[v].x, at, pinned_from);
+        lowest.look_at(scores[2 * v].y, steps[v].y, at + 1, pinned_from);
+        lowest.look_at(scores[2 * v + 1].x, steps[v].z, at + 2, pinned_from);
+        lowest.look_at(scores[2 * v + 1].y, steps[v].w, at + 3, pinned_from);
+      }
     }
   } else if (table.bucket_slots == kBucketDigests) {
     uint4 steps[2 * kVectorsOfLane];
