@@ -2,27 +2,137 @@
 
     python -m benchmarks.training_step_tiers --out benchmarks/results/training_step_tiers.csv
 
-Both sides keep ``--hbm`` of the rows in HBM, and the row-wise states of all. ``fetched`` and
-``written_home`` are the group's rows a step that came from host memory and went back; ``link_gb_s``
-is what the first moved a second.
+All sides keep ``--hbm`` of the rows in HBM, and the row-wise states of all, and train on the same
+ids, drawn before, other ones each step. ``hkv`` and ``fbgemm`` do one thing after the other.
+``hkv_prefetch`` calls ``find_or_insert`` for the next batch, which has its rows come, on a stream
+of high priority, before the batch itself is pooled and updated on another.
+
+- ``ms`` are milliseconds a step of many steps back to back, without a wait of the host's between
+  them, and ``single_ms`` those of a step that begins when the device is idle (not of a prefetch,
+  half of which would be missing).
+- ``fetched`` and ``written_home`` are the group's rows a step that came from host memory and went
+  back.
+- ``link_gb_s`` is what the link to host memory gives each way where bulk copies between pinned
+  memory and HBM go both ways at once, measured in the same run.
+- ``link_ms`` is ``fetched`` rows, in bytes, over ``link_gb_s``: what the link takes at the least
+  for them, while as many go back. ``over_link`` is ``ms`` over ``link_ms``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fbgemm_gpu
 import torch
+from torch import Tensor
 
 from benchmarks.environment import report
-from benchmarks.training_step import HashTables, Workload, make_fbgemm, milliseconds
+from benchmarks.training_step import HashTables, Workload, make_fbgemm
 
-STEPS = 20
-WARM_STEPS = 60
+SIDES = ("hkv", "hkv_prefetch", "fbgemm")
 #: Of the rows of a file: what a run measures anew is replaced.
 KEYS = ("side", "rows", "hbm_share", "power")
+WARM_STEPS = 60
+STEPS = 20
+ROUNDS = 5
+LINK_BYTES = 256 << 20
+
+
+def draw_batches(work: Workload, device: torch.device) -> list[Tensor]:
+    """Ids of all steps of a side: the same for each."""
+    torch.manual_seed(1)
+    return [work.draw(device) for _ in range(WARM_STEPS + ROUNDS * STEPS + STEPS + 1)]
+
+
+def link_gb_s() -> float:
+    """What bulk copies both ways at once move a second each way."""
+    device = torch.device("cuda")
+    on_host = [torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    in_hbm = [torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    other = torch.cuda.Stream()
+    times = []
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        other.wait_event(begin)
+        in_hbm[0].copy_(on_host[0], non_blocking=True)
+        with torch.cuda.stream(other):
+            on_host[1].copy_(in_hbm[1], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(other)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return LINK_BYTES / statistics.median(times) / 1e6
+
+
+class Prefetched:
+    """Steps whose ids are found, and whose rows come, one step ahead on another stream.
+
+    Args:
+        tables: the tables.
+        offsets: of every batch.
+    """
+
+    def __init__(self, tables: HashTables, offsets: Tensor) -> None:
+        self._tables = tables
+        self._offsets = offsets
+        # First: blocks that move rows would wait for all of another kernel's to begin.
+        self._stream = torch.cuda.Stream(priority=-1)
+        self._ahead = None
+
+    def find(self, ids: Tensor) -> None:
+        """Begins with a batch."""
+        group = self._tables.group
+        with torch.cuda.stream(self._stream):
+            pin = group.pin()
+            slots = group.find_or_insert(ids, self._offsets, self._tables.batch, pin)
+            self._ahead = (ids, slots, pin, self._stream.record_event())
+
+    def step(self, following: Tensor, grad: Tensor) -> None:
+        """Trains on the batch that was found last, while the following one is found."""
+        ids, slots, pin, found = self._ahead
+        self.find(following)
+        stream = torch.cuda.current_stream()
+        stream.wait_event(found)
+        slots.record_stream(stream)
+        tables = self._tables
+        out = tables.group.pooled_lookup(
+            tables.anchor, ids, self._offsets, None, slots, tables.batch, False, pin,
+            tables.learning_rate,
+        )  # fmt: skip
+        out.backward(grad)
+
+
+def step_ms(step: Callable[[], None]) -> float:
+    """Milliseconds of a step in rounds back to back: the median of the rounds."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        for _ in range(STEPS):
+            step()
+        mark.record()
+    marks[-1].synchronize()
+    rounds = itertools.pairwise(marks)
+    return statistics.median(begin.elapsed_time(end) / STEPS for begin, end in rounds)
+
+
+def single_ms(step: Callable[[], None]) -> float:
+    """Milliseconds of a step that begins when the device is idle."""
+    times = []
+    for _ in range(STEPS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
 
 
 def moved(tables: HashTables) -> dict[str, int]:
@@ -36,31 +146,47 @@ def measure_side(side: str, work: Workload, hbm: float) -> dict[str, object]:
     device = torch.device("cuda")
     offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
     grad = torch.randn(work.batch, work.tables * work.dim, device=device)
-    tables = None
-    if side == "hkv":
+    batches = iter(draw_batches(work, device))
+    if side == "fbgemm":
+        tables = None
+        forward = make_fbgemm(work, "rowwise_adagrad", device, hbm)
+    else:
         tables = HashTables(work, "rowwise_adagrad", 0.9, device, hbm)
         forward = tables.forward
-    else:
-        forward = make_fbgemm(work, "rowwise_adagrad", device, hbm)
+    torch.cuda.synchronize()
+    if side == "hkv_prefetch":
+        ahead = Prefetched(tables, offsets)
+        ahead.find(next(batches))
 
-    def step(at: int) -> None:
-        forward(work.draw(device), offsets).backward(grad)
+    def step() -> None:
+        if side == "hkv_prefetch":
+            ahead.step(next(batches), grad)
+        else:
+            forward(next(batches), offsets).backward(grad)
 
-    for at in range(WARM_STEPS):
-        step(at)
+    for _ in range(WARM_STEPS):
+        step()
+    torch.cuda.synchronize()
     before = None if tables is None else moved(tables)
-    ms, single_ms = milliseconds(step, STEPS)
-    row: dict[str, object] = {"ms": round(ms, 3), "single_ms": round(single_ms, 3)}
-    row |= {"fetched": None, "written_home": None, "link_gb_s": None}
+    ms = step_ms(step)
+    row: dict[str, object] = dict.fromkeys(
+        ("single_ms", "fetched", "written_home", "link_gb_s", "link_ms", "over_link")
+    )
+    row = {"ms": round(ms, 3), **row}
     if tables is not None and before is not None:
-        steps = 6 * STEPS + 3  # that milliseconds() runs
-        row |= {name: (n - before[name]) // steps for name, n in moved(tables).items()}
-        row["link_gb_s"] = round(row["fetched"] * work.dim * 4 / ms / 1e6, 1)
+        torch.cuda.synchronize()
+        row |= {n: (m - before[n]) // (ROUNDS * STEPS) for n, m in moved(tables).items()}
+        link = link_gb_s()
+        link_ms = row["fetched"] * work.dim * 4 / link / 1e6
+        row |= {"link_gb_s": round(link, 1), "link_ms": round(link_ms, 3)}
+        row["over_link"] = round(ms / link_ms, 3) if link_ms else None
+    if side != "hkv_prefetch":
+        row["single_ms"] = round(single_ms(step), 3)
     return row
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One row for each of the two sides."""
+    """One row for each of the sides."""
     work = Workload(26, args.rows // 26, 128, 8192, 10, power=args.power)
     for side in args.sides:
         common = {"side": side, "rows": args.rows, "hbm_share": args.hbm, "power": args.power}
@@ -68,15 +194,15 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000_000, help="of all tables")
     parser.add_argument("--hbm", type=float, default=0.1, help="share of the rows in HBM")
     parser.add_argument("--power", type=float, default=1.05, help="of the ids' power law")
-    parser.add_argument("--sides", nargs="+", choices=["hkv", "fbgemm"], default=["hkv", "fbgemm"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--out", type=Path, help="CSV file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     report(measure(args), args.out, KEYS)
 
 

@@ -1,0 +1,32 @@
+"""The benchmark of tables with rows in host memory runs; its figures say nothing at this size."""
+
+import csv
+
+import pytest
+
+from tests.support.gpu import NEEDS_GPU
+
+pytest.importorskip("fbgemm_gpu")
+
+from benchmarks import training_step_tiers
+
+pytestmark = NEEDS_GPU
+
+
+def test_a_row_for_each_side(tmp_path, monkeypatch):
+    for name, value in (("WARM_STEPS", 2), ("STEPS", 2), ("ROUNDS", 2)):
+        monkeypatch.setattr(training_step_tiers, name, value)
+    out = tmp_path / "out.csv"
+    training_step_tiers.main(["--rows", "5200000", "--out", str(out)])
+    with out.open() as file:
+        rows = {row["side"]: row for row in csv.DictReader(file)}
+    assert set(rows) == set(training_step_tiers.SIDES)
+    assert all(float(row["ms"]) > 0 for row in rows.values())
+    for side in ("hkv", "hkv_prefetch"):
+        row = rows[side]
+        assert int(row["fetched"]) > 0
+        assert int(row["written_home"]) > 0
+        link_ms = int(row["fetched"]) * 128 * 4 / float(row["link_gb_s"]) / 1e6
+        assert float(row["link_ms"]) == pytest.approx(link_ms, rel=0.01)
+        assert float(row["over_link"]) == pytest.approx(float(row["ms"]) / link_ms, rel=0.01)
+    assert rows["hkv_prefetch"]["single_ms"] == ""
