@@ -3,7 +3,6 @@
 #include <cstring>
 #include <limits>
 
-#include "bindings/capture.h"
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
 #include "hash_table/admission_kernels.h"
@@ -169,26 +168,5 @@ at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids,
 #endif
   return at::empty({bytes}, ids.options().dtype(at::kByte).device(group.device()));
 }
-
-#ifdef TORCHREC_HKV_CUDA
-
-EarlyWriting::EarlyWriting(const TableGroup& group, int64_t num_ids, bool lists,
-                           hash_table::Placement* placement) {
-  hash_table::cuda::EarlyWrites* const early = group.early_writes();
-  if (early == nullptr || is_capturing(group.device())) return;
-  placement->early = early;
-  if (!lists || group.order().captured_writes()) return;
-  const auto bytes = static_cast<int64_t>(hash_table::cuda::leaving_list_bytes(num_ids));
-  list_ = at::empty({bytes}, at::dtype(at::kByte).device(group.device()));
-  // It is read when the call is over.
-  list_.record_stream(c10::cuda::getStreamFromExternal(early->stream(), group.device().index()));
-  placement->leaving = list_.data_ptr();
-}
-
-#else
-
-EarlyWriting::EarlyWriting(const TableGroup&, int64_t, bool, hash_table::Placement*) {}
-
-#endif
 
 }  // namespace torchrec_hkv::bindings

@@ -61,21 +61,4 @@ hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids);
 at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids,
                           const hash_table::Placement& placement, bool scored);
 
-// What an insertion into tables with frames has to do with rows that are written home beside calls
-// (hash_table/early_writes.h). Lives until the call is enqueued; outside of its turn. On a CPU, and
-// where no table has frames, nothing.
-class EarlyWriting {
- public:
-  // lists: whether the call may list rows of which more are written; a graph's doesn't.
-  EarlyWriting(const TableGroup& group, int64_t num_ids, bool lists,
-               hash_table::Placement* placement);
-  EarlyWriting(const EarlyWriting&) = delete;
-  EarlyWriting& operator=(const EarlyWriting&) = delete;
-
-#ifdef TORCHREC_HKV_CUDA
- private:
-  at::Tensor list_;
-#endif
-};
-
 }  // namespace torchrec_hkv::bindings

@@ -115,7 +115,6 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   owner->make_room(batch, ids, offsets, layout.first_bags());
   if (held) held->set_growths(group.growths());
   const at::Tensor scratch = insert_scratch(group, ids, placement, /*scored=*/false);
-  const EarlyWriting early(group, ids.numel(), /*lists=*/true, &placement);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin);

@@ -278,7 +278,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             });
           },
           py::arg("table"), py::arg("first"), py::arg("counts"))
-      .def("sizes", in_order(kReadCounts, &TableGroup::sizes))
+      .def("sizes", in_order(kReadIndex, &TableGroup::sizes))
       .def("reserve", in_order(kWriteAll, &TableGroup::reserve), py::arg("table"), py::arg("rows"))
       .def("reserve_buckets", in_order(kWriteAll, &TableGroup::reserve_buckets), py::arg("table"),
            py::arg("num_buckets"), py::arg("bucket_slots"))

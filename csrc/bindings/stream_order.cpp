@@ -51,7 +51,7 @@ StreamOrder::StreamOrder(c10::Device device) : device_(device) {
 }
 
 StreamOrder::~StreamOrder() {
-  if (!several_ && early_writes_ == nullptr) return;
+  if (!several_) return;
   // Not checked: at exit the driver may be gone, and where the stream is being captured, its graph
   // frees nothing.
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -60,7 +60,6 @@ StreamOrder::~StreamOrder() {
     (void)cudaGetLastError();
     return;
   }
-  if (early_writes_ != nullptr) (void)cudaStreamWaitEvent(first_, early_writes_, 0);
   for (const Part& part : parts_) {
     for (const std::vector<Mark>* marks : {&part.writes, &part.reads}) {
       for (const Mark& mark : *marks) {
@@ -81,14 +80,8 @@ std::shared_ptr<StreamOrder::Event> StreamOrder::record(cudaStream_t stream) {
 }
 
 void StreamOrder::begin(const Use& use) {
-  if (is_capturing(device_)) {
-    if (use.rows == Access::kWrite) captured_writes_ = true;
-    return;
-  }
+  if (is_capturing(device_)) return;
   const cudaStream_t stream = current_stream(device_);
-  if (use.after_early_writes && early_writes_ != nullptr) {
-    HKV_CUDA_CHECK(cudaStreamWaitEvent(stream, early_writes_, 0));
-  }
   if (!several_) {
     if (stream == first_) return;
     several_ = true;

@@ -10,7 +10,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <array>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -29,21 +28,17 @@ struct Use {
   Access index;   // digests, ids, steps, scores, clock, counters
   Access rows;    // rows and states that no pin holds
   Access pinned;  // rows and states that a pin holds: no insertion touches them
-  // Whether rows that are being written home (hash_table/early_writes.h) must be there first. Calls
-  // that move rows see to that themselves, where they come to it.
-  bool after_early_writes = false;
 };
 
 constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // in turn with other threads
 constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
-constexpr Use kReadCounts{Access::kRead, Access::kNone, Access::kNone, true};
 constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
 constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};
-constexpr Use kWriteRows{Access::kNone, Access::kWrite, Access::kWrite, true};
+constexpr Use kWriteRows{Access::kNone, Access::kWrite, Access::kWrite};
 constexpr Use kReadPinned{Access::kNone, Access::kNone, Access::kRead};
 constexpr Use kWritePinned{Access::kNone, Access::kNone, Access::kWrite};
 constexpr Use kReadAll{Access::kRead, Access::kRead, Access::kRead};
-constexpr Use kWriteAll{Access::kWrite, Access::kWrite, Access::kWrite, true};
+constexpr Use kWriteAll{Access::kWrite, Access::kWrite, Access::kWrite};
 
 class StreamOrder {
  public:
@@ -53,14 +48,6 @@ class StreamOrder {
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
-
-#ifdef TORCHREC_HKV_CUDA
-  // An event after all rows that are written home beside calls.
-  void set_early_writes(cudaEvent_t written) { early_writes_ = written; }
-  // Whether a call that writes rows was captured in a CUDA graph. Its replays don't wait for that
-  // event, so nothing may be written beside calls from then on.
-  bool captured_writes() const { return captured_writes_; }
-#endif
 
   // Makes the current stream wait for what conflicts with `use`, and calls enqueue(), which
   // launches on that stream. Threads take turns, so that the launches of one call stay together. On
@@ -105,8 +92,6 @@ class StreamOrder {
   void end(const Use& use);
 
   cudaStream_t first_ = nullptr;
-  cudaEvent_t early_writes_ = nullptr;
-  std::atomic<bool> captured_writes_ = false;
   bool several_ = false;  // streams have been seen
   std::array<Part, 3> parts_;
   std::vector<std::shared_ptr<Event>> events_;  // used again once no mark refers to them

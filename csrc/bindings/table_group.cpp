@@ -97,14 +97,6 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   }
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
-#ifdef TORCHREC_HKV_CUDA
-  if (has_frames_) {
-    early_writes_end_ = at::zeros({1}, at::dtype(at::kInt).device(device));
-    early_writes_ = std::make_unique<hash_table::cuda::EarlyWrites>(
-        reinterpret_cast<uint32_t*>(early_writes_end_.data_ptr<int32_t>()));
-    order_->set_early_writes(early_writes_->written());
-  }
-#endif
   make_aging();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));

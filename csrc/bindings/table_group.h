@@ -18,7 +18,6 @@
 #include "bindings/table_memory.h"
 #include "common/optimizers.h"
 #include "hash_table/aging.h"
-#include "hash_table/early_writes.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::bindings {
@@ -81,10 +80,6 @@ class TableGroup {
   void check_bad_offsets() const;
   // Whether one of the tables has rows in host memory and frames for them, or will have.
   bool has_frames() const { return has_frames_; }
-#ifdef TORCHREC_HKV_CUDA
-  // Writes rows home beside calls; null where no table has frames.
-  hash_table::cuda::EarlyWrites* early_writes() const { return early_writes_.get(); }
-#endif
   // Whether one of the tables remembers what it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
   // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
@@ -244,10 +239,6 @@ class TableGroup {
   std::atomic<int64_t> growths_ = 0;
 
   std::shared_ptr<GroupClock> clock_;
-#ifdef TORCHREC_HKV_CUDA
-  at::Tensor early_writes_end_;  // int32 [1]
-  std::unique_ptr<hash_table::cuda::EarlyWrites> early_writes_;
-#endif
   std::unique_ptr<StreamOrder> order_;  // last: its end comes before the memory's
 };
 

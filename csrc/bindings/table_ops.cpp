@@ -218,7 +218,6 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   bool* writes = writer.defined() ? writer.data_ptr<bool>() : nullptr;
 #endif
   const at::Tensor scratch = insert_scratch(group, ids, placement, given_scores != nullptr);
-  const EarlyWriting early(group, n, /*lists=*/false, &placement);
   const CountedCall call(group.clock(), std::nullopt);
   group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
     HKV_ON_DEVICE(

@@ -1,7 +1,6 @@
 // Kernels that move rows between HBM and host memory: see frames.h.
 #pragma once
 
-#include "hash_table/early_writes.h"
 #include "hash_table/kernels.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -10,11 +9,10 @@ namespace torchrec_hkv::hash_table::cuda {
 
 // At the end of an insertion: rows of ids of tables with frames come into frames, and what takes
 // their place is written home. Rows and states of new ids, which the insertion has left alone
-// there, are written: the rows as `rows` says. With NewRows::kUntouched no other rows move. Where
-// there is memory for a list, rows that would leave next are written home beside what follows.
+// there, are written: the rows as `rows` says. With NewRows::kUntouched no other rows move.
 void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
                  const int64_t* slots, const bool* placed, const uint32_t* any_missing,
-                 EarlyWrites* early, void* list_memory, cudaStream_t stream);
+                 cudaStream_t stream);
 
 // Writes what is dirty home. Frames keep their rows.
 void write_home(const TableView& table, cudaStream_t stream);

@@ -229,9 +229,6 @@ enum class NewRows : int32_t {
 };
 
 struct Admissions;  // admission.h
-namespace cuda {
-class EarlyWrites;  // early_writes.h
-}  // namespace cuda
 
 // How ids that are missing are placed.
 struct Placement {
@@ -245,12 +242,8 @@ struct Placement {
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;
-  // Whether a table of the group has frames. CUDA only, as the next two.
+  // Whether a table of the group has frames. CUDA only.
   bool frames = false;
-  // What writes rows home beside calls, or null, and memory for a list of more of them, or null
-  // (early_writes.h).
-  cuda::EarlyWrites* early = nullptr;
-  void* leaving = nullptr;
   // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
   bool spread = false;
   // Whether a table of the group remembers what it evicts.

@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "common/cuda_check.h"
-#include "hash_table/cuda/exchange.cuh"
 #include "hash_table/cuda/frames.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/frames_kernels.h"
@@ -9,17 +8,101 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
+// A vector that changes places, as the lanes see it that move it.
+struct Exchange {
+  char* frame;
+  char* out;       // what the frame holds goes there; null: nowhere
+  const char* in;  // comes into the frame; null: nothing
+  int64_t bytes;   // 0: there is none
+};
+
+// Rows, or states, of a warp's lanes in `busy` change places. As many lanes take one as it has
+// pieces, so that what goes to host memory goes there in long runs; and kAtOnce go by at a time.
+template <typename Piece>
+__device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, const TableView* mine,
+                                                 unsigned busy, int64_t frame, int64_t leaver,
+                                                 int64_t slot) {
+  constexpr int kAtOnce = 4;
+  constexpr auto kPiece = static_cast<int64_t>(sizeof(Piece));
+  const TableView* first = table_of_lane<false>(mine, __ffs(static_cast<int>(busy)) - 1);
+  int lanes = 1;  // of a vector
+  while (lanes < kWarp && lanes * kPiece < (first->*store).bytes()) lanes *= 2;
+  const int vectors = kWarp / lanes;  // beside each other
+  const int lane = threadIdx.x % kWarp;
+  for (unsigned left = busy; left;) {
+    Exchange its[kAtOnce];
+    int64_t longest = 0;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int number = k * vectors + lane / lanes;
+      const int source = nth_lane(left, number);
+      const TableView* table = table_of_lane<false>(mine, source);
+      const int64_t its_frame = __shfl_sync(kAllLanes, frame, source);
+      const int64_t its_leaver = __shfl_sync(kAllLanes, leaver, source);
+      const int64_t its_slot = __shfl_sync(kAllLanes, slot, source);
+      const RowStore& of = table->*store;
+      its[k].frame = of.at(0, its_frame);
+      its[k].out = its_leaver == kNoSlot ? nullptr : of.at(its_leaver, kNoFrame);
+      its[k].in = its_slot == kNoSlot ? nullptr : of.at(its_slot, kNoFrame);
+      its[k].bytes = number < __popc(left) ? of.bytes() : 0;
+      longest = max(longest, its[k].bytes);
+    }
+    // The same lane reads a piece of the frame and then writes it, so what comes can be under way
+    // while the other leaves.
+    for (int64_t b = lane % lanes * kPiece; b < longest; b += lanes * kPiece) {
+      Piece comes[kAtOnce], goes[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].in != nullptr) comes[k] = *reinterpret_cast<const Piece*>(its[k].in + b);
+        if (its[k].out != nullptr) goes[k] = *reinterpret_cast<const Piece*>(its[k].frame + b);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].out != nullptr) *reinterpret_cast<Piece*>(its[k].out + b) = goes[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].in != nullptr) *reinterpret_cast<Piece*>(its[k].frame + b) = comes[k];
+      }
+    }
+    for (int n = min(kAtOnce * vectors, __popc(left)); n > 0; --n) left &= left - 1;
+  }
+}
+
+// Of each lane that is busy, the row and the state of `leaver` go home from its frame, and those of
+// `slot` come there. kNoSlot: nothing goes, or comes. All lanes.
+__device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_busy, int64_t frame,
+                                              int64_t leaver, int64_t slot) {
+  const auto of = [&](RowStore TableView::* store, bool wanted) {
+    const unsigned busy = __ballot_sync(kAllLanes, wanted);
+    if (busy == 0) return;
+    const int64_t bytes = wanted ? (mine->*store).bytes() : 0;
+    if (__all_sync(kAllLanes, bytes % 16 == 0)) {
+      exchange_vectors<uint4>(store, mine, busy, frame, leaver, slot);
+    } else if (__all_sync(kAllLanes, bytes % 4 == 0)) {
+      exchange_vectors<uint32_t>(store, mine, busy, frame, leaver, slot);
+    } else {
+      exchange_vectors<uint16_t>(store, mine, busy, frame, leaver, slot);
+    }
+  };
+  is_busy = is_busy && (leaver != kNoSlot || slot != kNoSlot);
+  of(&TableView::states, is_busy && mine->states.moves());
+  of(&TableView::rows, is_busy);
+}
+
 // kNew: positions of new ids; otherwise the others.
 template <bool kNew, NewRows kRows>
 __global__ void __launch_bounds__(kThreads)
     settle_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                   const int64_t* __restrict__ slots, const bool* __restrict__ placed,
-                  const uint32_t* __restrict__ any_missing, const LeavingList list) {
+                  const uint32_t* __restrict__ any_missing) {
   if (kNew && *any_missing == 0) return;
   constexpr int kTiles = kWarp / kTile;
   const int lane = threadIdx.x % kTile;
   const int tile = threadIdx.x % kWarp / kTile;
-  uint32_t listed = 0;
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
        begin += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t position = begin + threadIdx.x;
@@ -38,7 +121,6 @@ __global__ void __launch_bounds__(kThreads)
     const bool at_home = slot != kNoSlot && (claim.taken || claim.frame == kNoFrame);
     count_warp(mine, kHostHits, !kNew && at_home);
     count_warp(mine, kWrittenHome, claim.leaver != kNoSlot);
-    if (!kNew) list_leaving(list, tables, mine, claim.next, listed);
     const bool busy = kNew ? slot != kNoSlot : claim.taken;
     exchange_rows(mine, busy, claim.frame, claim.leaver, kNew ? kNoSlot : slot);
     if (!kNew) continue;
@@ -56,9 +138,6 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) left &= left - 1;
     }
-  }
-  if (!kNew && list.slots != nullptr && threadIdx.x % kWarp == 0) {
-    list.numbers[(blockIdx.x * kThreads + threadIdx.x) / kWarp] = listed;
   }
 }
 
@@ -131,14 +210,19 @@ unsigned grid_for_sets(const TableView& table) {
   return grid_for(std::min(table.frames.num_sets, kMostWarps) * kWarp);
 }
 
-template <NewRows kRows>
-void settle_new(const TableView* tables, const Batch& batch, const Visit& visit,
-                const int64_t* slots, const bool* placed, const uint32_t* any_missing,
-                cudaStream_t stream) {
-  const auto kernel = settle_kernel<true, kRows>;
-  // New rows are made, too, by all blocks that fit.
-  kernel<<<std::min(grid_for(batch.num_ids), resident_blocks(kernel)), kThreads, 0, stream>>>(
-      tables, batch, visit, slots, placed, any_missing, {});
+template <bool kNew>
+void launch_settle(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
+                   const int64_t* slots, const bool* placed, const uint32_t* any_missing,
+                   cudaStream_t stream) {
+  const auto kernel = !kNew                       ? settle_kernel<false, NewRows::kUntouched>
+                      : rows == NewRows::kInitial ? settle_kernel<true, NewRows::kInitial>
+                      : rows == NewRows::kUniform ? settle_kernel<true, NewRows::kUniform>
+                                                  : settle_kernel<true, NewRows::kUntouched>;
+  // A block a multiprocessor has the link as busy as more do, and leaves room to kernels on other
+  // streams, such as the backward of the batch before. New rows are made, too, by all that fit.
+  const unsigned most = kNew ? resident_blocks(kernel) : processors();
+  kernel<<<std::min(grid_for(batch.num_ids), most), kThreads, 0, stream>>>(
+      tables, batch, visit, slots, placed, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
@@ -146,23 +230,11 @@ void settle_new(const TableView* tables, const Batch& batch, const Visit& visit,
 
 void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
                  const int64_t* slots, const bool* placed, const uint32_t* any_missing,
-                 EarlyWrites* early, void* list_memory, cudaStream_t stream) {
+                 cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  if (early != nullptr) early->end(stream);
-  const auto settle = rows == NewRows::kInitial   ? settle_new<NewRows::kInitial>
-                      : rows == NewRows::kUniform ? settle_new<NewRows::kUniform>
-                                                  : settle_new<NewRows::kUntouched>;
-  settle(tables, batch, visit, slots, placed, any_missing, stream);
+  launch_settle<true>(tables, batch, visit, rows, slots, placed, any_missing, stream);
   if (rows == NewRows::kUntouched) return;
-  // A block a multiprocessor has the link as busy as more do, and leaves room to kernels on other
-  // streams, such as the backward of the batch before.
-  const unsigned blocks = std::min(grid_for(batch.num_ids), processors());
-  const LeavingList list =
-      list_memory != nullptr ? leaving_list(list_memory, batch.num_ids, blocks) : LeavingList{};
-  settle_kernel<false, NewRows::kUntouched>
-      <<<blocks, kThreads, 0, stream>>>(tables, batch, visit, slots, placed, any_missing, list);
-  HKV_CUDA_CHECK_LAUNCH();
-  if (early != nullptr && list.slots != nullptr) early->begin(tables, list, stream);
+  launch_settle<false>(tables, batch, visit, rows, slots, placed, any_missing, stream);
 }
 
 void write_home(const TableView& table, cudaStream_t stream) {

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/early_writes.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -37,7 +36,6 @@ __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t sl
 struct FrameClaim {
   int64_t frame = kNoFrame;  // kNoFrame: the row stays at home
   int64_t leaver = kNoSlot;  // whose row must be written home first
-  int64_t next = kNoSlot;    // of the set's others the one that would leave next, if it is dirty
   bool taken = false;        // the frame is new to the slot
 };
 
@@ -74,30 +72,24 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       steps[p] =
           Frames::is_taken(tag) ? load_l2(&table.last_steps[frames.slot_of(set, tag)]) : kFreeStep;
     }
-    Rank lowest{~0ull, kFreeStep}, second = lowest;
+    Rank lowest{~0ull, kFreeStep};
     const bool blocked = !kNew && load_l2(&frames.crowded[set]) >= pinned_from;
 #pragma unroll
     for (int p = 0; p < kMostOfSet; ++p) {
       if (blocked || p >= frames.frames_of_set) break;
       Rank rank{0, 0};
-      int64_t dirty = kNoSlot;
+      int64_t leaver = kNoSlot;
       if (steps[p] != kFreeStep) {
         if (steps[p] >= pinned_from) continue;
         const uint32_t tag = frames.tag_at(tags, p);
         const int64_t other = frames.slot_of(set, tag);
         rank = Rank{table.scores == nullptr ? tag & kTagAgain : load_score(table, other), steps[p]};
-        if (tag & kTagDirty) dirty = other;
+        if (tag & kTagDirty) leaver = other;
       }
-      if (place < 0 || rank < lowest) {
-        second = lowest;
-        claim.next = claim.leaver;
-        place = p;
-        lowest = rank;
-        claim.leaver = dirty;
-      } else if (rank < second) {
-        second = rank;
-        claim.next = dirty;
-      }
+      if (place >= 0 && !(rank < lowest)) continue;
+      place = p;
+      lowest = rank;
+      claim.leaver = leaver;
     }
     if (place < 0 || (table.scores != nullptr && rank_of(table, slot) < lowest)) {
       store_l2(&frames.crowded[set], visit.now());
@@ -114,28 +106,6 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
     }
     tags = seen;
   }
-}
-
-// An entry of a LeavingList: a slot of its table's, below that table's index in the group.
-constexpr int kListedSlotBits = 44;
-constexpr uint64_t kListedSlots = (uint64_t{1} << kListedSlotBits) - 1;
-
-// Lists what would leave next, kNoSlot: nothing. `listed`: entries of the warp's part so far. All
-// lanes.
-__device__ __forceinline__ void list_leaving(const LeavingList& list, const TableView* tables,
-                                             const TableView* mine, int64_t next,
-                                             uint32_t& listed) {
-  if (list.slots == nullptr) return;
-  const auto table = static_cast<uint64_t>(mine - tables);
-  const bool wanted = next != kNoSlot && table < uint64_t{1} << (64 - kListedSlotBits);
-  const unsigned all = __ballot_sync(kAllLanes, wanted);
-  const uint32_t at = listed + __popc(all & ((1u << threadIdx.x % kWarp) - 1));
-  if (wanted && at < list.room) {
-    const uint32_t part = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
-    list.slots[static_cast<size_t>(part) * list.room + at] =
-        table << kListedSlotBits | static_cast<uint64_t>(next);
-  }
-  listed = min(listed + __popc(all), list.room);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

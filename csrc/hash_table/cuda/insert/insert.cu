@@ -367,7 +367,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   }
   if (placement.frames) {
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
-                placement.early, placement.leaving, stream);
+                stream);
   }
 }
 
