@@ -172,7 +172,6 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
       }
       four.read(in, id, core, 0, limit);
     }
-    last_grad.touch(*piece.table, id.last, lane < limit);
 #pragma unroll 1
     for (int from = 0; from < limit; from += 4) {
       if (from + 4 > limit) four.cut(limit - from);

@@ -4,6 +4,7 @@
 
 #include "common/cuda_check.h"
 #include "tensor_train/index.cuh"
+#include "tensor_train/radix_sort.cuh"
 #include "tensor_train/sorted_keys.cuh"
 #include "tensor_train/tensor_core.cuh"
 
@@ -18,18 +19,23 @@ constexpr int kTile = kThreads * kItems;
 template <typename Key>
 constexpr int kFindBlocks = sizeof(Key) == 4 ? 4 : 3;
 
+// Keys of 32 bits are sorted by radix_sort.cu.
+template <typename Key>
+constexpr bool kOwnSort = sizeof(Key) == 4;
+
 template <typename Key>
 struct Scratch {
   Key* keys;
   Key* sorted_keys;
-  int32_t* positions;
+  int32_t* positions;  // null: not needed
   int32_t* sorted_positions;
   uint32_t* places;  // by position
   float* factors;
   TileState* tiles;
   uint32_t* ticket;
-  void* sort;
-  size_t sort_bytes;
+  RadixSort sort;
+  void* library_sort;
+  size_t library_bytes;
 };
 
 int sort_bits(uint64_t num_keys) {
@@ -43,19 +49,28 @@ int64_t tiles_of(int64_t n) { return (n + kTile - 1) / kTile; }
 template <typename Key>
 size_t carve(uint64_t num_keys, int64_t n, bool scaled, void* memory, Scratch<Key>* scratch) {
   Carver carver{static_cast<char*>(memory)};
-  scratch->keys = carver.take<Key>(n);
-  scratch->sorted_keys = carver.take<Key>(n);
-  scratch->positions = carver.take<int32_t>(n);
-  scratch->sorted_positions = carver.take<int32_t>(n);
   scratch->places = carver.take<uint32_t>(n);
   scratch->factors = scaled ? carver.take<float>(n) : nullptr;
   scratch->tiles = carver.take<TileState>(tiles_of(n));
   scratch->ticket = carver.take<uint32_t>(1);
-  scratch->sort_bytes = 0;
-  HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
-      nullptr, scratch->sort_bytes, scratch->keys, scratch->sorted_keys, scratch->positions,
-      scratch->sorted_positions, static_cast<int>(n), 0, sort_bits(num_keys)));
-  scratch->sort = carver.take<char>(static_cast<int64_t>(scratch->sort_bytes));
+  if constexpr (kOwnSort<Key>) {
+    scratch->sort = carve_radix_sort(carver, n, sort_bits(num_keys));
+    const int last = scratch->sort.last();
+    scratch->keys = scratch->sort.keys[0];
+    scratch->sorted_keys = scratch->sort.keys[last];
+    scratch->positions = nullptr;
+    scratch->sorted_positions = scratch->sort.positions[last];
+  } else {
+    scratch->keys = carver.take<Key>(n);
+    scratch->sorted_keys = carver.take<Key>(n);
+    scratch->positions = carver.take<int32_t>(n);
+    scratch->sorted_positions = carver.take<int32_t>(n);
+    scratch->library_bytes = 0;
+    HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
+        nullptr, scratch->library_bytes, scratch->keys, scratch->sorted_keys, scratch->positions,
+        scratch->sorted_positions, static_cast<int>(n), 0, sort_bits(num_keys)));
+    scratch->library_sort = carver.take<char>(static_cast<int64_t>(scratch->library_bytes));
+  }
   return carver.used;
 }
 
@@ -112,10 +127,20 @@ __global__ void __launch_bounds__(kThreads)
     make_keys(IndexInput in, Scratch<Key> scratch, int64_t num_tiles) {
   __shared__ __align__(16) int32_t bags[kTile];
   __shared__ int32_t warp_bags[kWarps];
+  __shared__ uint32_t digits[kOwnSort<Key> ? kMostPasses * kRadix : 1];
+  if constexpr (kOwnSort<Key>) {
+    for (int i = threadIdx.x; i < kMostPasses * kRadix; i += kThreads) digits[i] = 0;
+  }
   enter_chain();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (thread < num_tiles) scratch.tiles[thread] = {0, 0};
   if (thread == 0) *scratch.ticket = 0;
+  if constexpr (kOwnSort<Key>) {
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+    for (int64_t i = thread; i < scratch.sort.num_states(); i += threads) {
+      scratch.sort.states[i] = 0;
+    }
+  }
   clear_on_the_way(in);
   const int64_t n = in.batch.num_ids;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile;
@@ -133,10 +158,23 @@ __global__ void __launch_bounds__(kThreads)
     if (at >= n) break;
     const int64_t bag = bags[within];
     const Place place = place_of(in, at, bag);
-    scratch.keys[at] = static_cast<Key>(key_of(in, ids[k], bag));
-    scratch.positions[at] = static_cast<int32_t>(at);
+    const auto key = static_cast<Key>(key_of(in, ids[k], bag));
+    scratch.keys[at] = key;
+    if constexpr (kOwnSort<Key>) {
+      for (int pass = 0; pass < scratch.sort.passes; ++pass) {
+        atomicAdd(digits + pass * kRadix + (key >> 8 * pass) % kRadix, 1u);
+      }
+    } else {
+      scratch.positions[at] = static_cast<int32_t>(at);
+    }
     scratch.places[at] = place.row;
     if (scratch.factors != nullptr) scratch.factors[at] = place.factor;
+  }
+  if constexpr (kOwnSort<Key>) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < scratch.sort.passes * kRadix; i += kThreads) {
+      if (digits[i] != 0) atomicAdd(scratch.sort.counts + i, digits[i]);
+    }
   }
 }
 
@@ -250,20 +288,28 @@ void run(const IndexInput& in, const Index& index, void* memory, cudaStream_t st
   carve<Key>(in.num_keys, n, is_scaled(in.batch), memory, &scratch);
   const int64_t num_tiles = tiles_of(n);
   const auto blocks = static_cast<unsigned>((n + kTile - 1) / kTile);
+  if constexpr (kOwnSort<Key>) begin_radix_sort(scratch.sort, stream);
   launch_chained(make_keys<Key>, {dim3(blocks), kThreads}, stream, in, scratch, num_tiles);
-  HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
-      scratch.sort, scratch.sort_bytes, scratch.keys, scratch.sorted_keys, scratch.positions,
-      scratch.sorted_positions, static_cast<int>(n), 0, sort_bits(in.num_keys), stream));
+  if constexpr (kOwnSort<Key>) {
+    radix_sort(scratch.sort, n, stream);
+  } else {
+    HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
+        scratch.library_sort, scratch.library_bytes, scratch.keys, scratch.sorted_keys,
+        scratch.positions, scratch.sorted_positions, static_cast<int>(n), 0,
+        sort_bits(in.num_keys), stream));
+  }
   launch_chained(find_distinct<Key>, {dim3(blocks), kThreads}, stream, in, index, scratch);
 }
 
-bool narrow(uint64_t num_keys) { return num_keys <= 0xffffffffull; }
+bool narrow(uint64_t num_keys, int64_t n) {
+  return num_keys <= 0xffffffffull && n < kMostSorted;
+}
 
 }  // namespace
 
 size_t large_scratch_bytes(const Plan& plan, const Batch& batch) {
   const bool scaled = is_scaled(batch);
-  if (narrow(plan.num_keys)) {
+  if (narrow(plan.num_keys, batch.num_ids)) {
     Scratch<uint32_t> scratch;
     return carve<uint32_t>(plan.num_keys, batch.num_ids, scaled, nullptr, &scratch);
   }
@@ -272,7 +318,7 @@ size_t large_scratch_bytes(const Plan& plan, const Batch& batch) {
 }
 
 void index_large(const IndexInput& in, const Index& index, void* scratch, cudaStream_t stream) {
-  if (narrow(in.num_keys)) {
+  if (narrow(in.num_keys, in.batch.num_ids)) {
     run<uint32_t>(in, index, scratch, stream);
   } else {
     run<uint64_t>(in, index, scratch, stream);

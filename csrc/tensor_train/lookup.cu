@@ -42,6 +42,7 @@ size_t slots_bytes(const Plan& plan, const Batch& batch) {
 TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
   TileInput in = {};
   in.tables = plan.tables;
+  in.one_table = plan.num_tables == 1;
   in.counts = index.counts;
   in.prefixes = index.prefixes;
   in.most_prefixes = most_prefixes(plan, batch);
@@ -100,17 +101,22 @@ size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch) {
 void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
             void* scratch, float* out, bool cleared, cudaStream_t stream) {
   const bool always = always_gathers(batch);
-  if (batch.pooled && !cleared && !(always && batch.num_ids > 0)) {
-    const auto values = static_cast<size_t>(batch.num_rows() * batch.stride);
-    HKV_CUDA_CHECK(cudaMemsetAsync(out, 0, values * sizeof(float), stream));
+  const int64_t values = batch.num_rows() * batch.stride;
+  if (batch.num_ids == 0) {
+    if (batch.pooled && !cleared) {
+      HKV_CUDA_CHECK(cudaMemsetAsync(out, 0, static_cast<size_t>(values) * sizeof(float), stream));
+    }
+    return;
   }
-  if (batch.num_ids == 0) return;
   const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
+  const bool clears = batch.pooled && !cleared && !always && values > 0;
+  if (clears) clear_output(parts, values, plan.multiprocessors, out, stream);
   auto* slot_rows = static_cast<float*>(scratch);
   TileInput in = tile_input(plan, batch, parts);
   in.out = out;
   in.slot_rows = slot_rows;
   in.always_gather = always;
+  in.early = clears;
   run_classes(plan, batch, precision, false, in, stream);
   pool_rows(plan, batch, parts, slot_rows, always, out, stream);
   if (!always && !batch.pooled) clear_outside(repeats_of(plan, batch, parts), out, stream);
@@ -127,8 +133,9 @@ void gradients(const Plan& plan, const Batch& batch, Precision precision, const 
   const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
   auto* slot_grads = static_cast<float*>(scratch);
   void* const partials = static_cast<char*>(scratch) + slots_bytes(plan, batch);
-  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, partials, steps,
-                     by_shares(plan, batch, precision, true), stream);
+  const TouchInput touch = {plan.tables, parts.counts, parts.prefixes, parts.lasts};
+  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, partials, steps, touch,
+                     stream);
   TileInput in = tile_input(plan, batch, parts);
   in.grad = grad;
   in.fixed_point = {sums.grads, reinterpret_cast<unsigned long long*>(sums.sums), sums.scales};

@@ -2,6 +2,7 @@
 // are walked in chunks of 32, a chunk a warp. Sums of runs that cross the ends of chunks are put
 // together by the block, and those that cross the ends of blocks by a second kernel; all in one
 // order, so that two runs give the same bits, and in sums that are too short to lose digits.
+#include <algorithm>
 #include <climits>
 
 #include "common/cuda_check.h"
@@ -12,6 +13,7 @@ namespace {
 
 constexpr int kJoinThreads = 256;
 constexpr int kJoinWarps = kJoinThreads / 32;
+constexpr int kTouching = 2;  // blocks of a multiprocessor that set flags
 
 // What a block leaves for join_runs.
 struct BlockEnds {
@@ -42,18 +44,14 @@ size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) 
 template <int kWidth, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32)
     sum_runs(RepeatsInput in, const float* __restrict__ grad, float* slot_grads, Partials partials,
-             int64_t* steps, bool early) {
+             int64_t* steps) {
   constexpr int kColumns = 32 * kWidth;         // at a time
   __shared__ float sides[kWarps][2][kColumns];  // of runs that cross a chunk's ends
   __shared__ int32_t slots_before[kWarps];      // of the run that came into a chunk, or kNoSlot
   __shared__ int32_t slots_behind[kWarps];      // of the one that goes on
   __shared__ bool passes[kWarps];               // a chunk is of one run that came and goes on
-  if (early) {  // kernels that follow read the index before they wait
-    wait_for_kernel_before();
-    let_next_kernel_start();
-  } else {
-    enter_chain();
-  }
+  wait_for_kernel_before();
+  let_next_kernel_start();  // kernels that follow read the index before they wait
   if (steps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *steps += 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Chunk chunk(in, (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kChunk);
@@ -142,13 +140,18 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-// Block b puts together the run that begins in block b of sum_runs and goes on.
+// Block b puts together the run that begins in block b of sum_runs and goes on. While that kernel
+// runs, flags of slices are set by the first of the blocks.
 __global__ void __launch_bounds__(kJoinThreads)
-    join_runs(Partials partials, int blocks, int32_t widest, float* slot_grads) {
+    join_runs(TouchInput touch, int touching, Partials partials, int blocks, int32_t widest,
+              float* slot_grads) {
   constexpr int kColumns = 64;  // at a time
   __shared__ int last;          // block of the run
   __shared__ double sums[kJoinWarps][kColumns];
-  enter_chain();
+  __shared__ TouchedSlices touched;
+  let_next_kernel_start();
+  if (static_cast<int>(blockIdx.x) < touching) touched.set(touch, blockIdx.x, touching);
+  wait_for_kernel_before();
   const int first = blockIdx.x;
   const int32_t slot = partials.ends[first].slot;
   if (slot == kNoSlot) return;
@@ -198,21 +201,22 @@ size_t partial_grads_bytes(const Plan& plan, const Batch& batch) {
 }
 
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads, void* memory,
-                        int64_t* steps, bool early, cudaStream_t stream) {
+                        int64_t* steps, const TouchInput& touch, cudaStream_t stream) {
   Partials partials;
   carve(in.num_ids, in.widest, memory, &partials);
   const int warps = warps_of(in.num_ids);
   const auto blocks = static_cast<unsigned>(blocks_of(in.num_ids));
   auto run = [&](auto kernel) {
     launch_chained(kernel, {dim3(blocks), warps * 32}, stream, in, grad, slot_grads, partials,
-                   steps, early);
+                   steps);
   };
   if (in.unit == 4) {
     warps == 4 ? run(sum_runs<2, 4>) : run(sum_runs<2, 16>);
   } else {
     warps == 4 ? run(sum_runs<1, 4>) : run(sum_runs<1, 16>);
   }
-  launch_chained(join_runs, {dim3(blocks), kJoinThreads}, stream, partials,
+  const int touching = std::min(static_cast<int>(blocks), kTouching * in.multiprocessors);
+  launch_chained(join_runs, {dim3(blocks), kJoinThreads}, stream, touch, touching, partials,
                  static_cast<int>(blocks), in.widest, slot_grads);
 }
 

@@ -3,6 +3,7 @@
 
 #include "tensor_train/index.cuh"
 #include "tensor_train/tensor_core.cuh"
+#include "tensor_train/touched.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -21,11 +22,16 @@ RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index
 
 // slot_grads[slot] = sum of the gradients of the slot's positions, the same bits in every run: at
 // most 32 are added up in single precision, and what that gives in double. partials: of
-// partial_grads_bytes. steps: counted on where it is not null. early: the next kernel of the stream
-// may read the index before it waits for the sums.
+// partial_grads_bytes. steps: counted on where it is not null. touch: flags of slices are set beside
+// it. The next kernel of the stream may read the index before it waits for the sums.
 size_t partial_grads_bytes(const Plan& plan, const Batch& batch);
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads,
-                        void* partials, int64_t* steps, bool early, cudaStream_t stream);
+                        void* partials, int64_t* steps, const TouchInput& touch,
+                        cudaStream_t stream);
+// Sets an output of pooled rows to zero where rows will be added to it. The next kernel of the
+// stream may read the index before it waits.
+void clear_output(const Index& index, int64_t values, int32_t multiprocessors, float* out,
+                  cudaStream_t stream);
 void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream);
 
 // out from rows in scratch. always: bags gather the rows of distinct ids, whatever the number of

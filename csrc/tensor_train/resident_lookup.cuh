@@ -46,10 +46,13 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   __shared__ int all_bounds[kSubs][2];
 
   copy_view(in.tables[0], &table);
-  wait_for_kernel_before();
+  if (!in.early) wait_for_kernel_before();
   let_next_kernel_start();  // which may read the index
   const Counts counts = *in.counts;
-  if (counts.dense == 0 || counts.prefixes == 0) return;
+  if (counts.dense == 0 || counts.prefixes == 0) {
+    wait_for_kernel_before();
+    return;
+  }
   const bool gather = in.always_gather || counts.gather != 0;
   const int sub = threadIdx.x / Config::kThreads;
   const int thread = threadIdx.x % Config::kThreads;
@@ -80,6 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   piece.first_middle_column = 0;
   TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
   walk.start(all_bounds[sub][0], all_bounds[sub][1], true, 0, wait);
+  wait_for_kernel_before();  // the output is clear
 #pragma unroll 1
   while (walk.run > 0) {
     if (walk.prefixes()[0].z != piece.middle) {

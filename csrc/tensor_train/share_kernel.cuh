@@ -5,69 +5,10 @@
 // and products, not their number.
 #pragma once
 
-#include <type_traits>
-
 #include "tensor_train/ids_ahead.cuh"
 #include "tensor_train/resident_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
-
-// Which slices of the first and last core of a table the block has touched. Their flags in memory
-// lie in a few sectors, which all multiprocessors would want at once for every prefix and id.
-struct TouchedByBlock {
-  static constexpr int kMost = 1024;  // slices of a core whose flags are kept here
-  uint8_t heads[kMost];
-  uint8_t lasts[kMost];
-  bool keeps_heads;  // otherwise flags in memory are set at once
-  bool keeps_lasts;
-
-  // By all threads of the block, which waits before it touches something.
-  __device__ __forceinline__ void clear() {
-    for (int i = threadIdx.x; i < kMost; i += blockDim.x) heads[i] = lasts[i] = 0;
-  }
-  __device__ __forceinline__ void begin(const TableView& table) {
-    if (threadIdx.x != 0) return;
-    keeps_heads = table.head_touched != nullptr && table.heads <= kMost;
-    keeps_lasts = table.last_touched != nullptr && table.lasts <= kMost;
-  }
-  // To memory, and back to none. The block has waited since it touched something.
-  __device__ __forceinline__ void flush(const TableView& table) {
-    if (keeps_heads) flush_one(heads, table.heads, table.head_touched);
-    if (keeps_lasts) flush_one(lasts, table.lasts, table.last_touched);
-  }
-  __device__ __forceinline__ void touch_head(const TableView& table, int32_t slice) {
-    if (keeps_heads) {
-      heads[slice] = 1;
-    } else if (table.head_touched != nullptr) {
-      table.head_touched[slice] = 1;
-    }
-  }
-  __device__ __forceinline__ void touch_last(const TableView& table, int32_t slice) {
-    if (keeps_lasts) {
-      lasts[slice] = 1;
-    } else if (table.last_touched != nullptr) {
-      table.last_touched[slice] = 1;
-    }
-  }
-
- private:
-  static __device__ __forceinline__ void flush_one(uint8_t* kept, int64_t count, uint8_t* to) {
-    for (int i = threadIdx.x; i < static_cast<int>(count); i += blockDim.x) {
-      if (kept[i] != 0) to[i] = 1;
-      kept[i] = 0;
-    }
-  }
-};
-
-// As LastGradInMemory, with the flags of the block.
-template <typename Config>
-struct LastGradOfShare : LastGradInMemory<Config, false> {
-  TouchedByBlock& touched;
-
-  __device__ __forceinline__ void touch(const TableView& table, int32_t slice, bool exists) const {
-    if (exists) touched.touch_last(table, slice);
-  }
-};
 
 // All tables are of the class. Gradients follow sum_repeated_grads, which lets them start when the
 // index is there: they wait for sums of repeated ids when their first prefixes are multiplied.
@@ -79,7 +20,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   extern __shared__ float4 memory[];
   __shared__ PrefixList list;
   __shared__ NextIds<Config::kWarps> next_ids;
-  __shared__ std::conditional_t<kBackward, TouchedByBlock, int> touched;
   __shared__ TableView table;
   __shared__ int bounds[2];
   float* middle = reinterpret_cast<float*>(memory);
@@ -109,11 +49,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   piece.first_head_column = 0;
   piece.first_middle_column = 0;
   MiddleGrad<Config> middle_grad;
-  if constexpr (kBackward) {
-    middle_grad.clear();
-    touched.clear();
-    touched.begin(table);
-  }
+  if constexpr (kBackward) middle_grad.clear();
   auto wait = [] { __syncthreads(); };
   TileWalk<Config> walk{in, piece, list, next_ids, thread};
   int number = 0;  // of the table whose view is here
@@ -130,11 +66,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       piece.middle = -1;
       number = prefixes[0].y;
       __syncthreads();
-      if constexpr (kBackward) touched.flush(table);
-      __syncthreads();
       copy_view(in.tables[number], &table);
       __syncthreads();
-      if constexpr (kBackward) touched.begin(table);
       walk.read_heads();
     }
     if (prefixes[0].z != piece.middle) {
@@ -146,9 +79,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       }
       piece.middle = prefixes[0].z;
       load_middle<Config>(thread, piece, 0, middle);
-      if (kBackward && thread == 0 && table.middle_touched != nullptr) {
-        table.middle_touched[piece.middle] = 1;
-      }
     }
     walk.head_load.store(thread, heads);
     wait_for_copies();
@@ -169,16 +99,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
         waits = false;
         read();
       }
-      if (thread < run) touched.touch_head(table, prefixes[thread].w);
       __syncthreads();
       if (mine) {
         gradient_ids_ahead(in, piece, core, id, products + warp * Config::kPrefixStep, begin, stop,
-                           LastGradOfShare<Config>{{}, touched}, 0, four);
+                           LastGradInMemory<Config>{}, 0, four);
       }
       walk.move_on(number);
       __syncthreads();
       middle_grad.add(thread, 0, heads, products, run);
-      add_head_grad<Config, 2>(thread, piece, prefixes, run, middle, products);
+      add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
       __syncthreads();
     } else {
       LastValues values;
@@ -197,10 +126,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
     }
     walk.refill(number, wait);
   }
-  if constexpr (kBackward) {
-    if (piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
-    touched.flush(table);  // the group has waited since the last tile's ids
-  }
+  if (kBackward && piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
 }
 
 // As many blocks as run at the same time.

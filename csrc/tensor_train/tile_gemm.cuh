@@ -355,7 +355,7 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
                       b);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          multiply_add(chains[half % kChains][j], operand<kProducts>(a[half][0]),
+          multiply_add(chains[(k / 8 + half) % kChains][j], operand<kProducts>(a[half][0]),
                        operand<kProducts>(a[half][1]), operand<kProducts>(a[half][2]),
                        operand<kProducts>(a[half][3]), operand<kProducts>(b[2 * half]),
                        operand<kProducts>(b[2 * half + 1]));

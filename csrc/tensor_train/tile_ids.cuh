@@ -113,14 +113,21 @@ template <int kProducts>
 __device__ __forceinline__ void add_rows(float (&sums)[2][4],
                                          const PrefixOperand<kProducts>& prefix,
                                          const LastValues& last) {
+  float more[2][4] = {};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int s = 0; s < 4; ++s) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      multiply_add(sums[half], prefix.a[s][0], prefix.a[s][1], prefix.a[s][2], prefix.a[s][3],
+    for (int half = 0; half < 2; ++half) {
+      float (&to)[4] = kProducts == 1 && s % 2 != 0 ? more[half] : sums[half];
+      multiply_add(to, more[half], prefix.a[s][0], prefix.a[s][1], prefix.a[s][2], prefix.a[s][3],
                    rounded_operand<kProducts>(last.b[half][2 * s]),
                    rounded_operand<kProducts>(last.b[half][2 * s + 1]));
     }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[half][i] += more[half][i];
   }
 }
 
@@ -248,23 +255,8 @@ __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t s
 }
 
 // Adds gradients of the last core in memory.
-template <typename Config, bool kFew>
+template <typename Config>
 struct LastGradInMemory {
-  // Whether the flag of a lane's slice has to be set after its ids. Flags of a core lie in a few
-  // sectors: writing them for each id would make all multiprocessors wait for these. Of few ids
-  // they are set at once, as reading them first is one more wait.
-  __device__ __forceinline__ bool touches(const Piece<Config>& piece, int32_t slice,
-                                          bool exists) const {
-    uint8_t* const flags = piece.table->last_touched;
-    if (flags == nullptr || !exists) return false;
-    if constexpr (kFew) {
-      flags[slice] = 1;
-      return false;
-    } else {
-      return flags[slice] == 0;
-    }
-  }
-
   // Four columns from r on and four from r + 16 on, of two rows of a slice of the last core: those
   // that d has of this lane.
   __device__ __forceinline__ void add(const Piece<Config>& piece, bool exists, int32_t slice,
@@ -368,7 +360,6 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
                                              int begin, int end, const LastGrad& last_grad) {
   static_assert(Config::kSlice == 32);
   constexpr int kProducts = Config::kProducts;
-  const TableView& table = *piece.table;
   const int32_t last_q = piece.last_q();
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   const int first_r = slice * Config::kSlice;
@@ -380,7 +371,6 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
     for (int base = begin; base < end; base += 32) {
       IdLane id;
       id.read(in, ids, base + lane, base + lane < end);
-      const bool touches = last_grad.touches(piece, id.last, base + lane < end);
       const int limit = min(32, end - base);
       FourGrads<Config> grads;
       FourLasts<Config> lasts;
@@ -399,7 +389,6 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
         last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2, first_r + 4 * column,
                       d);
       }
-      if (touches) table.last_touched[id.last] = 1;
     }
   }
   __syncwarp();  // all lanes have read the prefix

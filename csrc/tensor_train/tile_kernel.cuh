@@ -87,10 +87,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     const int4* mine = prefixes + first;
     const int slices =
         Config::kVectors ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
-    if (kBackward && thread < run) {
-      if (table.head_touched != nullptr) table.head_touched[mine[thread].w] = 1;
-      if (table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
-    }
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
       __syncthreads();  // what was in shared memory is done with
@@ -117,7 +113,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
         const int end = mine[at + 1].x;
         if constexpr (kBackward) {
           gradient_ids(in, ids, piece, slice, product, begin, end,
-                       LastGradInMemory<Config, kFew>{});
+                       LastGradInMemory<Config>{});
         } else {
           lookup_ids<Config>(in, ids, piece, product, slices * (Config::kSlice / 32), begin, end,
                              gather, LastInMemory<Config>{});
@@ -126,7 +122,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
       if constexpr (kBackward) {
         __syncthreads();
         add_middle_grad<Config>(thread, piece, slice, heads, products, run);
-        add_head_grad<Config>(thread, piece, mine, run, middle, products);
+        add_head_grad<Config, 2>(thread, piece, mine, run, middle, products);
       }
     }
   }
