@@ -11,6 +11,9 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "common/cuda_check.h"
 
@@ -50,10 +53,32 @@ inline int compute_capability() {
   return major;
 }
 
+constexpr int kFreeCluster = 8;  // blocks that every kernel may have
+
+// Lets a kernel have the dynamic shared memory and the cluster that it is launched with. The driver
+// is asked once for each kernel and device, as asking takes about as long as a part of a launch.
+inline void allow_launch(const void* kernel, const LaunchShape& shape) {
+  if (shape.shared_bytes == 0 && shape.cluster <= kFreeCluster) return;
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, size_t> allowed;  // bytes
+  int device = 0;
+  HKV_CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [at, is_new] = allowed.try_emplace({device, kernel}, 0);
+  if (is_new && shape.cluster > kFreeCluster) {
+    HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
+  if (shape.shared_bytes <= at->second) return;
+  HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(shape.shared_bytes)));
+  at->second = shape.shared_bytes;
+}
+
 // Launches a kernel that waits for the one before it by itself.
 template <typename... Parameters, typename... Arguments>
 void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                     const Arguments&... arguments) {
+  allow_launch(reinterpret_cast<const void*>(kernel), shape);
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));

@@ -72,6 +72,8 @@ struct TableView {
   int32_t kernel;         // number of its class
   int32_t blocks;         // of 4 head and middle columns, that a prefix is cut into
   int32_t middle_blocks;  // of 4 middle columns
+  // 2^32 by the number of slices, for quotients of 32 bits.
+  uint32_t heads_inverse, middles_inverse, lasts_inverse;
   uint64_t first_key;     // keys of its ids are first_key + (middle * heads + head) * lasts + last
 };
 

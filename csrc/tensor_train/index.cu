@@ -46,6 +46,12 @@ KernelClass class_of(const TableView& table) {
   return kernel;
 }
 
+// See quotient in index.cuh.
+uint32_t inverse_of(int64_t slices) {
+  const uint64_t inverse = (uint64_t{1} << 32) / static_cast<uint64_t>(std::max(slices, int64_t{1}));
+  return static_cast<uint32_t>(std::min(inverse, uint64_t{0xffffffff}));
+}
+
 int32_t number_of(Plan* plan, const KernelClass& kernel) {
   for (int32_t i = 0; i < plan->num_classes; ++i) {
     const KernelClass& other = plan->classes[i];
@@ -88,6 +94,9 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
     }
     if (t == 0) plan.dim = table.dim;
     plan.only_lasts = num_tables == 1 ? table.lasts : 0;
+    table.heads_inverse = inverse_of(table.heads);
+    table.middles_inverse = inverse_of(table.middles);
+    table.lasts_inverse = inverse_of(table.lasts);
     table.first_key = plan.num_keys;
     plan.num_keys += static_cast<uint64_t>(keys);
     plan.num_prefixes += static_cast<int64_t>(prefixes);

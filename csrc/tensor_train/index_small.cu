@@ -326,10 +326,6 @@ void index_small(const IndexInput& in, const Index& index, cudaStream_t stream) 
   const int threads = per <= kDigits ? kDigits : (per + 31) / 32 * 32;
   int bits = 1;
   while ((uint64_t{1} << bits) <= in.num_keys) ++bits;
-  HKV_CUDA_CHECK(
-      cudaFuncSetAttribute(index_cluster, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  HKV_CUDA_CHECK(cudaFuncSetAttribute(index_cluster, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(sizeof(Shared))));
   const uint64_t scale = (uint64_t{1} << 40) / (in.num_keys + 1);
   launch_chained(index_cluster, {dim3(kBlocks), threads, sizeof(Shared), kBlocks}, stream, in,
                  index, per, bits, scale <= 0xffffffffu ? static_cast<uint32_t>(scale) : 0u);

@@ -140,6 +140,7 @@ void gradients(const Plan& plan, const Batch& batch, Precision precision, const 
   in.grad = grad;
   in.fixed_point = {sums.grads, reinterpret_cast<unsigned long long*>(sums.sums), sums.scales};
   in.slot_grads = slot_grads;
+  in.early = true;
   run_classes(plan, batch, precision, true, in, stream);
 }
 

@@ -12,8 +12,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kBlocks = 2;  // of a multiprocessor
 constexpr int kItems = 10;  // of a thread
 constexpr int kTile = kThreads * kItems;
-constexpr int kAhead = 16;  // predecessors that are looked at at once
-static_assert(kRadix == kDigits && kThreads >= kRadix);
+constexpr int kAhead = 16;  // predecessors that a lane looks at at once
+static_assert(kRadix == kDigits && kThreads == 2 * kRadix);
 
 // A state: what it says in the upper two bits.
 constexpr uint32_t kOwnCount = 1u << 30;    // keys of this tile
@@ -26,6 +26,7 @@ struct Shared {
   uint16_t of_warps[kWarps][kRadix];  // keys of a digit in this warp, then in those before it
   uint32_t starts[kRadix];            // first place of a digit in the tile
   uint32_t to[kRadix];                // the same in memory, less that in the tile
+  uint32_t own[kRadix];               // keys of a digit in the tile
   uint32_t warp_sums[2][kRadix / 32];
   int32_t tile;
 };
@@ -34,24 +35,36 @@ __device__ __forceinline__ uint32_t read_state(const uint32_t* state) {
   return *const_cast<const volatile uint32_t*>(state);
 }
 
-// Keys of a digit in all tiles before this one: its states of the digit are kRadix apart.
+// Keys of a digit in all tiles before this one, by two neighbouring lanes, of which the first looks
+// at the nearer tiles. states: of the digit, kRadix apart.
 __device__ __forceinline__ uint32_t count_before(const uint32_t* states, int64_t tile) {
+  const int part = threadIdx.x % 2;
   uint32_t sum = 0;
-  for (int64_t end = tile; end > 0; end -= kAhead) {
+  bool done = false;
+  for (int64_t end = tile;; end -= 2 * kAhead) {
+    const int64_t last = end - 1 - part * kAhead;
     uint32_t ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      ahead[i] = end - 1 - i >= 0 ? read_state(states + (end - 1 - i) * kRadix) : kTotalCount;
+      ahead[i] = !done && last >= i ? read_state(states + (last - i) * kRadix) : kTotalCount;
     }
+    uint32_t mine = 0;
+    bool found = false;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      uint32_t state = ahead[i];
-      while (state < kOwnCount) state = read_state(states + (end - 1 - i) * kRadix);
-      sum += state & kCount;
-      if (state >= kTotalCount) return sum;
+      if (found) continue;
+      while (ahead[i] < kOwnCount) ahead[i] = read_state(states + (last - i) * kRadix);
+      mine += ahead[i] & kCount;
+      found = ahead[i] >= kTotalCount;
     }
+    __syncwarp();
+    const uint32_t nearer = __shfl_sync(kAllLanes, mine, threadIdx.x % 32 & ~1);
+    const uint32_t further = __shfl_sync(kAllLanes, mine, threadIdx.x % 32 | 1);
+    const unsigned founds = __ballot_sync(kAllLanes, found) >> (threadIdx.x % 32 & ~1);
+    if (!done) sum += nearer + ((founds & 1) != 0 ? 0 : further);
+    done = done || (founds & 3) != 0;
+    if (__all_sync(kAllLanes, done)) return sum;
   }
-  return sum;
 }
 
 __global__ void __launch_bounds__(kRadix* kMostPasses) clear_counts(RadixSort sort) {
@@ -121,9 +134,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncwarp();
   }
   __syncthreads();
-  uint32_t own = 0;
-  uint32_t* const states = pass.states + thread;
   if (thread < kRadix) {
+    uint32_t own = 0;
     uint16_t counts[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) counts[w] = shared.of_warps[w][thread];
@@ -132,7 +144,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       shared.of_warps[w][thread] = static_cast<uint16_t>(own);
       own += counts[w];
     }
-    *const_cast<volatile uint32_t*>(states + tile * kRadix) = (tile == 0 ? kTotalCount : kOwnCount) | own;
+    const uint32_t state = (tile == 0 ? kTotalCount : kOwnCount) | own;
+    *const_cast<volatile uint32_t*>(pass.states + tile * kRadix + thread) = state;
+    shared.own[thread] = own;
     const int32_t sum = inclusive_sum(static_cast<int32_t>(own));
     const int32_t sum_all = inclusive_sum(static_cast<int32_t>(in_all));
     shared.starts[thread] = static_cast<uint32_t>(sum) - own;
@@ -162,12 +176,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     shared.keys[place] = keys[i];
     shared.positions[place] = kFirst ? static_cast<int32_t>(first) + at : positions[i];
   }
-  if (thread < kRadix) {
-    const uint32_t before = count_before(states, tile);
+  const int digit = thread / 2;
+  const uint32_t before = count_before(pass.states + digit, tile);
+  if (thread % 2 == 0) {
     if (tile > 0) {
-      *const_cast<volatile uint32_t*>(states + tile * kRadix) = kTotalCount | (before + own);
+      const uint32_t total = before + shared.own[digit];
+      *const_cast<volatile uint32_t*>(pass.states + tile * kRadix + digit) = kTotalCount | total;
     }
-    shared.to[thread] += before;
+    shared.to[digit] += before;
   }
   __syncthreads();
 #pragma unroll
@@ -212,8 +228,6 @@ void radix_sort(const RadixSort& sort, int64_t n, cudaStream_t stream) {
                        sort.states + number * sort.num_tiles * kRadix,
                        n,
                        8 * number};
-    HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(sizeof(Shared))));
     launch_chained(kernel, shape, stream, pass);
   };
   run(sort_pass<true>, 0);

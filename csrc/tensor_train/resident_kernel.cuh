@@ -272,8 +272,6 @@ bool launch_resident(const TileRun& run, const TileInput& in) {
   if (!fits_resident<Config, kSubs>(run.only_lasts)) return false;
   auto kernel = resident_kernel<Config, kSubs>;
   const size_t bytes = resident_bytes<Config, kSubs>(run.only_lasts);
-  HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(bytes)));
   const unsigned blocks =
       static_cast<unsigned>(run.multiprocessors) / Config::kSlices * Config::kSlices;
   launch_chained(kernel, {dim3(blocks), Config::kThreads * kSubs, bytes}, run.stream, in);

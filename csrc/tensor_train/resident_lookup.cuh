@@ -122,8 +122,6 @@ bool launch_resident_lookup(const TileRun& run, const TileInput& in) {
   const size_t bytes = resident_lookup_bytes<Config, kSubs>(run.only_lasts);
   if (run.only_lasts == 0 || bytes > kMostResidentBytes) return false;
   auto kernel = resident_lookup<Config, kSubs>;
-  HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(bytes)));
   launch_chained(
       kernel, {dim3(static_cast<unsigned>(run.multiprocessors)), Config::kThreads * kSubs, bytes},
       run.stream, in);

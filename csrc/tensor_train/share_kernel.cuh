@@ -54,6 +54,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   TileWalk<Config> walk{in, piece, list, next_ids, thread};
   int number = 0;  // of the table whose view is here
   walk.start(bounds[0], bounds[1], false, number, wait);
+  auto fetch = [&] {  // the next middle slice
+    if (walk.run == 0 || walk.prefixes()[0].y != number) return;
+    const int32_t next = walk.prefixes()[0].z;
+    if (next != piece.middle) fetch_middle<Config>(thread, piece, next);
+  };
 #pragma unroll 1
   while (walk.run > 0) {
     const int4* const prefixes = walk.prefixes();
@@ -105,6 +110,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
                            LastGradInMemory<Config>{}, 0, four);
       }
       walk.move_on(number);
+      fetch();
       __syncthreads();
       middle_grad.add(thread, 0, heads, products, run);
       add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
@@ -119,6 +125,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       multiply_prefixes<Config>(thread, heads, middle, products, run);
       __syncthreads();
       walk.move_on(number);
+      fetch();
       if (mine) {
         lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
                          last, values);
@@ -134,8 +141,6 @@ template <typename Config, bool kBackward>
 void launch_shares(const TileRun& run, const TileInput& in) {
   auto kernel = share_kernel<Config, kBackward>;
   constexpr size_t kBytes = Config::shared_bytes(kBackward);
-  HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(kBytes)));
   const auto blocks = static_cast<unsigned>(run.multiprocessors * Config::kMinBlocks);
   launch_chained(kernel, {dim3(blocks), Config::kThreads, kBytes}, run.stream, in);
 }

@@ -88,7 +88,7 @@ struct TileInput {
   float* out;               // of a lookup: output,
   float* slot_rows;         // and rows of slots, or of distinct ids
   bool always_gather;       // rows of distinct ids are stored by number, for bags to gather
-  bool early;               // lookups: the index is there before the kernel before has ended
+  bool early;               // the index is there before the kernel before has ended
   bool leaves_dense;        // batches with many ids a prefix to a resident kernel
   const float* grad;        // of gradients: of the output,
   const float* slot_grads;  // and of slots

@@ -20,9 +20,9 @@ __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) 
   }
 }
 
-// Block x has Config::kPrefixes prefixes, whatever their middle slices, which are worked on one
-// after the other; block y is the block of head and middle columns. kFew: a batch of few ids, most
-// of which have a prefix of their own.
+// Block x has tiles x, x + grid, ... of Config::kPrefixes prefixes, whatever their middle slices,
+// which are worked on one after the other; block y is the block of head and middle columns. kFew: a
+// batch of few ids, most of which have a prefix of their own.
 template <typename Config, bool kBackward, bool kFew>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
   constexpr int kMostStaged = kFew ? 1 : 16 * Config::kPrefixes;
@@ -37,104 +37,118 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   float* products = heads + Config::kHeadValues;
 
   copy_view(in.tables[0], &table);  // views are not written by kernels: no need to wait
-  wait_for_kernel_before();
+  bool waits = in.early;            // as late as there is need
+  if (!waits) wait_for_kernel_before();
   let_next_kernel_start();  // which may read the index
   const int thread = threadIdx.x;
-  const int first_prefix = blockIdx.x * Config::kPrefixes;
-  // Read beside the counts; what is behind them is not used.
-  int4 prefix = make_int4(0, -1, -1, -1);
-  if (thread <= Config::kPrefixes && first_prefix + thread <= in.most_prefixes) {
-    prefix = in.prefixes[first_prefix + thread];
-  }
-  const Counts counts = *in.counts;
-  const int count = min(Config::kPrefixes, counts.prefixes - first_prefix);
-  if (count <= 0) return;
-  if (in.leaves_dense && counts.dense != 0) return;
-  const bool gather = in.always_gather || counts.gather != 0;
-  if (thread <= count) prefixes[thread] = prefix;
-  __syncthreads();
-  if constexpr (!kFew) {
-    const int begin = prefixes[0].x;
-    const int staged = min(kMostStaged, prefixes[count].x - begin);
-    if (thread == 0) ids = {staged_ids, begin, staged};
-    for (int i = thread; i < staged; i += Config::kThreads) {
-      staged_ids[i] = make_int2(in.lasts[begin + i], static_cast<int>(in.sources[begin + i]));
+  auto read_prefix = [&](int first) {
+    int4 prefix = make_int4(0, -1, -1, -1);
+    if (thread <= Config::kPrefixes && first + thread <= in.most_prefixes) {
+      prefix = in.prefixes[first + thread];
     }
-  }
-
+    return prefix;
+  };
+  // Read beside the counts; what is behind them is not used.
+  int4 prefix = read_prefix(blockIdx.x * Config::kPrefixes);
+  const Counts counts = *in.counts;
+  const bool gather = in.always_gather || counts.gather != 0;
+  const int all = in.leaves_dense && counts.dense != 0 ? 0 : counts.prefixes;
   int loaded = 0;
   int run;
 #pragma unroll 1
-  for (int first = 0; first < count; first += run) {
-    run = run_length(prefixes, first, count);
-    const int number = prefixes[first].y;
-    if (number != loaded) {
-      __syncthreads();
-      copy_view(in.tables[number], &table);
-      loaded = number;
-      __syncthreads();
-    }
-    if (table.kernel != in.kernel || static_cast<int>(blockIdx.y) >= table.blocks) continue;
-    Piece<Config> piece;
-    piece.table = &table;
-    if constexpr (Config::kFixedPoint) {
-      piece.fixed_point = &in.fixed_point;
-      piece.number = number;
-    }
-    piece.middle = prefixes[first].z;
-    piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
-    piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
-    const int4* mine = prefixes + first;
-    const int slices =
-        Config::kVectors ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
-#pragma unroll 1
-    for (int slice = 0; slice < slices; ++slice) {
+  for (int64_t tile = blockIdx.x; tile * Config::kPrefixes < all; tile += gridDim.x) {
+    const int first_prefix = static_cast<int>(tile) * Config::kPrefixes;
+    const int count = min(Config::kPrefixes, all - first_prefix);
+    if (tile != blockIdx.x) {
+      prefix = read_prefix(first_prefix);
       __syncthreads();  // what was in shared memory is done with
-      HeadLoad<Config> head_load;
-      if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
-      load_middle<Config>(thread, piece, slice, middle);
-      if (slice == 0) {
-        if constexpr (!HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
-        head_load.store(thread, heads);
+    }
+    if (thread <= count) prefixes[thread] = prefix;
+    __syncthreads();
+    if constexpr (!kFew) {
+      const int begin = prefixes[0].x;
+      const int staged = min(kMostStaged, prefixes[count].x - begin);
+      if (thread == 0) ids = {staged_ids, begin, staged};
+      for (int i = thread; i < staged; i += Config::kThreads) {
+        staged_ids[i] = make_int2(in.lasts[begin + i], static_cast<int>(in.sources[begin + i]));
       }
-      if (thread == 0) next = 0;
-      __syncthreads();
-      float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
-      multiply_prefixes<Config>(thread, heads, middle, to, run);
-      if (!kBackward && slice + 1 < slices) continue;
-      __syncthreads();
-      for (;;) {
-        int at = 0;
-        if (thread % 32 == 0) at = atomicAdd(&next, 1);
-        at = __shfl_sync(kAllLanes, at, 0);
-        if (at >= run) break;
-        float* product = products + at * Config::kPrefixStep;
-        const int begin = mine[at].x;
-        const int end = mine[at + 1].x;
-        if constexpr (kBackward) {
-          gradient_ids(in, ids, piece, slice, product, begin, end,
-                       LastGradInMemory<Config>{});
-        } else {
-          lookup_ids<Config>(in, ids, piece, product, slices * (Config::kSlice / 32), begin, end,
-                             gather, LastInMemory<Config>{});
-        }
-      }
-      if constexpr (kBackward) {
+    }
+#pragma unroll 1
+    for (int first = 0; first < count; first += run) {
+      run = run_length(prefixes, first, count);
+      const int number = prefixes[first].y;
+      if (number != loaded) {
         __syncthreads();
-        add_middle_grad<Config>(thread, piece, slice, heads, products, run);
-        add_head_grad<Config, 2>(thread, piece, mine, run, middle, products);
+        copy_view(in.tables[number], &table);
+        loaded = number;
+        __syncthreads();
+      }
+      if (table.kernel != in.kernel || static_cast<int>(blockIdx.y) >= table.blocks) continue;
+      Piece<Config> piece;
+      piece.table = &table;
+      if constexpr (Config::kFixedPoint) {
+        piece.fixed_point = &in.fixed_point;
+        piece.number = number;
+      }
+      piece.middle = prefixes[first].z;
+      piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
+      piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
+      const int4* mine = prefixes + first;
+      const int slices =
+          Config::kVectors ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
+#pragma unroll 1
+      for (int slice = 0; slice < slices; ++slice) {
+        __syncthreads();  // what was in shared memory is done with
+        HeadLoad<Config> head_load;
+        if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+        load_middle<Config>(thread, piece, slice, middle);
+        if (slice == 0) {
+          if constexpr (!HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+          head_load.store(thread, heads);
+        }
+        if (thread == 0) next = 0;
+        __syncthreads();
+        float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
+        multiply_prefixes<Config>(thread, heads, middle, to, run);
+        if (!kBackward && slice + 1 < slices) continue;
+        if (waits) wait_for_kernel_before();
+        waits = false;
+        __syncthreads();
+        for (;;) {
+          int at = 0;
+          if (thread % 32 == 0) at = atomicAdd(&next, 1);
+          at = __shfl_sync(kAllLanes, at, 0);
+          if (at >= run) break;
+          float* product = products + at * Config::kPrefixStep;
+          const int begin = mine[at].x;
+          const int end = mine[at + 1].x;
+          if constexpr (kBackward) {
+            gradient_ids(in, ids, piece, slice, product, begin, end,
+                         LastGradInMemory<Config>{});
+          } else {
+            lookup_ids<Config>(in, ids, piece, product, slices * (Config::kSlice / 32), begin, end,
+                               gather, LastInMemory<Config>{});
+          }
+        }
+        if constexpr (kBackward) {
+          __syncthreads();
+          add_middle_grad<Config>(thread, piece, slice, heads, products, run);
+          add_head_grad<Config, 2>(thread, piece, mine, run, middle, products);
+        }
       }
     }
   }
+  if (waits) wait_for_kernel_before();
 }
 
 template <typename Config, bool kBackward, bool kFew>
 void launch_tiles(const TileRun& run, const TileInput& in) {
   auto kernel = tile_kernel<Config, kBackward, kFew>;
   constexpr size_t kBytes = Config::shared_bytes(kBackward);
-  HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(kBytes)));
-  const int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
+  int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
+  // Where they may all have nothing to do, no more blocks than run at the same time.
+  const int64_t most = int64_t{Config::kMinBlocks} * run.multiprocessors;
+  if (in.leaves_dense && tiles > most) tiles = most;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
   launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
 }

@@ -55,6 +55,7 @@ class TouchedSlices {
     }
     __syncthreads();
     const int ids_end = in.prefixes[behind_].x;
+#pragma unroll 4
     for (int id = begin.x + static_cast<int>(threadIdx.x); id < ids_end;
          id += static_cast<int>(blockDim.x)) {
       mark(lasts_, of_lasts, lasts, in.lasts[id]);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ from torchrec_hkv.hash_table import SGD
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
 pytestmark = NEEDS_GPU
+
+#: Row factors of tables of different sizes.
+SIZES = [(100, 110, 120), (10, 12, 14), (90, 60, 80), (5, 4, 6)]
 
 
 def rows_by_slices(shape, cores, ids):
@@ -55,6 +60,61 @@ def test_large_index(shape, batch_size):
     wanted = torch.autograd.grad(expected, cores, grad.double())
     for one, other in zip(torch.autograd.grad(out, cores, grad), wanted, strict=True):
         tt.assert_near(one, other, 2e-5)
+
+
+#: Orders of ids in a batch.
+ORDERS = {
+    "uniform": lambda rows, size: torch.randint(0, rows, (size,)),
+    "half of them one id": lambda rows, size: torch.where(
+        torch.rand(size) < 0.5, rows - 1, torch.randint(0, rows, (size,))
+    ),
+    "backwards": lambda rows, size: -torch.arange(size) * (rows // size + 1) % rows,
+}
+
+
+@pytest.mark.parametrize(
+    "p",
+    [(4, 4, 4), (16, 16, 15), (100, 90, 100), (300, 300, 300), (1600, 1600, 1600)],
+    ids=["7 bits", "12", "20", "25", "32"],
+)
+@pytest.mark.parametrize("size", [140_001, 28 * 5120, 28 * 5120 + 1, 400_000])
+@pytest.mark.parametrize("order", ORDERS)
+def test_sorts_of_large_batches(p, size, order):
+    """By one to four digits, in tiles of 5120."""
+    shape = TTShape(math.prod(p) - 1, 8, p, (2, 2, 2), (3, 3))  # the last id is outside
+    cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
+    ids = ORDERS[order](shape.num_embeddings, size).to("cuda")
+    offsets = torch.tensor([0, size // 2, size], device="cuda")
+    ids[::1000] = math.prod(p) - 1
+    outside = ids == math.prod(p) - 1
+    out = TTGroup([shape]).lookup(cores, ids, offsets, 2, pooled=False)
+    expected = rows_by_slices(shape, cores, ids).where(~outside[:, None], 0.0)
+    tt.assert_near(out, expected)
+    grad = torch.rand_like(out) + 0.5
+    wanted = torch.autograd.grad(expected, cores, grad.double())
+    for one, other in zip(torch.autograd.grad(out, cores, grad), wanted, strict=True):
+        tt.assert_near(one, other, 2e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("size", [2000, 12_000])
+def test_prefixes_of_some_tables_have_more_ids(size, precision):
+    """Of a small table beside large ones, whose prefixes have about one."""
+    shapes = [TTShape(math.prod(p), 64, p, (4, 4, 4), (32, 32)) for p in SIZES]
+    cores = [[c.requires_grad_() for c in tt.random_cores(s, "cuda")] for s in shapes]
+    flat = [core for own in cores for core in own]
+    ids = [torch.randint(0, s.num_embeddings, (size,), device="cuda") for s in shapes]
+    offsets = torch.arange(len(shapes) * size // 10 + 1, device="cuda") * 10
+    group = TTGroup(shapes, precision=precision)
+    out = group.lookup(flat, torch.cat(ids), offsets, size // 10)
+    rows = [rows_by_slices(s, c, i) for s, c, i in zip(shapes, cores, ids, strict=True)]
+    expected = torch.cat([r.reshape(size // 10, 10, -1).sum(dim=1) for r in rows], dim=1)
+    bound = 1e-3 if precision == "tf32" else 1e-5
+    assert float((out - expected).norm() / expected.norm()) < bound
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, flat, grad.double())
+    for one, other in zip(torch.autograd.grad(out, flat, grad), wanted, strict=True):
+        assert float((one - other).norm() / other.norm()) < bound
 
 
 @pytest.mark.parametrize("rank", [32, 64])
