@@ -74,7 +74,7 @@ struct TableView {
   int32_t middle_blocks;  // of 4 middle columns
   // 2^32 by the number of slices, for quotients of 32 bits.
   uint32_t heads_inverse, middles_inverse, lasts_inverse;
-  uint64_t first_key;     // keys of its ids are first_key + (middle * heads + head) * lasts + last
+  uint64_t first_key;  // keys of its ids are first_key + (middle * heads + head) * lasts + last
 };
 
 constexpr int kMaxClasses = 20;

@@ -48,7 +48,8 @@ KernelClass class_of(const TableView& table) {
 
 // See quotient in index.cuh.
 uint32_t inverse_of(int64_t slices) {
-  const uint64_t inverse = (uint64_t{1} << 32) / static_cast<uint64_t>(std::max(slices, int64_t{1}));
+  const uint64_t inverse =
+      (uint64_t{1} << 32) / static_cast<uint64_t>(std::max(slices, int64_t{1}));
   return static_cast<uint32_t>(std::min(inverse, uint64_t{0xffffffff}));
 }
 

@@ -295,15 +295,13 @@ void run(const IndexInput& in, const Index& index, void* memory, cudaStream_t st
   } else {
     HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
         scratch.library_sort, scratch.library_bytes, scratch.keys, scratch.sorted_keys,
-        scratch.positions, scratch.sorted_positions, static_cast<int>(n), 0,
-        sort_bits(in.num_keys), stream));
+        scratch.positions, scratch.sorted_positions, static_cast<int>(n), 0, sort_bits(in.num_keys),
+        stream));
   }
   launch_chained(find_distinct<Key>, {dim3(blocks), kThreads}, stream, in, index, scratch);
 }
 
-bool narrow(uint64_t num_keys, int64_t n) {
-  return num_keys <= 0xffffffffull && n < kMostSorted;
-}
+bool narrow(uint64_t num_keys, int64_t n) { return num_keys <= 0xffffffffull && n < kMostSorted; }
 
 }  // namespace
 

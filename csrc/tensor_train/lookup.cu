@@ -33,6 +33,15 @@ bool by_shares(const Plan& plan, const Batch& batch, Precision precision, bool b
   return !batch.deterministic && (precision == Precision::kTf32 || batch.num_ids <= kFewIds);
 }
 
+// Whether gradients have a kernel for many ids a prefix, which may find that there are fewer.
+bool has_dense_gradients(const Plan& plan, const Batch& batch) {
+  const KernelClass& kernel = plan.classes[0];
+  if (batch.num_ids < kMaybeDense || batch.deterministic || plan.num_classes != 1) return false;
+  if (!kernel.fours || unit_of(plan, batch) != 4) return false;
+  return (kernel.rank == 32 && has_dense_gradients_32(plan.only_lasts)) ||
+         (kernel.rank == 64 && has_dense_gradients_64(plan.only_lasts));
+}
+
 size_t slots_bytes(const Plan& plan, const Batch& batch) {
   constexpr size_t kAlignment = 256;  // of what follows
   const size_t bytes = static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
@@ -133,7 +142,8 @@ void gradients(const Plan& plan, const Batch& batch, Precision precision, const 
   const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
   auto* slot_grads = static_cast<float*>(scratch);
   void* const partials = static_cast<char*>(scratch) + slots_bytes(plan, batch);
-  const TouchInput touch = {plan.tables, parts.counts, parts.prefixes, parts.lasts};
+  const TouchInput touch = {plan.tables, parts.counts, parts.prefixes, parts.lasts,
+                            has_dense_gradients(plan, batch)};
   sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, partials, steps, touch,
                      stream);
   TileInput in = tile_input(plan, batch, parts);

@@ -1,7 +1,6 @@
-#include "tensor_train/radix_sort.cuh"
-
 #include "common/cuda_check.h"
 #include "tensor_train/block_digits.cuh"
+#include "tensor_train/radix_sort.cuh"
 #include "tensor_train/tensor_core.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -12,8 +11,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kBlocks = 2;  // of a multiprocessor
 constexpr int kItems = 10;  // of a thread
 constexpr int kTile = kThreads * kItems;
-constexpr int kAhead = 16;  // predecessors that a lane looks at at once
-static_assert(kRadix == kDigits && kThreads == 2 * kRadix);
+constexpr int kAhead = 16;  // predecessors that are looked at at once
+static_assert(kRadix == kDigits && kThreads >= kRadix);
 
 // A state: what it says in the upper two bits.
 constexpr uint32_t kOwnCount = 1u << 30;    // keys of this tile
@@ -26,7 +25,6 @@ struct Shared {
   uint16_t of_warps[kWarps][kRadix];  // keys of a digit in this warp, then in those before it
   uint32_t starts[kRadix];            // first place of a digit in the tile
   uint32_t to[kRadix];                // the same in memory, less that in the tile
-  uint32_t own[kRadix];               // keys of a digit in the tile
   uint32_t warp_sums[2][kRadix / 32];
   int32_t tile;
 };
@@ -35,36 +33,24 @@ __device__ __forceinline__ uint32_t read_state(const uint32_t* state) {
   return *const_cast<const volatile uint32_t*>(state);
 }
 
-// Keys of a digit in all tiles before this one, by two neighbouring lanes, of which the first looks
-// at the nearer tiles. states: of the digit, kRadix apart.
+// Keys of a digit in all tiles before this one: its states of the digit are kRadix apart.
 __device__ __forceinline__ uint32_t count_before(const uint32_t* states, int64_t tile) {
-  const int part = threadIdx.x % 2;
   uint32_t sum = 0;
-  bool done = false;
-  for (int64_t end = tile;; end -= 2 * kAhead) {
-    const int64_t last = end - 1 - part * kAhead;
+  for (int64_t end = tile; end > 0; end -= kAhead) {
     uint32_t ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      ahead[i] = !done && last >= i ? read_state(states + (last - i) * kRadix) : kTotalCount;
+      ahead[i] = end - 1 - i >= 0 ? read_state(states + (end - 1 - i) * kRadix) : kTotalCount;
     }
-    uint32_t mine = 0;
-    bool found = false;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (found) continue;
-      while (ahead[i] < kOwnCount) ahead[i] = read_state(states + (last - i) * kRadix);
-      mine += ahead[i] & kCount;
-      found = ahead[i] >= kTotalCount;
+      uint32_t state = ahead[i];
+      while (state < kOwnCount) state = read_state(states + (end - 1 - i) * kRadix);
+      sum += state & kCount;
+      if (state >= kTotalCount) return sum;
     }
-    __syncwarp();
-    const uint32_t nearer = __shfl_sync(kAllLanes, mine, threadIdx.x % 32 & ~1);
-    const uint32_t further = __shfl_sync(kAllLanes, mine, threadIdx.x % 32 | 1);
-    const unsigned founds = __ballot_sync(kAllLanes, found) >> (threadIdx.x % 32 & ~1);
-    if (!done) sum += nearer + ((founds & 1) != 0 ? 0 : further);
-    done = done || (founds & 3) != 0;
-    if (__all_sync(kAllLanes, done)) return sum;
   }
+  return sum;
 }
 
 __global__ void __launch_bounds__(kRadix* kMostPasses) clear_counts(RadixSort sort) {
@@ -88,8 +74,7 @@ struct Pass {
 
 // kFirst: positions are those that keys lie at.
 template <bool kFirst>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    sort_pass(Pass pass) {
+__global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
   extern __shared__ char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -134,8 +119,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncwarp();
   }
   __syncthreads();
+  uint32_t own = 0;
+  uint32_t* const states = pass.states + thread;
   if (thread < kRadix) {
-    uint32_t own = 0;
     uint16_t counts[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) counts[w] = shared.of_warps[w][thread];
@@ -144,9 +130,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       shared.of_warps[w][thread] = static_cast<uint16_t>(own);
       own += counts[w];
     }
-    const uint32_t state = (tile == 0 ? kTotalCount : kOwnCount) | own;
-    *const_cast<volatile uint32_t*>(pass.states + tile * kRadix + thread) = state;
-    shared.own[thread] = own;
+    *const_cast<volatile uint32_t*>(states + tile * kRadix) =
+        (tile == 0 ? kTotalCount : kOwnCount) | own;
     const int32_t sum = inclusive_sum(static_cast<int32_t>(own));
     const int32_t sum_all = inclusive_sum(static_cast<int32_t>(in_all));
     shared.starts[thread] = static_cast<uint32_t>(sum) - own;
@@ -176,14 +161,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     shared.keys[place] = keys[i];
     shared.positions[place] = kFirst ? static_cast<int32_t>(first) + at : positions[i];
   }
-  const int digit = thread / 2;
-  const uint32_t before = count_before(pass.states + digit, tile);
-  if (thread % 2 == 0) {
+  if (thread < kRadix) {
+    const uint32_t before = count_before(states, tile);
     if (tile > 0) {
-      const uint32_t total = before + shared.own[digit];
-      *const_cast<volatile uint32_t*>(pass.states + tile * kRadix + digit) = kTotalCount | total;
+      *const_cast<volatile uint32_t*>(states + tile * kRadix) = kTotalCount | (before + own);
     }
-    shared.to[digit] += before;
+    shared.to[thread] += before;
   }
   __syncthreads();
 #pragma unroll

@@ -21,10 +21,10 @@ constexpr int64_t kMostSorted = int64_t{1} << 30;
 struct RadixSort {
   int passes;
   int64_t num_tiles;
-  uint32_t* counts;      // [kMostPasses][kRadix] keys that have a digit
-  uint32_t* tickets;     // [kMostPasses]
-  uint32_t* states;      // [passes][num_tiles][kRadix] what tiles have told their successors
-  uint32_t* keys[2];     // the first are sorted, both are written
+  uint32_t* counts;       // [kMostPasses][kRadix] keys that have a digit
+  uint32_t* tickets;      // [kMostPasses]
+  uint32_t* states;       // [passes][num_tiles][kRadix] what tiles have told their successors
+  uint32_t* keys[2];      // the first are sorted, both are written
   int32_t* positions[2];  // of sorted keys
 
   __device__ __forceinline__ int64_t num_states() const { return passes * num_tiles * kRadix; }

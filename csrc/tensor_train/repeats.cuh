@@ -22,8 +22,8 @@ RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index
 
 // slot_grads[slot] = sum of the gradients of the slot's positions, the same bits in every run: at
 // most 32 are added up in single precision, and what that gives in double. partials: of
-// partial_grads_bytes. steps: counted on where it is not null. touch: flags of slices are set beside
-// it. The next kernel of the stream may read the index before it waits for the sums.
+// partial_grads_bytes. steps: counted on where it is not null. touch: flags of slices are set
+// beside it. The next kernel of the stream may read the index before it waits for the sums.
 size_t partial_grads_bytes(const Plan& plan, const Batch& batch);
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads,
                         void* partials, int64_t* steps, const TouchInput& touch,

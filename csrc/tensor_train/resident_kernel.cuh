@@ -55,12 +55,13 @@ __device__ __forceinline__ void find_share(const TileInput& in, const Counts& co
 }
 
 // The gradient of a slice of ranks of the last core in shared memory, [lasts][4][kSlice], with a
-// word for each slice of the core: kHeld while a warp adds to it, 0 otherwise. 16-byte units are
-// swizzled by the upper bit of the last column.
+// word for each slice of the core: kHeld while a warp adds to it, kTouched from its first sum on.
+// 16-byte units are swizzled by the upper bit of the last column.
 template <typename Config>
 struct LastGradInBlock {
   static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
   static constexpr int kHeld = 1;
+  static constexpr int kTouched = 2;
   float* values;
   int* locks;
 
@@ -78,7 +79,7 @@ struct LastGradInBlock {
     bool waits = exists;
     do {
       int got = 0;
-      if (waits && lane == leader) got = acquire(locks + slice) == 0;
+      if (waits && lane == leader) got = (acquire(locks + slice) & kHeld) == 0;
       got = __shfl_sync(kAllLanes, got, leader);
       __syncwarp();  // orders the leader's acquire before the lanes' reads
       if (got != 0) {
@@ -113,7 +114,7 @@ struct LastGradInBlock {
   static __device__ __forceinline__ void release(int* lock) {
     asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(
                      static_cast<unsigned>(__cvta_generic_to_shared(lock))),
-                 "r"(0)
+                 "r"(kTouched)
                  : "memory");
   }
 };
@@ -193,6 +194,10 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
         }
         piece.middle = prefixes[0].z;
         load_middle<Config>(thread, piece, slice, middle);
+        if (thread == 0 && table.middle_touched != nullptr) table.middle_touched[piece.middle] = 1;
+      }
+      if (thread < run && table.head_touched != nullptr) {
+        table.head_touched[prefixes[thread].w] = 1;
       }
       walk.head_load.store(thread, heads);
       // Warps without a prefix store zeros, which are multiplied with the zeros of its heads.
@@ -240,6 +245,11 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
     }
   }
   __syncthreads();
+  if (table.last_touched != nullptr) {
+    for (int i = threadIdx.x; i < lasts; i += kThreads) {
+      if (locks[i] != 0) table.last_touched[i] = 1;
+    }
+  }
   // Blocks begin at different places.
   const int shift = static_cast<int>(static_cast<int64_t>(units) * blockIdx.x / gridDim.x);
   for (int i = threadIdx.x; i < units; i += kThreads) {
@@ -266,7 +276,8 @@ bool fits_resident(int64_t lasts) {
   return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMostResidentBytes;
 }
 
-// Launches it where it fits; whether it does.
+// Launches it where it fits; whether it does. It sets the flags of slices itself, which it can do
+// on the way.
 template <typename Config, int kSubs>
 bool launch_resident(const TileRun& run, const TileInput& in) {
   if (!fits_resident<Config, kSubs>(run.only_lasts)) return false;

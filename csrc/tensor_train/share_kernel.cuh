@@ -54,11 +54,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   TileWalk<Config> walk{in, piece, list, next_ids, thread};
   int number = 0;  // of the table whose view is here
   walk.start(bounds[0], bounds[1], false, number, wait);
-  auto fetch = [&] {  // the next middle slice
-    if (walk.run == 0 || walk.prefixes()[0].y != number) return;
-    const int32_t next = walk.prefixes()[0].z;
-    if (next != piece.middle) fetch_middle<Config>(thread, piece, next);
-  };
 #pragma unroll 1
   while (walk.run > 0) {
     const int4* const prefixes = walk.prefixes();
@@ -110,7 +105,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
                            LastGradInMemory<Config>{}, 0, four);
       }
       walk.move_on(number);
-      fetch();
       __syncthreads();
       middle_grad.add(thread, 0, heads, products, run);
       add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
@@ -125,7 +119,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       multiply_prefixes<Config>(thread, heads, middle, products, run);
       __syncthreads();
       walk.move_on(number);
-      fetch();
       if (mine) {
         lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
                          last, values);

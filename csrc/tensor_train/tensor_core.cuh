@@ -88,13 +88,10 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const Operand<kProdu
 // The same; what the lower parts of split operands add goes to sums of its own, so that fewer
 // products wait for each other.
 template <int kProducts>
-__device__ __forceinline__ void multiply_add(float (&c)[4], float (&low)[4],
-                                             const Operand<kProducts>& a0,
-                                             const Operand<kProducts>& a1,
-                                             const Operand<kProducts>& a2,
-                                             const Operand<kProducts>& a3,
-                                             const Operand<kProducts>& b0,
-                                             const Operand<kProducts>& b1) {
+__device__ __forceinline__ void multiply_add(
+    float (&c)[4], float (&low)[4], const Operand<kProducts>& a0, const Operand<kProducts>& a1,
+    const Operand<kProducts>& a2, const Operand<kProducts>& a3, const Operand<kProducts>& b0,
+    const Operand<kProducts>& b1) {
   if constexpr (kProducts == 3) {
     mma_tf32(low, a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
     mma_tf32(low, a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);

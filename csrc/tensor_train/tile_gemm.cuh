@@ -60,20 +60,6 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
   }
 }
 
-// The slice is on its way to the first-level cache, for load_middle.
-template <typename Config>
-__device__ __forceinline__ void fetch_middle(int thread, const Piece<Config>& piece,
-                                             int32_t middle) {
-  static_assert(Config::kKnown && Config::kSlices == 1 && Config::kType == RowType::kFloat32);
-  constexpr int kLine = 32;  // values of 128 bytes
-  constexpr int kValues = Config::kRank * Config::kMiddleQ * Config::kRank;
-  const float* const from =
-      static_cast<const float*>(piece.table->middle) + static_cast<size_t>(middle) * kValues;
-  for (int i = thread; i < kValues / kLine; i += Config::kThreads) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(from + i * kLine));
-  }
-}
-
 // Heads of `count` prefixes on their way to shared memory, [prefix][4 head columns][kRank]; rows of
 // others are 0. Read and stored apart, so that other loads are waited for at the same time.
 template <typename Config>

@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
           const int begin = mine[at].x;
           const int end = mine[at + 1].x;
           if constexpr (kBackward) {
-            gradient_ids(in, ids, piece, slice, product, begin, end,
-                         LastGradInMemory<Config>{});
+            gradient_ids(in, ids, piece, slice, product, begin, end, LastGradInMemory<Config>{});
           } else {
             lookup_ids<Config>(in, ids, piece, product, slices * (Config::kSlice / 32), begin, end,
                                gather, LastInMemory<Config>{});
@@ -146,8 +145,8 @@ void launch_tiles(const TileRun& run, const TileInput& in) {
   auto kernel = tile_kernel<Config, kBackward, kFew>;
   constexpr size_t kBytes = Config::shared_bytes(kBackward);
   int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
-  // Where they may all have nothing to do, no more blocks than run at the same time.
-  const int64_t most = int64_t{Config::kMinBlocks} * run.multiprocessors;
+  // Where they may all have nothing to do, there are fewer blocks, with several tiles each.
+  const int64_t most = 3 * int64_t{Config::kMinBlocks} * run.multiprocessors;
   if (in.leaves_dense && tiles > most) tiles = most;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
   launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);

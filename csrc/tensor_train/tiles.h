@@ -23,6 +23,10 @@ struct TileRun {
   cudaStream_t stream;
 };
 
+// Whether gradients of a table of q = 4, 4, 4 have a kernel for many ids a prefix.
+bool has_dense_gradients_32(int64_t only_lasts);
+bool has_dense_gradients_64(int64_t only_lasts);
+
 void run_tiles_32(const TileRun& run, const TileInput& in);
 void run_tiles_64(const TileRun& run, const TileInput& in);
 void run_tiles_128(const TileRun& run, const TileInput& in);

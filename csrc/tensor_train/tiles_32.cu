@@ -17,12 +17,14 @@ struct Shapes32 {
   using ManyBackward = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kLean ? 3 : 2>;
 };
 
+template <int kProducts>
+using Resident32 = TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, RowType::kFloat32, 1>;
+
 // Launches the kernel for many ids a prefix, if there is one for the table; whether it did.
 template <int kProducts>
 bool launch_dense(const TileRun& run, const TileInput& in) {
-  using Resident = TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, RowType::kFloat32, 1>;
-  return run.backward ? launch_resident<Resident, 2>(run, in)
-                      : launch_resident_lookup<Resident, 2>(run, in);
+  return run.backward ? launch_resident<Resident32<kProducts>, 2>(run, in)
+                      : launch_resident_lookup<Resident32<kProducts>, 2>(run, in);
 }
 
 template <int kProducts>
@@ -41,6 +43,10 @@ void run_shares(const TileRun& run, const TileInput& in) {
 }
 
 }  // namespace
+
+bool has_dense_gradients_32(int64_t only_lasts) {
+  return fits_resident<Resident32<1>, 2>(only_lasts);  // of any precision
+}
 
 void run_tiles_32(const TileRun& run, const TileInput& input) {
   if (run.backward && run.deterministic) return run_fixed_point<Repeatable32>(run, input);

@@ -23,6 +23,10 @@ using Repeatable64 = TileConfig<64, 32, 8, 8, kProducts, Fit::kAny, RowType::kFl
 
 }  // namespace
 
+bool has_dense_gradients_64(int64_t only_lasts) {
+  return fits_resident<Resident64<1>, 1>(only_lasts);  // of any precision
+}
+
 void run_tiles_64(const TileRun& run, const TileInput& input) {
   if (run.backward && run.deterministic) return run_fixed_point<Repeatable64>(run, input);
   TileInput in = input;

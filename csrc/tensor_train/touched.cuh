@@ -10,6 +10,7 @@ struct TouchInput {
   const Counts* counts;
   const int4* prefixes;
   const int32_t* lasts;
+  bool leaves_dense;  // batches with many ids a prefix to the kernel of their gradients
 };
 
 // Sets flags of slices, which lie in a few sectors of memory: a block marks those of its part of
@@ -19,7 +20,8 @@ class TouchedSlices {
  public:
   // By all threads of `block` of `blocks`.
   __device__ __forceinline__ void set(const TouchInput& in, int block, int blocks) {
-    const int64_t count = in.counts->prefixes;
+    const Counts counts = *in.counts;
+    const int64_t count = in.leaves_dense && counts.dense != 0 ? 0 : counts.prefixes;
     const int end = static_cast<int>(count * (block + 1) / blocks);
     for (int i = threadIdx.x; i < kMost; i += blockDim.x) heads_[i] = lasts_[i] = 0;
     for (int first = static_cast<int>(count * block / blocks); first < end; first = behind_) {
