@@ -97,7 +97,7 @@ void StreamOrder::begin(const Use& use) {
   for (size_t p = 0; p < parts_.size(); ++p) {
     const Access access = accesses(use)[p];
     if (access != Access::kNone) wait(parts_[p].writes);
-    if (access == Access::kWrite) wait(parts_[p].reads);
+    if (access == Access::kWrite || access == Access::kFollow) wait(parts_[p].reads);
   }
 }
 
@@ -120,6 +120,7 @@ void StreamOrder::end(const Use& use) {
         break;
       }
       case Access::kNone:
+      case Access::kFollow:
         break;
     }
   }

@@ -21,7 +21,12 @@
 
 namespace torchrec_hkv::bindings {
 
-enum class Access : int { kNone, kRead, kWrite };
+enum class Access : int {
+  kNone,
+  kFollow,  // comes after readers and writers of before, and nobody after it
+  kRead,
+  kWrite,
+};
 
 // What a call does to the parts of a group.
 struct Use {
