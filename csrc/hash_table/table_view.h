@@ -242,8 +242,8 @@ struct Placement {
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;
-  // Whether a table of the group has frames. CUDA only.
-  bool frames = false;
+  // Slots of the group, where one of its tables has frames; otherwise 0. CUDA only.
+  int64_t slots_with_frames = 0;
   // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
   bool spread = false;
   // Whether a table of the group remembers what it evicts.

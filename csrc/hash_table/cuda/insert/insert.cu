@@ -262,7 +262,7 @@ InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
 
 // Whether positions whose ids were placed for them are noted.
 bool notes_places(const Placement& placement) {
-  return placement.frames || (placement.remembers && placement.ordered);
+  return placement.slots_with_frames > 0 || (placement.remembers && placement.ordered);
 }
 
 // Where parts of the scratch begin, behind what Missing says.
@@ -270,6 +270,7 @@ struct ScratchLayout {
   size_t admission;
   size_t order;   // of an insertion in the order of the batch
   size_t placed;  // which positions' ids were placed for them
+  size_t moves;   // of rows that come into frames
   size_t bytes;
 
   ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
@@ -283,7 +284,8 @@ struct ScratchLayout {
     if (placement.ordered) {
       placed += aligned(insertion_order(num_ids, placement, scored, nullptr).bytes);
     }
-    bytes = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
+    moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
+    bytes = moves + aligned(settle_scratch(num_ids, placement.slots_with_frames));
   }
 };
 
@@ -309,8 +311,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   Missing missing = missing_layout(batch.num_ids, memory);
   missing.returns = placement.remembers && !placement.ordered;
   missing.joins = placement.admissions == nullptr;
-  missing.sorts_full = !placement.ordered && !placement.frames && !placement.remembers &&
-                       placement.admissions == nullptr;
+  missing.sorts_full = !placement.ordered && placement.slots_with_frames == 0 &&
+                       !placement.remembers && placement.admissions == nullptr;
   if (notes_places(placement)) {
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
@@ -365,9 +367,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, rest, slots, stream);
   }
-  if (placement.frames) {
+  if (placement.slots_with_frames > 0) {
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
-                stream);
+                placement.slots_with_frames, memory + layout.moves, stream);
   }
 }
 
