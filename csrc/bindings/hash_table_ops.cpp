@@ -104,7 +104,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   hash_table::Placement placement{
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
-  placement.slots_with_frames = group.has_frames() ? group.num_slots() : 0;
+  placement.moving = group.moving_rows();
 #ifdef TORCHREC_HKV_CUDA
   if (group.device().is_cuda()) {
     placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());

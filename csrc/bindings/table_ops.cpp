@@ -203,7 +203,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
       {}};
   if (believed) placement.believed = believed->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
-  placement.slots_with_frames = group.has_frames() ? group.num_slots() : 0;
+  placement.moving = group.moving_rows();
   placement.remembers = group.remembers_evicted();
   placement.ordered = deterministic;
   if (leavers) {

@@ -230,6 +230,19 @@ enum class NewRows : int32_t {
 
 struct Admissions;  // admission.h
 
+// Of a group one of whose tables has frames, what it takes to move rows into them. CUDA only.
+struct MovingRows {
+  int64_t group_slots = 0;  // 0: no table has frames
+  // Bytes of the widest row, where bulk copies can move all of them; otherwise 0.
+  int32_t bulk_bytes = 0;
+
+  bool any() const { return group_slots > 0; }
+  // Shorter rows are left to the lanes of warps, which have more of them under way.
+  static bool move_in_bulk(int64_t row_bytes) {
+    return row_bytes % 16 == 0 && row_bytes >= 256 && row_bytes <= 2048;
+  }
+};
+
 // How ids that are missing are placed.
 struct Placement {
   NewRows rows;
@@ -242,8 +255,7 @@ struct Placement {
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;
-  // Slots of the group, where one of its tables has frames; otherwise 0. CUDA only.
-  int64_t slots_with_frames = 0;
+  MovingRows moving;
   // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
   bool spread = false;
   // Whether a table of the group remembers what it evicts.

@@ -128,7 +128,7 @@ unsigned grid_for_sets(const TableView& table) {
 
 void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
                  const int64_t* slots, const bool* placed, const uint32_t* any_missing,
-                 int64_t group_slots, void* scratch, cudaStream_t stream) {
+                 const MovingRows& moving, void* scratch, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const auto settle_new = rows == NewRows::kInitial   ? settle_new_kernel<NewRows::kInitial>
                           : rows == NewRows::kUniform ? settle_new_kernel<NewRows::kUniform>
@@ -137,11 +137,11 @@ void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit
                stream>>>(tables, batch, visit, slots, placed, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
   if (rows == NewRows::kUntouched) return;
-  fetch_rows(tables, batch, visit, slots, placed, MoveOrder::of(group_slots), scratch, stream);
+  fetch_rows(tables, batch, visit, slots, placed, moving, scratch, stream);
 }
 
-size_t settle_scratch(int64_t num_ids, int64_t group_slots) {
-  return MoveOrder::of(group_slots).scratch_bytes(num_ids);
+size_t settle_scratch(int64_t num_ids, const MovingRows& moving) {
+  return moving.any() ? fetch_scratch(num_ids, moving) : 0;
 }
 
 void write_home(const TableView& table, cudaStream_t stream) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/exchange.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
@@ -14,29 +15,24 @@ constexpr uint32_t kMostStretches = 1 << 15;
 constexpr int kScanThreads = 1024;
 static_assert(most_slots_of_set(kFewestOfSet) < 1 << 16, "a leaver's number must fit");
 
-// What the kernels below hand on.
-struct Moves {
-  uint32_t* stretches;  // how many of each; after the scan, where the next of each belongs
-  uint32_t* number;     // of all
-  Move* claimed;
-  Move* ordered;
-  MoveOrder order;
+// In the scratch.
+struct Layout {
+  size_t list;  // behind the counts of stretches, and the number of all
+  size_t bytes;
+  Moves moves;
 
-  __device__ __forceinline__ uint32_t& stretch_of(const TableView* tables, const Move& move) const {
-    return stretches[(tables[move.table].first_slot + move.slot) >> order.shift];
+  Layout(int64_t num_ids, const MovingRows& moving, char* memory) : moves{} {
+    while ((moving.group_slots - 1) >> moves.shift >= kMostStretches) ++moves.shift;
+    const auto stretches = static_cast<uint32_t>((moving.group_slots - 1) >> moves.shift) + 1;
+    moves.vectors = (stretches + 3) / 4;
+    list = (size_t{moves.vectors} + 1) * sizeof(uint4);
+    bytes = list + 2 * num_ids * sizeof(Move);
+    moves.stretches = reinterpret_cast<uint32_t*>(memory);
+    moves.number = moves.stretches + 4 * moves.vectors;
+    moves.claimed = reinterpret_cast<Move*>(memory + list);
+    moves.ordered = moves.claimed + num_ids;
   }
 };
-
-// In the scratch. Returns its bytes too.
-size_t lay_out(const MoveOrder& order, int64_t num_ids, char* memory, Moves* moves) {
-  const size_t list = num_ids * sizeof(Move);
-  moves->stretches = reinterpret_cast<uint32_t*>(memory);
-  moves->number = moves->stretches + 4 * order.vectors();
-  moves->claimed = reinterpret_cast<Move*>(memory + order.count_bytes());
-  moves->ordered = moves->claimed + num_ids;
-  moves->order = order;
-  return order.count_bytes() + 2 * list;
-}
 
 // Frames are given to rows that have none, and the moves listed.
 __global__ void __launch_bounds__(kThreads)
@@ -83,10 +79,10 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
   using Scan = cub::BlockScan<uint32_t, kScanThreads>;
   constexpr int kVectors = kMostStretches / kScanThreads / 4;  // of a thread
   __shared__ typename Scan::TempStorage storage;
+  enter_chain();
   if (*moves.number == 0) return;
   auto* const mine = reinterpret_cast<uint4*>(moves.stretches) + threadIdx.x * kVectors;
-  const uint32_t vectors = moves.order.vectors();
-  const auto is_one = [&](int k) { return threadIdx.x * kVectors + k < vectors; };
+  const auto is_one = [&](int k) { return threadIdx.x * kVectors + k < moves.vectors; };
   uint4 counts[kVectors];
   uint32_t all = 0, begin = 0;
 #pragma unroll
@@ -105,6 +101,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
 
 __global__ void __launch_bounds__(kThreads)
     order_kernel(const TableView* __restrict__ tables, const Moves moves) {
+  enter_chain();
   const uint32_t number = *moves.number;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < number; i += gridDim.x * kThreads) {
     const Move move = moves.claimed[i];
@@ -117,58 +114,44 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     exchange_kernel(const TableView* __restrict__ tables, const Moves moves) {
   constexpr uint32_t kNeighbours = 4;
+  enter_chain();
   const uint32_t number = *moves.number;
   const uint32_t warp = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
   const uint32_t warps = gridDim.x * (kThreads / kWarp), lane = threadIdx.x % kWarp;
   const uint32_t mine = (lane / kNeighbours * warps + warp) * kNeighbours + lane % kNeighbours;
   for (uint32_t from = 0; from < number; from += warps * kWarp) {
-    const TableView* table = tables;
-    int64_t slot = kNoSlot, frame = kNoFrame, leaver = kNoSlot;
-    if (from + mine < number) {
-      const Move move = moves.ordered[from + mine];
-      table = &tables[move.table];
-      const Frames::Home home = table->frames.home_of(move.slot);
-      slot = move.slot;
-      frame = table->frames.frame_at(home.set, move.place);
-      if (move.leaver != 0) leaver = table->frames.slot_with(home, move.leaver - 1u);
-    }
-    exchange_rows(table, slot != kNoSlot, frame, leaver, slot);
+    const bool busy = from + mine < number;
+    const MoveAt move(tables, busy ? moves.ordered[from + mine] : Move{});
+    exchange_rows(move.table, busy, move.frame, move.leaver, move.slot);
   }
 }
 
 }  // namespace
 
-MoveOrder MoveOrder::of(int64_t group_slots) {
-  MoveOrder order{};
-  if (group_slots == 0) return order;
-  while ((group_slots - 1) >> order.shift >= kMostStretches) ++order.shift;
-  order.stretches = static_cast<uint32_t>((group_slots - 1) >> order.shift) + 1;
-  return order;
-}
-
-size_t MoveOrder::scratch_bytes(int64_t num_ids) const {
-  Moves moves{};
-  return stretches == 0 ? 0 : lay_out(*this, num_ids, nullptr, &moves);
+size_t fetch_scratch(int64_t num_ids, const MovingRows& moving) {
+  return Layout(num_ids, moving, nullptr).bytes;
 }
 
 void fetch_rows(const TableView* tables, const Batch& batch, const Visit& visit,
-                const int64_t* slots, const bool* placed, const MoveOrder& order, void* scratch,
+                const int64_t* slots, const bool* placed, const MovingRows& moving, void* scratch,
                 cudaStream_t stream) {
-  Moves moves{};
-  lay_out(order, batch.num_ids, static_cast<char*>(scratch), &moves);
-  HKV_CUDA_CHECK(cudaMemsetAsync(moves.stretches, 0, order.count_bytes(), stream));
-  const unsigned grid = grid_for(batch.num_ids), blocks = processors();
-  claim_kernel<<<std::min(grid, 2 * blocks), kThreads, 0, stream>>>(tables, batch, visit, slots,
-                                                                    placed, moves);
+  const Layout layout(batch.num_ids, moving, static_cast<char*>(scratch));
+  const Moves& moves = layout.moves;
+  HKV_CUDA_CHECK(cudaMemsetAsync(moves.stretches, 0, layout.list, stream));
+  const unsigned grid = grid_for(batch.num_ids), multiprocessors = processors();
+  claim_kernel<<<std::min(grid, resident_blocks(claim_kernel)), kThreads, 0, stream>>>(
+      tables, batch, visit, slots, placed, moves);
   HKV_CUDA_CHECK_LAUNCH();
-  scan_kernel<<<1, kScanThreads, 0, stream>>>(moves);
-  HKV_CUDA_CHECK_LAUNCH();
-  order_kernel<<<std::min(grid, blocks), kThreads, 0, stream>>>(tables, moves);
-  HKV_CUDA_CHECK_LAUNCH();
-  // Half a block a multiprocessor has the link as busy as more do, and leaves room to kernels on
-  // other streams, such as the backward of the batch before.
-  exchange_kernel<<<std::min(grid, (blocks + 1) / 2), kThreads, 0, stream>>>(tables, moves);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(scan_kernel, 1, kScanThreads, stream, moves);
+  launch_chained(order_kernel, std::min(grid, multiprocessors), kThreads, stream, tables, moves);
+  // Blocks on half of the multiprocessors have the link as busy as more do, and leave room to
+  // kernels on other streams, such as the backward of the batch before.
+  const unsigned blocks = (multiprocessors + 1) / 2;
+  if (moving.bulk_bytes > 0 && compute_capability() >= 9) {
+    move_in_bulk(tables, moves, moving.bulk_bytes, blocks, stream);
+  } else {
+    launch_chained(exchange_kernel, std::min(grid, blocks), kThreads, stream, tables, moves);
+  }
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,6 +1,8 @@
 // Rows that a batch has touched come into frames, and others leave, in the order of addresses.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -16,23 +18,45 @@ struct Move {
   uint16_t leaver;  // 1 + the number in the set of the slot whose row leaves it; 0: nothing leaves
 };
 
-// In which order: by stretches of a group's slots, which are neighbours in host memory.
-struct MoveOrder {
-  uint32_t stretches;  // 0: no table has frames
-  int32_t shift;       // of a slot that is numbered through the group
+// Where it goes by.
+struct MoveAt {
+  const TableView* table;
+  int64_t slot, frame;
+  int64_t leaver;  // or kNoSlot
 
-  static MoveOrder of(int64_t group_slots);
-  // The counts of stretches, four at a time.
-  HKV_HOST_DEVICE uint32_t vectors() const { return (stretches + 3) / 4; }
-  // These, and the number of all.
-  size_t count_bytes() const { return (size_t{vectors()} + 1) * 4 * sizeof(uint32_t); }
-  size_t scratch_bytes(int64_t num_ids) const;
+  __device__ __forceinline__ MoveAt(const TableView* tables, const Move& move)
+      : table(&tables[move.table]), slot(move.slot) {
+    const Frames& frames = table->frames;
+    const Frames::Home home = frames.home_of(slot);
+    frame = frames.frame_at(home.set, move.place);
+    leaver = move.leaver == 0 ? kNoSlot : frames.slot_with(home, move.leaver - 1u);
+  }
+};
+
+// The moves of a call, ordered by *stretches* of the group's slots, which are neighbours in host
+// memory.
+struct Moves {
+  uint32_t* stretches;  // [4 * vectors] moves of each; later, where the next of each belongs
+  uint32_t* number;     // of all
+  Move* claimed;        // [ids]
+  Move* ordered;        // [ids]
+  uint32_t vectors;     // of four stretches
+  int32_t shift;        // of a slot that is numbered through the group, to its stretch
+
+  __device__ __forceinline__ uint32_t& stretch_of(const TableView* tables, const Move& move) const {
+    return stretches[(tables[move.table].first_slot + move.slot) >> shift];
+  }
 };
 
 // Rows of a batch's ids that were there before, all but those that were `placed`, come from host
 // memory where they have no frame and get one.
 void fetch_rows(const TableView* tables, const Batch& batch, const Visit& visit,
-                const int64_t* slots, const bool* placed, const MoveOrder& order, void* scratch,
+                const int64_t* slots, const bool* placed, const MovingRows& moving, void* scratch,
                 cudaStream_t stream);
+size_t fetch_scratch(int64_t num_ids, const MovingRows& moving);
+
+// Makes the moves by bulk copies, on sm_90 and above (in moves_bulk.cu).
+void move_in_bulk(const TableView* tables, const Moves& moves, int32_t bulk_bytes, unsigned blocks,
+                  cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

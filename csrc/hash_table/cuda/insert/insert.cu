@@ -262,7 +262,7 @@ InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
 
 // Whether positions whose ids were placed for them are noted.
 bool notes_places(const Placement& placement) {
-  return placement.slots_with_frames > 0 || (placement.remembers && placement.ordered);
+  return placement.moving.any() || (placement.remembers && placement.ordered);
 }
 
 // Where parts of the scratch begin, behind what Missing says.
@@ -285,7 +285,7 @@ struct ScratchLayout {
       placed += aligned(insertion_order(num_ids, placement, scored, nullptr).bytes);
     }
     moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
-    bytes = moves + aligned(settle_scratch(num_ids, placement.slots_with_frames));
+    bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
   }
 };
 
@@ -311,8 +311,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   Missing missing = missing_layout(batch.num_ids, memory);
   missing.returns = placement.remembers && !placement.ordered;
   missing.joins = placement.admissions == nullptr;
-  missing.sorts_full = !placement.ordered && placement.slots_with_frames == 0 &&
-                       !placement.remembers && placement.admissions == nullptr;
+  missing.sorts_full = !placement.ordered && !placement.moving.any() && !placement.remembers &&
+                       placement.admissions == nullptr;
   if (notes_places(placement)) {
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
@@ -367,9 +367,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, rest, slots, stream);
   }
-  if (placement.slots_with_frames > 0) {
+  if (placement.moving.any()) {
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
-                placement.slots_with_frames, memory + layout.moves, stream);
+                placement.moving, memory + layout.moves, stream);
   }
 }
 
