@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "common/dtypes.h"
 #include "common/hashing.h"
@@ -235,6 +236,8 @@ struct MovingRows {
   int64_t group_slots = 0;  // 0: no table has frames
   // Bytes of the widest row, where bulk copies can move all of them; otherwise 0.
   int32_t bulk_bytes = 0;
+  // Called when the index is written, before rows move. Null: nothing is.
+  const std::function<void()>* begin = nullptr;
 
   bool any() const { return group_slots > 0; }
   // Shorter rows are left to the lanes of warps, which have more of them under way.

@@ -10,12 +10,12 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-// Rows of new ids come into frames, or are written at home.
+// Rows and states of new ids are written, in the frames that they got or at home.
 template <NewRows kRows>
 __global__ void __launch_bounds__(kThreads)
-    settle_new_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                      const int64_t* __restrict__ slots, const bool* __restrict__ placed,
-                      const uint32_t* __restrict__ any_missing) {
+    write_new_kernel(const TableView* __restrict__ tables, const Batch batch,
+                     const int64_t* __restrict__ slots, const bool* __restrict__ placed,
+                     const uint8_t* __restrict__ places, const uint32_t* __restrict__ any_missing) {
   if (*any_missing == 0) return;
   constexpr int kTiles = kWarp / kTile;
   const int lane = threadIdx.x % kTile;
@@ -24,27 +24,26 @@ __global__ void __launch_bounds__(kThreads)
        begin += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t position = begin + threadIdx.x;
     const TableView* mine = tables;
-    int64_t slot = kNoSlot;
-    FrameClaim claim;
+    int64_t slot = kNoSlot, frame = kNoFrame;
     if (position < batch.num_ids && placed[position] && slots[position] >= 0 &&
         slots[position] != kPassedOver) {
       mine = &table_at(tables, batch, position);
       if (mine->frames.tags != nullptr) {
         slot = slots[position] - mine->first_slot;
-        claim = claim_frame<true>(*mine, slot, visit);
+        // By now another call may have given it to another row, whose move is still to come.
+        if (places[position] != 0) {
+          const Frames& frames = mine->frames;
+          frame = frames.frame_at(frames.home_of(slot).set, places[position] - 1);
+        }
       }
     }
-    count_warp(mine, kWrittenHome, claim.leaver != kNoSlot);
     const bool busy = slot != kNoSlot;
-    exchange_rows(mine, busy, claim.frame, claim.leaver, kNoSlot);
-    // The lanes of a tile write other pieces of the frame than they have read.
-    __syncwarp();
     const uint64_t row_of = busy ? row_source<kRows>(*mine, batch.ids[position]) : 0;
     for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
       const int source = nth_lane(left, tile);
       const bool working = tile < __popc(left);
       const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
-      const int64_t their_frame = __shfl_sync(kAllLanes, claim.frame, source);
+      const int64_t their_frame = __shfl_sync(kAllLanes, frame, source);
       const uint64_t their_source = __shfl_sync(kAllLanes, row_of, source);
       const TableView* table = table_of_lane<false>(mine, source);
       if (working) write_new_row<kRows>(*table, their_source, their_slot, their_frame, lane);
@@ -130,18 +129,21 @@ void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit
                  const int64_t* slots, const bool* placed, const uint32_t* any_missing,
                  const MovingRows& moving, void* scratch, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  const auto settle_new = rows == NewRows::kInitial   ? settle_new_kernel<NewRows::kInitial>
-                          : rows == NewRows::kUniform ? settle_new_kernel<NewRows::kUniform>
-                                                      : settle_new_kernel<NewRows::kUntouched>;
-  settle_new<<<std::min(grid_for(batch.num_ids), resident_blocks(settle_new)), kThreads, 0,
-               stream>>>(tables, batch, visit, slots, placed, any_missing);
+  const bool others = rows != NewRows::kUntouched;
+  const Moves moves =
+      claim_frames(tables, batch, visit, slots, placed, others, moving, scratch, stream);
+  if (moving.begin != nullptr) (*moving.begin)();
+  move_rows(tables, batch, moves, moving, stream);
+  const auto write_new = rows == NewRows::kInitial   ? write_new_kernel<NewRows::kInitial>
+                         : rows == NewRows::kUniform ? write_new_kernel<NewRows::kUniform>
+                                                     : write_new_kernel<NewRows::kUntouched>;
+  write_new<<<std::min(grid_for(batch.num_ids), resident_blocks(write_new)), kThreads, 0, stream>>>(
+      tables, batch, slots, placed, moves.new_places, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
-  if (rows == NewRows::kUntouched) return;
-  fetch_rows(tables, batch, visit, slots, placed, moving, scratch, stream);
 }
 
 size_t settle_scratch(int64_t num_ids, const MovingRows& moving) {
-  return moving.any() ? fetch_scratch(num_ids, moving) : 0;
+  return moving.any() ? moves_scratch(num_ids, moving) : 0;
 }
 
 void write_home(const TableView& table, cudaStream_t stream) {

@@ -26,52 +26,104 @@ struct Layout {
     const auto stretches = static_cast<uint32_t>((moving.group_slots - 1) >> moves.shift) + 1;
     moves.vectors = (stretches + 3) / 4;
     list = (size_t{moves.vectors} + 1) * sizeof(uint4);
-    bytes = list + 2 * num_ids * sizeof(Move);
+    bytes = list + num_ids * (2 * sizeof(Move) + sizeof(uint8_t));
     moves.stretches = reinterpret_cast<uint32_t*>(memory);
     moves.number = moves.stretches + 4 * moves.vectors;
     moves.claimed = reinterpret_cast<Move*>(memory + list);
     moves.ordered = moves.claimed + num_ids;
+    moves.new_places = reinterpret_cast<uint8_t*>(moves.ordered + num_ids);
   }
 };
 
-// Frames are given to rows that have none, and the moves listed.
+// What a warp counts: of one table at a time, so that few warps change its counters.
+struct ClaimTally {
+  const TableView* table = nullptr;
+  uint32_t fetched = 0, host_hits = 0, written_home = 0;
+
+  // has_slot: of the lane, without which it counts nothing. All lanes.
+  __device__ __forceinline__ void add(const TableView* mine, bool has_slot, bool is_fetched,
+                                      bool is_host_hit, bool is_written_home) {
+    const unsigned lanes = __ballot_sync(kAllLanes, has_slot);
+    if (lanes == 0) return;
+    const TableView* const first = table_of_lane<false>(mine, __ffs(static_cast<int>(lanes)) - 1);
+    if (first != table) flush();
+    table = first;
+    if (!__all_sync(kAllLanes, !has_slot || mine == first)) {
+      count_warp(mine, kFetched, is_fetched);
+      count_warp(mine, kHostHits, is_host_hit);
+      count_warp(mine, kWrittenHome, is_written_home);
+      return;
+    }
+    fetched += __popc(__ballot_sync(kAllLanes, is_fetched));
+    host_hits += __popc(__ballot_sync(kAllLanes, is_host_hit));
+    written_home += __popc(__ballot_sync(kAllLanes, is_written_home));
+  }
+  __device__ __forceinline__ void flush() {
+    if (threadIdx.x % kWarp == 0) {
+      if (fetched > 0) count(*table, kFetched, fetched);
+      if (host_hits > 0) count(*table, kHostHits, host_hits);
+      if (written_home > 0) count(*table, kWrittenHome, written_home);
+    }
+    fetched = host_hits = written_home = 0;
+  }
+};
+
+// Frames are given to rows that have none, and the moves listed. A block has a part of the batch,
+// and says once for all its threads how many of their moves it lists.
 __global__ void __launch_bounds__(kThreads)
     claim_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                 const int64_t* __restrict__ slots, const bool* __restrict__ placed,
+                 const int64_t* __restrict__ slots, const bool* __restrict__ placed, bool others,
                  const Moves moves) {
-  const unsigned lane = threadIdx.x % kWarp;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
-       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
+  __shared__ uint32_t of_warps[kThreads / kWarp];
+  __shared__ uint32_t listed_before;
+  const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t rounds = (batch.num_ids + kThreads - 1) / kThreads;
+  const int64_t from = rounds * blockIdx.x / gridDim.x * kThreads;
+  const int64_t to = rounds * (blockIdx.x + 1) / gridDim.x * kThreads;
+  ClaimTally tally;
+  for (int64_t begin = from; begin < to; begin += kThreads) {
     const int64_t position = begin + threadIdx.x;
     const TableView* mine = tables;
     int64_t slot = kNoSlot;
+    bool is_new = false;
     FrameClaim claim;
-    if (position < batch.num_ids && !placed[position] && slots[position] >= 0 &&
-        slots[position] != kPassedOver) {
+    if (position < batch.num_ids && slots[position] >= 0 && slots[position] != kPassedOver) {
+      is_new = placed[position];
       mine = &table_at(tables, batch, position);
-      if (mine->frames.tags != nullptr) {
+      if (mine->frames.tags != nullptr && (is_new || others)) {
         slot = slots[position] - mine->first_slot;
-        claim = claim_frame<false>(*mine, slot, visit);
+        claim =
+            is_new ? claim_frame<true>(*mine, slot, visit) : claim_frame<false>(*mine, slot, visit);
       }
     }
-    count_warp(mine, kFetched, claim.taken);
-    count_warp(mine, kHostHits, slot != kNoSlot && (claim.taken || claim.frame == kNoFrame));
-    count_warp(mine, kWrittenHome, claim.leaver != kNoSlot);
-    const unsigned taken = __ballot_sync(kAllLanes, claim.taken);
-    if (taken == 0) continue;
-    uint32_t first = 0;
-    if (lane == 0) first = atomicAdd(moves.number, static_cast<uint32_t>(__popc(taken)));
-    first = __shfl_sync(kAllLanes, first, 0);
-    if (!claim.taken) continue;
-    const Frames& frames = mine->frames;
-    const int64_t place = claim.frame - frames.frame_at(frames.home_of(slot).set, 0);
-    Move move{slot, static_cast<int32_t>(mine - tables), static_cast<uint16_t>(place), 0};
-    if (claim.leaver != kNoSlot) {
-      move.leaver = static_cast<uint16_t>(1 + frames.home_of(claim.leaver).number);
+    int64_t place = -1;
+    if (claim.frame != kNoFrame) {
+      place = claim.frame - mine->frames.frame_at(mine->frames.home_of(slot).set, 0);
     }
-    moves.claimed[first + __popc(taken & ((1u << lane) - 1))] = move;
+    if (is_new) moves.new_places[position] = static_cast<uint8_t>(1 + place);
+    const bool was_there = slot != kNoSlot && !is_new;
+    const bool comes = was_there && claim.taken, leaves = claim.leaver != kNoSlot;
+    tally.add(mine, slot != kNoSlot, comes, comes || (was_there && claim.frame == kNoFrame),
+              leaves);
+    const unsigned listed = __ballot_sync(kAllLanes, comes || leaves);
+    if (lane == 0) of_warps[warp] = static_cast<uint32_t>(__popc(listed));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      uint32_t all = 0;
+      for (const uint32_t number : of_warps) all += number;
+      if (all > 0) listed_before = atomicAdd(moves.number, all);
+    }
+    __syncthreads();
+    uint32_t at = listed_before + __popc(listed & ((1u << lane) - 1));
+    for (unsigned w = 0; w < warp; ++w) at += of_warps[w];
+    __syncthreads();  // the next round writes there
+    if (!comes && !leaves) continue;
+    Move move{slot, static_cast<int32_t>(mine - tables), static_cast<uint8_t>(place), is_new, 0};
+    if (leaves) move.leaver = static_cast<uint16_t>(1 + mine->frames.home_of(claim.leaver).number);
+    moves.claimed[at] = move;
     atomicAdd(&moves.stretch_of(tables, move), 1u);
   }
+  tally.flush();
 }
 
 // Where each stretch's moves begin. One block.
@@ -128,29 +180,35 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-size_t fetch_scratch(int64_t num_ids, const MovingRows& moving) {
+size_t moves_scratch(int64_t num_ids, const MovingRows& moving) {
   return Layout(num_ids, moving, nullptr).bytes;
 }
 
-void fetch_rows(const TableView* tables, const Batch& batch, const Visit& visit,
-                const int64_t* slots, const bool* placed, const MovingRows& moving, void* scratch,
-                cudaStream_t stream) {
+Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& visit,
+                   const int64_t* slots, const bool* placed, bool others, const MovingRows& moving,
+                   void* scratch, cudaStream_t stream) {
   const Layout layout(batch.num_ids, moving, static_cast<char*>(scratch));
   const Moves& moves = layout.moves;
   HKV_CUDA_CHECK(cudaMemsetAsync(moves.stretches, 0, layout.list, stream));
-  const unsigned grid = grid_for(batch.num_ids), multiprocessors = processors();
+  const unsigned grid = grid_for(batch.num_ids);
   claim_kernel<<<std::min(grid, resident_blocks(claim_kernel)), kThreads, 0, stream>>>(
-      tables, batch, visit, slots, placed, moves);
+      tables, batch, visit, slots, placed, others, moves);
   HKV_CUDA_CHECK_LAUNCH();
   launch_chained(scan_kernel, 1, kScanThreads, stream, moves);
-  launch_chained(order_kernel, std::min(grid, multiprocessors), kThreads, stream, tables, moves);
+  launch_chained(order_kernel, std::min(grid, processors()), kThreads, stream, tables, moves);
+  return moves;
+}
+
+void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
+               const MovingRows& moving, cudaStream_t stream) {
   // Blocks on half of the multiprocessors have the link as busy as more do, and leave room to
   // kernels on other streams, such as the backward of the batch before.
-  const unsigned blocks = (multiprocessors + 1) / 2;
+  const unsigned blocks = (processors() + 1) / 2;
   if (moving.bulk_bytes > 0 && compute_capability() >= 9) {
     move_in_bulk(tables, moves, moving.bulk_bytes, blocks, stream);
   } else {
-    launch_chained(exchange_kernel, std::min(grid, blocks), kThreads, stream, tables, moves);
+    launch_chained(exchange_kernel, std::min(grid_for(batch.num_ids), blocks), kThreads, stream,
+                   tables, moves);
   }
 }
 

@@ -14,10 +14,10 @@ constexpr int kStages = 2;
 constexpr int kStageBytes = 4096;
 
 #if __CUDA_ARCH__ >= 900
-// A row that comes, and one that leaves, in a stage.
+// What comes into a frame, and what leaves it, in a stage.
 struct Passing {
-  char* frame = nullptr;  // null: there is none
-  char* out = nullptr;    // where what the frame holds goes; null: nothing leaves
+  char* in = nullptr;   // the frame; null: nothing comes
+  char* out = nullptr;  // at home; null: nothing leaves
   uint32_t bytes = 0;
 };
 #endif
@@ -44,23 +44,24 @@ __global__ void __launch_bounds__(kWarp)
   const auto begin = [&](uint32_t turn, int stage) {
     const uint32_t at = turn * of_turn + blockIdx.x * rows + lane;
     Passing row;
-    const char* home = nullptr;
+    const char *home = nullptr, *frame = nullptr;
     if (lane < rows && at < number) {
       const MoveAt move(tables, moves.ordered[at]);
       const RowStore& of = move.table->rows;
       row.bytes = static_cast<uint32_t>(of.bytes());
-      row.frame = of.at(0, move.frame);
-      home = of.at(move.slot, kNoFrame);
+      frame = of.at(0, move.frame);
       if (move.leaver != kNoSlot) row.out = of.at(move.leaver, kNoFrame);
+      if (move.slot != kNoSlot) {
+        row.in = of.at(0, move.frame);
+        home = of.at(move.slot, kNoFrame);
+      }
     }
-    const uint32_t bytes =
-        __reduce_add_sync(kAllLanes, row.out != nullptr ? 2 * row.bytes : row.bytes);
+    const uint32_t rows_of_lane = (row.in != nullptr ? 1 : 0) + (row.out != nullptr ? 1 : 0);
+    const uint32_t bytes = __reduce_add_sync(kAllLanes, rows_of_lane * row.bytes);
     if (lane == 0) arrived[stage].expect_bytes(bytes);
     __syncwarp();
-    if (row.frame != nullptr) {
-      copy_bulk(place(stage), home, row.bytes, &arrived[stage]);
-      if (row.out != nullptr) copy_bulk(place(stage) + room, row.frame, row.bytes, &arrived[stage]);
-    }
+    if (row.in != nullptr) copy_bulk(place(stage), home, row.bytes, &arrived[stage]);
+    if (row.out != nullptr) copy_bulk(place(stage) + room, frame, row.bytes, &arrived[stage]);
     return row;
   };
   Passing passing[kStages];
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kWarp)
       arrived[stage].wait(turn / kStages & 1);
       const Passing& row = passing[stage];
       if (row.out != nullptr) copy_bulk_out(row.out, place(stage) + room, row.bytes);
-      if (row.frame != nullptr) copy_bulk_out(row.frame, place(stage), row.bytes);
+      if (row.in != nullptr) copy_bulk_out(row.in, place(stage), row.bytes);
       end_bulk_copies_out();
     }
   }
