@@ -129,7 +129,10 @@ void TableGroup::make_moving_rows() {
     in_bulk = in_bulk && hash_table::MovingRows::move_in_bulk(bytes) && !with_states;
     widest = std::max(widest, bytes);
   }
-  if (widest > 0) moving_rows_ = {num_slots_, in_bulk ? static_cast<int32_t>(widest) : 0};
+  if (widest == 0) return;
+  moving_rows_.group_slots = num_slots_;
+  moving_rows_.num_tables = static_cast<int32_t>(num_tables());
+  if (in_bulk) moving_rows_.bulk_bytes = static_cast<int32_t>(widest);
 }
 
 void TableGroup::make_aging() {

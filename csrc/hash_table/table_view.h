@@ -234,6 +234,7 @@ struct Admissions;  // admission.h
 // Of a group one of whose tables has frames, what it takes to move rows into them. CUDA only.
 struct MovingRows {
   int64_t group_slots = 0;  // 0: no table has frames
+  int32_t num_tables = 0;
   // Bytes of the widest row, where bulk copies can move all of them; otherwise 0.
   int32_t bulk_bytes = 0;
   // Called when the index is written, before rows move. Null: nothing is.

@@ -13,7 +13,6 @@ namespace {
 // Some MB of rows are a stretch where a group has as many as host memory holds.
 constexpr uint32_t kMostStretches = 1 << 15;
 constexpr int kScanThreads = 1024;
-static_assert(most_slots_of_set(kFewestOfSet) < 1 << 16, "a leaver's number must fit");
 
 // In the scratch.
 struct Layout {
@@ -25,6 +24,7 @@ struct Layout {
     while ((moving.group_slots - 1) >> moves.shift >= kMostStretches) ++moves.shift;
     const auto stretches = static_cast<uint32_t>((moving.group_slots - 1) >> moves.shift) + 1;
     moves.vectors = (stretches + 3) / 4;
+    moves.num_tables = moving.num_tables;
     list = (size_t{moves.vectors} + 1) * sizeof(uint4);
     bytes = list + num_ids * (2 * sizeof(Move) + sizeof(uint8_t));
     moves.stretches = reinterpret_cast<uint32_t*>(memory);
@@ -118,10 +118,10 @@ __global__ void __launch_bounds__(kThreads)
     for (unsigned w = 0; w < warp; ++w) at += of_warps[w];
     __syncthreads();  // the next round writes there
     if (!comes && !leaves) continue;
-    Move move{slot, static_cast<int32_t>(mine - tables), static_cast<uint8_t>(place), is_new, 0};
-    if (leaves) move.leaver = static_cast<uint16_t>(1 + mine->frames.home_of(claim.leaver).number);
+    const Move move(mine->first_slot + slot, place, is_new,
+                    leaves ? 1 + mine->frames.home_of(claim.leaver).number : 0);
     moves.claimed[at] = move;
-    atomicAdd(&moves.stretch_of(tables, move), 1u);
+    atomicAdd(&moves.stretch_of(move), 1u);
   }
   tally.flush();
 }
@@ -151,13 +151,12 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    order_kernel(const TableView* __restrict__ tables, const Moves moves) {
+__global__ void __launch_bounds__(kThreads) order_kernel(const Moves moves) {
   enter_chain();
   const uint32_t number = *moves.number;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < number; i += gridDim.x * kThreads) {
     const Move move = moves.claimed[i];
-    moves.ordered[atomicAdd(&moves.stretch_of(tables, move), 1u)] = move;
+    moves.ordered[atomicAdd(&moves.stretch_of(move), 1u)] = move;
   }
 }
 
@@ -173,7 +172,8 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t mine = (lane / kNeighbours * warps + warp) * kNeighbours + lane % kNeighbours;
   for (uint32_t from = 0; from < number; from += warps * kWarp) {
     const bool busy = from + mine < number;
-    const MoveAt move(tables, busy ? moves.ordered[from + mine] : Move{});
+    const MoveAt move(tables, moves.num_tables,
+                      busy ? moves.ordered[from + mine] : Move(0, 0, true, 0));
     exchange_rows(move.table, busy, move.frame, move.leaver, move.slot);
   }
 }
@@ -195,7 +195,7 @@ Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& vis
       tables, batch, visit, slots, placed, others, moves);
   HKV_CUDA_CHECK_LAUNCH();
   launch_chained(scan_kernel, 1, kScanThreads, stream, moves);
-  launch_chained(order_kernel, std::min(grid, processors()), kThreads, stream, tables, moves);
+  launch_chained(order_kernel, std::min(grid, processors()), kThreads, stream, moves);
   return moves;
 }
 

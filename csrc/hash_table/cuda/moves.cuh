@@ -11,13 +11,28 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// A row that has got a frame.
-struct Move {
-  int64_t slot;  // in its table
-  int32_t table;
-  uint8_t place;    // of the frame, in its set
-  bool is_new;      // what is at home means nothing, and does not come
-  uint16_t leaver;  // 1 + the number in the set of the slot whose row leaves it; 0: nothing leaves
+// A row that has got a frame, in a word.
+class Move {
+ public:
+  // slot: numbered through the group. place: of the frame, in its set. is_new: what is at home
+  // means nothing, and does not come. leaver: 1 + the number in the set of the slot whose row
+  // leaves the frame; 0: nothing leaves.
+  __device__ __forceinline__ Move(int64_t slot, int64_t place, bool is_new, uint32_t leaver)
+      : bits_(static_cast<uint64_t>(slot) << kLow | static_cast<uint64_t>(place) << kPlaceAt |
+              static_cast<uint64_t>(is_new) << kNewAt | leaver) {}
+
+  __device__ __forceinline__ int64_t slot() const { return static_cast<int64_t>(bits_ >> kLow); }
+  __device__ __forceinline__ int place() const { return static_cast<int>(bits_ >> kPlaceAt) & 7; }
+  __device__ __forceinline__ bool is_new() const { return bits_ >> kNewAt & 1; }
+  __device__ __forceinline__ uint32_t leaver() const {
+    return static_cast<uint32_t>(bits_) & ((1u << kNewAt) - 1);
+  }
+
+ private:
+  static constexpr int kNewAt = 14, kPlaceAt = kNewAt + 1, kLow = kPlaceAt + 3;
+  static_assert(most_slots_of_set(kFewestOfSet) < 1 << kNewAt && kMostOfSet <= 8);
+
+  uint64_t bits_;
 };
 
 // Where it goes by.
@@ -27,12 +42,14 @@ struct MoveAt {
   int64_t leaver;  // whose row goes home, or kNoSlot
   int64_t frame;
 
-  __device__ __forceinline__ MoveAt(const TableView* tables, const Move& move)
-      : table(&tables[move.table]), slot(move.is_new ? kNoSlot : move.slot) {
+  __device__ __forceinline__ MoveAt(const TableView* tables, int32_t num_tables, const Move& move)
+      : table(&tables[table_of_slot(tables, num_tables, move.slot())]) {
     const Frames& frames = table->frames;
-    const Frames::Home home = frames.home_of(move.slot);
-    frame = frames.frame_at(home.set, move.place);
-    leaver = move.leaver == 0 ? kNoSlot : frames.slot_with(home, move.leaver - 1u);
+    const int64_t of_table = move.slot() - table->first_slot;
+    const Frames::Home home = frames.home_of(of_table);
+    slot = move.is_new() ? kNoSlot : of_table;
+    leaver = move.leaver() == 0 ? kNoSlot : frames.slot_with(home, move.leaver() - 1);
+    frame = frames.frame_at(home.set, move.place());
   }
 };
 
@@ -45,10 +62,11 @@ struct Moves {
   Move* ordered;        // [ids]
   uint8_t* new_places;  // [ids] of a new id 1 + the frame's place in its set; 0: it has none
   uint32_t vectors;     // of four stretches
-  int32_t shift;        // of a slot that is numbered through the group, to its stretch
+  int32_t shift;        // of a slot's number, to its stretch
+  int32_t num_tables;   // of the group
 
-  __device__ __forceinline__ uint32_t& stretch_of(const TableView* tables, const Move& move) const {
-    return stretches[(tables[move.table].first_slot + move.slot) >> shift];
+  __device__ __forceinline__ uint32_t& stretch_of(const Move& move) const {
+    return stretches[move.slot() >> shift];
   }
 };
 

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kWarp)
     Passing row;
     const char *home = nullptr, *frame = nullptr;
     if (lane < rows && at < number) {
-      const MoveAt move(tables, moves.ordered[at]);
+      const MoveAt move(tables, moves.num_tables, moves.ordered[at]);
       const RowStore& of = move.table->rows;
       row.bytes = static_cast<uint32_t>(of.bytes());
       frame = of.at(0, move.frame);
