@@ -165,7 +165,6 @@ __global__ void __launch_bounds__(kThreads) order_kernel(const Moves moves) {
 __global__ void __launch_bounds__(kThreads)
     exchange_kernel(const TableView* __restrict__ tables, const Moves moves) {
   constexpr uint32_t kNeighbours = 4;
-  enter_chain();
   const uint32_t number = *moves.number;
   const uint32_t warp = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
   const uint32_t warps = gridDim.x * (kThreads / kWarp), lane = threadIdx.x % kWarp;
@@ -204,11 +203,13 @@ void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
   // Blocks on half of the multiprocessors have the link as busy as more do, and leave room to
   // kernels on other streams, such as the backward of the batch before.
   const unsigned blocks = (processors() + 1) / 2;
+  // Not chained: the stream may have to wait for other streams in between.
   if (moving.bulk_bytes > 0 && compute_capability() >= 9) {
     move_in_bulk(tables, moves, moving.bulk_bytes, blocks, stream);
   } else {
-    launch_chained(exchange_kernel, std::min(grid_for(batch.num_ids), blocks), kThreads, stream,
-                   tables, moves);
+    exchange_kernel<<<std::min(grid_for(batch.num_ids), blocks), kThreads, 0, stream>>>(tables,
+                                                                                        moves);
+    HKV_CUDA_CHECK_LAUNCH();
   }
 }
 

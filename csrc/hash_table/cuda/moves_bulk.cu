@@ -2,7 +2,7 @@
 // fraction of the warps.
 #include <algorithm>
 
-#include "common/chain.cuh"
+#include "common/cuda_check.h"
 #include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/moves.cuh"
 
@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(kWarp)
     fence_barriers();
   }
   __syncwarp();
-  enter_chain();
   const uint32_t number = *moves.number, of_turn = gridDim.x * rows;
   const uint32_t turns = (number + of_turn - 1) / of_turn;
   const auto place = [&](int stage) { return memory + (stage * rows + lane) * 2 * room; };
@@ -92,8 +91,9 @@ void move_in_bulk(const TableView* tables, const Moves& moves, int32_t bulk_byte
                   cudaStream_t stream) {
   const int rows = std::clamp(kStageBytes / bulk_bytes, 1, kWarp);
   const size_t shared = size_t{2} * kStages * rows * bulk_bytes;
-  launch_chained(bulk_kernel, {dim3(blocks), kWarp, shared}, stream, tables, moves,
-                 static_cast<uint32_t>(rows), static_cast<uint32_t>(bulk_bytes));
+  bulk_kernel<<<blocks, kWarp, shared, stream>>>(tables, moves, static_cast<uint32_t>(rows),
+                                                 static_cast<uint32_t>(bulk_bytes));
+  HKV_CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda
