@@ -259,7 +259,7 @@ struct Placement {
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;
-  MovingRows moving;
+  MovingRows moving{};
   // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
   bool spread = false;
   // Whether a table of the group remembers what it evicts.
