@@ -7,8 +7,16 @@ import torch
 
 from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
 from tests.support.gpu import NEEDS_GPU
-from tests.support.tiers import tiered_group
-from torchrec_hkv.hash_table import SGD, Adam, RowWiseAdagrad, Uniform, initial_rows
+from tests.support.tiers import hbm_bytes_for, tiered_group
+from torchrec_hkv.hash_table import (
+    SGD,
+    Adam,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+    Uniform,
+    initial_rows,
+)
 
 pytestmark = NEEDS_GPU
 
@@ -222,3 +230,43 @@ def test_lookups_that_are_dropped(share, dim):
     if share:
         assert groups[0].counters()[0]["written_home"] > 0
     same_rows(groups)
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 128, 100), (128, 5, 16), (512,)], ids=["in_bulk", "by_lanes", "long"]
+)
+def test_tables_of_several_widths(dims):
+    """Rows come to the frames of all tables in one order; the last table is in HBM."""
+    capacities = [40_000, 9000, 20_000, 6400]
+    shares = [0.05, 0.3, 0.1]
+    groups = []
+    for tiered in (True, False):
+        specs = [
+            TableSpec(
+                f"t{t}",
+                capacity,
+                dim,
+                hbm_bytes=hbm_bytes_for(share, capacity, dim, 1) if tiered else None,
+                initializer=Uniform(-1, 1),
+            )
+            for t, (capacity, dim, share) in enumerate(zip(capacities, dims, shares, strict=False))
+        ]
+        specs.append(TableSpec("in_hbm", capacities[-1], 32, initializer=Uniform(-1, 1)))
+        groups.append(TableGroup(specs, list(range(len(specs))), RowWiseAdagrad(), device="cuda"))
+    tables = len(dims) + 1
+    pools = [random_ids(int(0.7 * c)) for c in (*capacities[: len(dims)], capacities[-1])]
+    for _ in range(25):
+        ids = torch.cat([skewed(1500, pool) for pool in pools])
+        offsets = torch.arange(0, tables * 1500 + 1, 3)
+        bags = Bags(ids, offsets, 500).to("cuda")
+        outs = [lookup(group, bags) for group in groups]
+        assert torch.equal(*outs)
+        grad = torch.randn_like(outs[0])
+        for out in outs:
+            out.backward(grad)
+    for t in range(tables):
+        rows = [rows_by_id(group, t) for group in groups]
+        assert rows[0].keys() == rows[1].keys()
+        assert all(torch.equal(rows[0][id_], rows[1][id_]) for id_ in rows[0])
+        written = groups[0].counters()[t]["written_home"]
+        assert (written > 0) == (t < len(dims))
