@@ -4,8 +4,8 @@
 
 All sides keep ``--hbm`` of the rows in HBM, and the row-wise states of all, and train on the same
 ids, drawn before, other ones each step. ``hkv`` and ``fbgemm`` do one thing after the other.
-``hkv_prefetch`` calls ``find_or_insert`` for the next batch, which has its rows come, on a stream
-of high priority, before the batch itself is pooled and updated on another.
+``hkv_prefetch`` calls ``find_or_insert`` for the next batch, which has its rows come, on one of two
+streams of high priority in turn, before the batch itself is pooled and updated on another.
 
 - ``ms`` are milliseconds a step of many steps back to back, without a wait of the host's between
   them, and ``single_ms`` those of a step that begins when the device is idle (not of a prefetch,
@@ -71,7 +71,9 @@ def link_gb_s() -> float:
 
 
 class Prefetched:
-    """Steps whose ids are found, and whose rows come, one step ahead on another stream.
+    """Steps whose ids are found, and whose rows come, one step ahead on other streams.
+
+    There are two in turn, so that a batch is found while the rows of the one before still come.
 
     Args:
         tables: the tables.
@@ -82,16 +84,17 @@ class Prefetched:
         self._tables = tables
         self._offsets = offsets
         # First: blocks that move rows would wait for all of another kernel's to begin.
-        self._stream = torch.cuda.Stream(priority=-1)
+        self._streams = itertools.cycle([torch.cuda.Stream(priority=-1) for _ in range(2)])
         self._ahead = None
 
     def find(self, ids: Tensor) -> None:
         """Begins with a batch."""
         group = self._tables.group
-        with torch.cuda.stream(self._stream):
+        stream = next(self._streams)
+        with torch.cuda.stream(stream):
             pin = group.pin()
             slots = group.find_or_insert(ids, self._offsets, self._tables.batch, pin)
-            self._ahead = (ids, slots, pin, self._stream.record_event())
+            self._ahead = (ids, slots, pin, stream.record_event())
 
     def step(self, following: Tensor, grad: Tensor) -> None:
         """Trains on the batch that was found last, while the following one is found."""

@@ -103,10 +103,11 @@ class CountedCall {
   hash_table::Visit visit(const uint64_t* scores) const {
     return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
   }
-  // Where pins end, their rows are free to be replaced: the work that needed them comes first.
+  // Where pins end, their rows are free to be replaced: the work that needed them comes first. Rows
+  // of other pins stay as they are, so their lookups and backwards need not wait for the call.
   Use use(bool inserts) const {
     return Use{Access::kWrite, inserts ? Access::kWrite : Access::kNone,
-               tick_.released != 0 ? Access::kWrite : Access::kNone};
+               tick_.released != 0 ? Access::kFollow : Access::kNone};
   }
   hash_table::Clock* clock() const { return clock_; }
   const hash_table::Tick& tick() const { return tick_; }

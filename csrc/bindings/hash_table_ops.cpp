@@ -104,7 +104,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   hash_table::Placement placement{
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
-  placement.frames = group.has_frames();
+  placement.moving = group.moving_rows();
 #ifdef TORCHREC_HKV_CUDA
   if (group.device().is_cuda()) {
     placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
@@ -118,13 +118,24 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin);
-  HKV_ON_GROUP(
-      group, call.use(/*inserts=*/true),
-      hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
-                                      placement, out, nullptr, threads),
-      hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
-                                       call.tick(), group.aging(), nullptr, placement, out, nullptr,
-                                       nullptr, scratch.data_ptr(), stream));
+  const auto enqueue = [&] {
+    HKV_ON_DEVICE(
+        group.device(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
+                                        placement, out, nullptr, threads),
+        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
+                                         call.tick(), group.aging(), nullptr, placement, out,
+                                         nullptr, nullptr, scratch.data_ptr(), stream))
+  };
+  if (!pin || !group.has_frames()) {
+    group.order().run(call.use(/*inserts=*/true), enqueue);
+    return slots;
+  }
+  // The pin holds the rows that get frames, until they have come there.
+  group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
+    placement.moving.begin = &moves_begin;
+    enqueue();
+  });
   return slots;
 }
 

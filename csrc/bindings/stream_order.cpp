@@ -7,17 +7,17 @@
 
 namespace torchrec_hkv::bindings {
 
-StreamOrder::Turn::Turn(StreamOrder& order, const Use& use)
-    : order_(order), use_(use), exceptions_(std::uncaught_exceptions()) {
+StreamOrder::Turn::Turn(StreamOrder& order, const Use& use, bool moves)
+    : order_(order), use_(use), moves_(moves), exceptions_(std::uncaught_exceptions()) {
 #ifdef TORCHREC_HKV_CUDA
-  order_.begin(use_);
+  order_.begin(use_, moves_);
 #endif
 }
 
 // Throws like any other part of a call, but not while another exception is on its way.
 StreamOrder::Turn::~Turn() noexcept(false) {
 #ifdef TORCHREC_HKV_CUDA
-  if (std::uncaught_exceptions() == exceptions_) order_.end(use_);
+  if (std::uncaught_exceptions() == exceptions_) order_.end(use_, moves_);
 #endif
 }
 
@@ -25,6 +25,7 @@ StreamOrder::Turn::~Turn() noexcept(false) {
 
 StreamOrder::StreamOrder(c10::Device device) : device_(device) {}
 StreamOrder::~StreamOrder() = default;
+void StreamOrder::begin_moves() {}
 
 #else
 
@@ -34,6 +35,7 @@ cudaStream_t current_stream(c10::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index());
 }
 
+constexpr size_t kIndexPart = 0, kRowsPart = 1;
 std::array<Access, 3> accesses(const Use& use) { return {use.index, use.rows, use.pinned}; }
 
 }  // namespace
@@ -79,7 +81,8 @@ std::shared_ptr<StreamOrder::Event> StreamOrder::record(cudaStream_t stream) {
   return *free;
 }
 
-void StreamOrder::begin(const Use& use) {
+void StreamOrder::begin(const Use& use, bool moves) {
+  moving_ = false;
   if (is_capturing(device_)) return;
   const cudaStream_t stream = current_stream(device_);
   if (!several_) {
@@ -89,24 +92,39 @@ void StreamOrder::begin(const Use& use) {
     const std::shared_ptr<Event> event = record(first_);
     for (Part& part : parts_) part.writes = {Mark{first_, event}};
   }
-  const auto wait = [&](const std::vector<Mark>& marks) {
-    for (const Mark& mark : marks) {
-      if (mark.stream != stream) HKV_CUDA_CHECK(cudaStreamWaitEvent(stream, mark.event->event, 0));
-    }
-  };
   for (size_t p = 0; p < parts_.size(); ++p) {
     const Access access = accesses(use)[p];
-    if (access != Access::kNone) wait(parts_[p].writes);
-    if (access == Access::kWrite) wait(parts_[p].reads);
+    // A call that moves rows waits for the moves before it when it comes to its own.
+    const bool later = moves && p == kRowsPart;
+    if (access != Access::kNone) wait(parts_[p].writes, later);
+    if (access == Access::kWrite || access == Access::kFollow) wait(parts_[p].reads);
   }
 }
 
-void StreamOrder::end(const Use& use) {
+void StreamOrder::wait(const std::vector<Mark>& marks, bool but_for_moves) {
+  const cudaStream_t stream = current_stream(device_);
+  for (const Mark& mark : marks) {
+    if (mark.stream == stream || (but_for_moves && mark.moves)) continue;
+    HKV_CUDA_CHECK(cudaStreamWaitEvent(stream, mark.event->event, 0));
+  }
+}
+
+void StreamOrder::begin_moves() {
   if (!several_ || is_capturing(device_)) return;
   const cudaStream_t stream = current_stream(device_);
-  const Mark mark{stream, record(stream)};
+  parts_[kIndexPart].writes = {Mark{stream, record(stream)}};
+  parts_[kIndexPart].reads.clear();
+  moving_ = true;
+  wait(parts_[kRowsPart].writes);
+}
+
+void StreamOrder::end(const Use& use, bool moves) {
+  if (!several_ || is_capturing(device_)) return;
+  const cudaStream_t stream = current_stream(device_);
+  const Mark mark{stream, record(stream), moves && moving_};
   for (size_t p = 0; p < parts_.size(); ++p) {
     Part& part = parts_[p];
+    if (p == kIndexPart && moving_) continue;
     switch (accesses(use)[p]) {
       case Access::kWrite:
         part.writes = {mark};
@@ -120,6 +138,7 @@ void StreamOrder::end(const Use& use) {
         break;
       }
       case Access::kNone:
+      case Access::kFollow:
         break;
     }
   }

@@ -10,6 +10,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <array>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -21,7 +22,12 @@
 
 namespace torchrec_hkv::bindings {
 
-enum class Access : int { kNone, kRead, kWrite };
+enum class Access : int {
+  kNone,
+  kFollow,  // comes after readers and writers of before, and nobody after it
+  kRead,
+  kWrite,
+};
 
 // What a call does to the parts of a group.
 struct Use {
@@ -60,19 +66,34 @@ class StreamOrder {
     const Turn turn(*this, use);
     return enqueue();
   }
+  // The same for a call that writes the index first and at last moves rows: enqueue(moves_begin)
+  // calls moves_begin() in between. So the next such call, on another stream, may do what comes
+  // before its moves while this one's rows move.
+  template <typename Enqueue>
+  auto run_and_move(const Use& use, Enqueue&& enqueue) {
+    const std::function<void()> moves_begin = [this] { begin_moves(); };
+    if (!device_.is_cuda()) return enqueue(moves_begin);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const c10::OptionalDeviceGuard guard(device_);
+    const Turn turn(*this, use, /*moves=*/true);
+    return enqueue(moves_begin);
+  }
 
  private:
   // Between its construction and its end a call enqueues its work.
   class Turn {
    public:
-    Turn(StreamOrder& order, const Use& use);
+    Turn(StreamOrder& order, const Use& use, bool moves = false);
     ~Turn() noexcept(false);
 
    private:
     [[maybe_unused]] StreamOrder& order_;
     [[maybe_unused]] const Use use_;
+    [[maybe_unused]] const bool moves_;
     [[maybe_unused]] const int exceptions_;
   };
+
+  void begin_moves();
 
   const c10::Device device_;
   std::mutex mutex_;
@@ -81,6 +102,7 @@ class StreamOrder {
   struct Mark {  // the work of a stream up to an event
     cudaStream_t stream;
     std::shared_ptr<Event> event;
+    bool moves = false;  // of run_and_move
   };
   struct Part {
     std::vector<Mark> writes;  // the last one, if any
@@ -88,11 +110,13 @@ class StreamOrder {
   };
 
   std::shared_ptr<Event> record(cudaStream_t stream);
-  void begin(const Use& use);
-  void end(const Use& use);
+  void wait(const std::vector<Mark>& marks, bool but_for_moves = false);
+  void begin(const Use& use, bool moves);
+  void end(const Use& use, bool moves);
 
   cudaStream_t first_ = nullptr;
   bool several_ = false;  // streams have been seen
+  bool moving_ = false;   // the present call's index is written, and marked
   std::array<Part, 3> parts_;
   std::vector<std::shared_ptr<Event>> events_;  // used again once no mark refers to them
 #endif

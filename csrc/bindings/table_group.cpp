@@ -88,7 +88,6 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.float32_rows = shape_.float32_rows && config.row_type == RowType::kFloat32;
     shape_.rows_in_hbm =
         shape_.rows_in_hbm && !memory_.back().rows_on_host(memory_.back().full_slots());
-    has_frames_ = has_frames_ || memory_.back().num_sets() > 0;
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
@@ -98,6 +97,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
   make_aging();
+  make_moving_rows();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
   if (device.is_cuda()) refused_ = at::zeros({1}, at::dtype(at::kInt).device(device));
@@ -117,6 +117,22 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
 void TableGroup::upload_views() {
   const at::AutoDispatchBelowADInplaceOrView below;  // also where they are an inference tensor
   views_.copy_(at::from_blob(host_views_.data(), views_.sizes(), at::kByte));
+}
+
+void TableGroup::make_moving_rows() {
+  int64_t widest = 0;
+  bool in_bulk = true;
+  for (int64_t t = 0; t < num_tables(); ++t) {
+    if (memory_[t].num_sets() == 0) continue;
+    const int64_t bytes = configs_[t].dim * element_size(configs_[t].row_type);
+    const bool with_states = memory_[t].states_move() && state_width_of(configs_[t]) > 0;
+    in_bulk = in_bulk && hash_table::MovingRows::move_in_bulk(bytes) && !with_states;
+    widest = std::max(widest, bytes);
+  }
+  if (widest == 0) return;
+  moving_rows_.group_slots = num_slots_;
+  moving_rows_.num_tables = static_cast<int32_t>(num_tables());
+  if (in_bulk) moving_rows_.bulk_bytes = static_cast<int32_t>(widest);
 }
 
 void TableGroup::make_aging() {

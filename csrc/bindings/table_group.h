@@ -79,7 +79,8 @@ class TableGroup {
   // Throws ValueError if a GPU has said so since this was last called. Does not wait for it.
   void check_bad_offsets() const;
   // Whether one of the tables has rows in host memory and frames for them, or will have.
-  bool has_frames() const { return has_frames_; }
+  bool has_frames() const { return moving_rows_.any(); }
+  const hash_table::MovingRows& moving_rows() const { return moving_rows_; }
   // Whether one of the tables remembers what it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
   // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
@@ -184,6 +185,7 @@ class TableGroup {
   hash_table::TableView view_at_home(int64_t table) const;
   void upload_views();
   void make_aging();
+  void make_moving_rows();
 
   int64_t buckets_for(int64_t table, int64_t entries) const;
   std::vector<int64_t> count_new(const hash_table::Batch& batch, const at::Tensor& ids,
@@ -211,7 +213,7 @@ class TableGroup {
   std::optional<int64_t> state_dim_;
   hash_table::GroupShape shape_{0, true, true, true};
   bool needs_scores_ = false;
-  bool has_frames_ = false;
+  hash_table::MovingRows moving_rows_;
   bool remembers_evicted_ = false;
   bool deterministic_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;

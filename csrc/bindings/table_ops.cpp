@@ -203,7 +203,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
       {}};
   if (believed) placement.believed = believed->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
-  placement.frames = group.has_frames();
+  placement.moving = group.moving_rows();
   placement.remembers = group.remembers_evicted();
   placement.ordered = deterministic;
   if (leavers) {

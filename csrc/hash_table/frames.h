@@ -5,9 +5,12 @@
 // Narrow states, of a few bytes a row, stay in HBM for all slots and never move: the link takes as
 // long for four bytes at a place of their own as for a piece of a row. See kNarrowState.
 //
-// Frames come in sets of four to eight. A set serves the slots s with s mod num_sets = its number;
-// num_sets has no divisor in common with the slots of a bucket, so that a set's slots stand at all
-// positions of buckets, whose first ones are full earlier. A word of 64 bits a set holds a *tag*
+// Frames come in sets of four to eight. So many sets, kSetsOfRegion, serve a *region* of slots that
+// are neighbours, and a set those that leave its number as their place in the region is divided by
+// that; the number of sets has no divisor in common with the slots of a bucket, so that a set's
+// slots stand at all positions of buckets, whose first ones are full earlier. What comes into a set
+// and what leaves it are neighbours in host memory, which moves faster in the order of addresses.
+// A word of 64 bits a set holds a *tag*
 // for each of its frames, which says which of the set's slots it is of, whether it differs from
 // what is at home (is *dirty*), and whether its row was touched again since it came. So one
 // compare-and-swap finds out that a slot has no frame and gives it one: there are no locks, and no
@@ -30,6 +33,10 @@ namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoFrame = -1;
 constexpr int kFewestOfSet = 4, kMostOfSet = 8;
+// A prime, and so without a divisor in common with any bucket's slots. In buckets of 64 a set's
+// slots are then 39 positions apart, so that even few of them are spread evenly. Where a table has
+// fewer than twice as many sets, all are of one region.
+constexpr int64_t kSetsOfRegion = 103;
 // Of a tag: what is above is 0 for a free frame, otherwise 1 + the slot's number in the set.
 constexpr uint32_t kTagDirty = 1, kTagAgain = 2;
 constexpr int kTagFlags = 2;
@@ -41,25 +48,45 @@ constexpr int64_t most_slots_of_set(int frames_of_set) {
   return (int64_t{1} << (tag_bits(frames_of_set) - kTagFlags)) - 1;
 }
 
+// How a table's slots are dealt out to regions.
+struct Regions {
+  int64_t number;
+  int64_t slots;  // of each; the last ones may have fewer
+  uint32_t sets;  // of each
+
+  static Regions of(int64_t num_slots, int64_t num_sets) {
+    const int64_t number = num_sets < 2 * kSetsOfRegion ? 1 : num_sets / kSetsOfRegion;
+    return {number, (num_slots + number - 1) / number,
+            static_cast<uint32_t>(number == 1 ? num_sets : kSetsOfRegion)};
+  }
+};
+
 struct Frames {
   unsigned long long* tags;  // [num_sets]; null: the table has its rows in one memory
   uint32_t* crowded;         // [num_sets]
   int64_t num_slots;
-  int64_t num_sets;       // at least 2
-  uint64_t reciprocal;    // 2^64 / num_sets, rounded down
-  int32_t frames_of_set;  // kFewestOfSet to kMostOfSet
-  int32_t bits;           // of a tag
-  uint64_t ones;          // the lowest bit of each tag
+  int64_t num_sets;  // of all regions, at least 2
+  int64_t region_slots;
+  uint64_t reciprocal;  // 2^64 / region_slots, rounded down
+  uint32_t region_sets;
+  uint32_t set_reciprocal;  // 2^32 / region_sets, rounded down
+  int32_t frames_of_set;    // kFewestOfSet to kMostOfSet
+  int32_t bits;             // of a tag
+  uint64_t ones;            // the lowest bit of each tag
 
   static Frames make(unsigned long long* tags, uint32_t* crowded, int64_t num_slots,
                      int64_t num_sets, int frames_of_set) {
+    const Regions regions = Regions::of(num_slots, num_sets);
     Frames frames{};
     frames.tags = tags;
     frames.crowded = crowded;
     frames.num_slots = num_slots;
-    frames.num_sets = num_sets;
+    frames.num_sets = regions.number * regions.sets;
+    frames.region_slots = regions.slots;
     frames.reciprocal = static_cast<uint64_t>((static_cast<unsigned __int128>(1) << 64) /
-                                              static_cast<uint64_t>(num_sets));
+                                              static_cast<uint64_t>(regions.slots));
+    frames.region_sets = regions.sets;
+    frames.set_reciprocal = static_cast<uint32_t>((uint64_t{1} << 32) / regions.sets);
     frames.frames_of_set = frames_of_set;
     frames.bits = tag_bits(frames_of_set);
     for (int p = 0; p < frames_of_set; ++p) frames.ones |= uint64_t{1} << p * frames.bits;
@@ -69,25 +96,47 @@ struct Frames {
   // Where a slot has its frame, if it has one.
   struct Home {
     int64_t set;
+    int64_t first;    // slot of the set
     uint32_t number;  // of the slot, in the set
   };
   HKV_HOST_DEVICE Home home_of(int64_t slot) const {
 #ifdef __CUDA_ARCH__
-    uint64_t number = __umul64hi(static_cast<uint64_t>(slot), reciprocal);
+    int64_t region = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(slot), reciprocal));
 #else
-    uint64_t number = static_cast<uint64_t>(
+    auto region = static_cast<int64_t>(
         static_cast<unsigned __int128>(static_cast<uint64_t>(slot)) * reciprocal >> 64);
 #endif
-    int64_t set = slot - static_cast<int64_t>(number) * num_sets;
-    if (set >= num_sets) {  // the reciprocal was rounded
-      set -= num_sets;
+    int64_t first = region * region_slots;
+    if (slot - first >= region_slots) {  // the reciprocal was rounded
+      ++region;
+      first += region_slots;
+    }
+    const auto place = static_cast<uint32_t>(slot - first);
+    auto number = static_cast<uint32_t>(static_cast<uint64_t>(place) * set_reciprocal >> 32);
+    uint32_t set = place - number * region_sets;
+    if (set >= region_sets) {
+      set -= region_sets;
       ++number;
     }
-    return Home{set, static_cast<uint32_t>(number)};
+    return Home{region * region_sets + set, first + set, number};
+  }
+  // The same of a set's slot with number 0, which the table may not have.
+  HKV_HOST_DEVICE Home home_of_set(int64_t set) const {
+    const int64_t region = set / region_sets;
+    return Home{set, region * region_slots + (set - region * region_sets), 0};
+  }
+  // Where the slots of a set's region end.
+  HKV_HOST_DEVICE int64_t end_of(const Home& home) const {
+    const int64_t end = (home.set / region_sets + 1) * region_slots;
+    return end < num_slots ? end : num_slots;
   }
   HKV_HOST_DEVICE static bool is_taken(uint32_t tag) { return tag >> kTagFlags != 0; }
-  HKV_HOST_DEVICE int64_t slot_of(int64_t set, uint32_t tag) const {
-    return static_cast<int64_t>((tag >> kTagFlags) - 1) * num_sets + set;
+  // home: of any slot of the set.
+  HKV_HOST_DEVICE int64_t slot_with(const Home& home, uint32_t number) const {
+    return home.first + static_cast<int64_t>(number) * region_sets;
+  }
+  HKV_HOST_DEVICE int64_t slot_of(const Home& home, uint32_t tag) const {
+    return slot_with(home, (tag >> kTagFlags) - 1);
   }
   // The tag of the slot with this number in its set.
   HKV_HOST_DEVICE static uint64_t tag_of(uint32_t number) {
@@ -131,8 +180,9 @@ struct Frames {
 
 // Whether so many sets can be, and their tags tell all slots apart.
 inline bool sets_serve(int64_t num_slots, int64_t bucket_slots, int64_t sets, int frames_of_set) {
-  return sets >= 2 && std::gcd(sets, bucket_slots) == 1 &&
-         sets * most_slots_of_set(frames_of_set) >= num_slots;
+  if (sets < 2 || std::gcd(sets, bucket_slots) > 1) return false;
+  const Regions regions = Regions::of(num_slots, sets);
+  return regions.sets * most_slots_of_set(frames_of_set) >= regions.slots;
 }
 
 // Frames of one set, of a table with so many slots, in buckets of bucket_slots, and frames: the

@@ -12,7 +12,9 @@ namespace torchrec_hkv::hash_table::cuda {
 // there, are written: the rows as `rows` says. With NewRows::kUntouched no other rows move.
 void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
                  const int64_t* slots, const bool* placed, const uint32_t* any_missing,
-                 cudaStream_t stream);
+                 const MovingRows& moving, void* scratch, cudaStream_t stream);
+// Bytes of the scratch, for so many ids.
+size_t settle_scratch(int64_t num_ids, const MovingRows& moving);
 
 // Writes what is dirty home. Frames keep their rows.
 void write_home(const TableView& table, cudaStream_t stream);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "common/dtypes.h"
 #include "common/hashing.h"
@@ -230,6 +231,22 @@ enum class NewRows : int32_t {
 
 struct Admissions;  // admission.h
 
+// Of a group one of whose tables has frames, what it takes to move rows into them. CUDA only.
+struct MovingRows {
+  int64_t group_slots = 0;  // 0: no table has frames
+  int32_t num_tables = 0;
+  // Bytes of the widest row, where bulk copies can move all of them; otherwise 0.
+  int32_t bulk_bytes = 0;
+  // Called when the index is written, before rows move. Null: nothing is.
+  const std::function<void()>* begin = nullptr;
+
+  bool any() const { return group_slots > 0; }
+  // Shorter rows are left to the lanes of warps, which have more of them under way.
+  static bool move_in_bulk(int64_t row_bytes) {
+    return row_bytes % 16 == 0 && row_bytes >= 256 && row_bytes <= 2048;
+  }
+};
+
 // How ids that are missing are placed.
 struct Placement {
   NewRows rows;
@@ -242,8 +259,7 @@ struct Placement {
   const bool* believed = nullptr;
   // In host memory, what it points to on the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;
-  // Whether a table of the group has frames. CUDA only.
-  bool frames = false;
+  MovingRows moving{};
   // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
   bool spread = false;
   // Whether a table of the group remembers what it evicts.

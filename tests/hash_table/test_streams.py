@@ -127,6 +127,49 @@ def test_backward_on_one_next_insertion_on_another(streams):
     assert group.clock == rounds
 
 
+def test_a_lookup_does_not_wait_for_an_insertion_that_ends_other_pins(streams):
+    """Its own pin holds its rows; so does a backward's."""
+    side, main = streams
+    n, dim = 2000, 32
+    group = TableGroup([TableSpec("t", 20 * n, dim)], [0], SGD(), device="cuda")
+    offsets = torch.arange(n + 1, device="cuda")
+    batches = [Bags(random_ids(n).to("cuda"), offsets, n) for _ in range(6)]
+    half = rate(0.5, group)
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    ones = torch.ones(n, dim, device="cuda")
+
+    def found(bags):
+        with torch.cuda.stream(side):
+            pin = group.pin()
+            return bags, group.find_or_insert(bags.ids, offsets, n, pin), pin
+
+    def train(bags, slots, pin):
+        with torch.cuda.stream(main):
+            group.pooled_lookup(
+                anchor, bags.ids, offsets, None, slots, n, False, pin, half
+            ).backward(ones)
+
+    # First without a delay, so that kernels are loaded and memory is there.
+    for delay, (first, second, third) in ((0, batches[:3]), (400_000_000, batches[3:])):
+        first, second = found(first), found(second)
+        torch.cuda.synchronize()
+        train(*first)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(delay)
+        third = found(third)  # ends the first one's pin
+        inserted = side.record_event()
+        train(*second)
+        trained = main.record_event()
+        trained.synchronize()
+        assert delay == 0 or not inserted.query()
+        torch.cuda.synchronize()
+        train(*third)
+        torch.cuda.synchronize()
+        del first, second, third
+    assert group.counters()[0]["size"] == 6 * n
+
+
 def test_memory_outlives_the_calls_on_it(streams):
     """A table that is deleted is not given away while another stream still reads it."""
     for _ in range(5):

@@ -76,6 +76,11 @@ struct CopyBarrier {
   }
 };
 
+// After the init of barriers, before copies arrive at them.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // Orders what the lane has read and written in shared memory before bulk copies to there.
 __device__ __forceinline__ void fence_before_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -97,6 +102,23 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t b
       "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(&barrier->state)), "l"(policy)
       : "memory");
+}
+// From shared memory. Bytes and addresses are multiples of 16. They go in groups of the lane that
+// began them.
+__device__ __forceinline__ void copy_bulk_out(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void end_bulk_copies_out() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all of the lane's groups have read shared memory; until they have arrived.
+__device__ __forceinline__ void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_bulk_copies_out() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 #endif
 

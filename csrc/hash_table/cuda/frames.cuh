@@ -70,7 +70,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
     for (int p = 0; p < kMostOfSet; ++p) {
       const uint32_t tag = p < frames.frames_of_set ? frames.tag_at(tags, p) : 0;
       steps[p] =
-          Frames::is_taken(tag) ? load_l2(&table.last_steps[frames.slot_of(set, tag)]) : kFreeStep;
+          Frames::is_taken(tag) ? load_l2(&table.last_steps[frames.slot_of(home, tag)]) : kFreeStep;
     }
     Rank lowest{~0ull, kFreeStep};
     const bool blocked = !kNew && load_l2(&frames.crowded[set]) >= pinned_from;
@@ -82,7 +82,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
       if (steps[p] != kFreeStep) {
         if (steps[p] >= pinned_from) continue;
         const uint32_t tag = frames.tag_at(tags, p);
-        const int64_t other = frames.slot_of(set, tag);
+        const int64_t other = frames.slot_of(home, tag);
         rank = Rank{table.scores == nullptr ? tag & kTagAgain : load_score(table, other), steps[p]};
         if (tag & kTagDirty) leaver = other;
       }

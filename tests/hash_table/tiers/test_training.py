@@ -7,8 +7,16 @@ import torch
 
 from tests.support.batches import Bags, find, lookup, random_ids, rows_by_id
 from tests.support.gpu import NEEDS_GPU
-from tests.support.tiers import tiered_group
-from torchrec_hkv.hash_table import SGD, Adam, RowWiseAdagrad, Uniform, initial_rows
+from tests.support.tiers import hbm_bytes_for, tiered_group
+from torchrec_hkv.hash_table import (
+    SGD,
+    Adam,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+    Uniform,
+    initial_rows,
+)
 
 pytestmark = NEEDS_GPU
 
@@ -104,13 +112,18 @@ def test_the_next_batches_are_looked_up_before_a_backward(share, eviction):
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2])
-def test_backwards_on_another_stream(share):
-    """A batch is looked up while the backward of the one before it runs."""
+@pytest.mark.parametrize("finding", [1, 2])
+def test_backwards_on_another_stream(share, finding):
+    """A batch is found while the one before is looked up and its backward runs.
+
+    With two streams for it also while the rows of the one before come.
+    """
     groups = [
         tiered_group(s, capacity=60_000, dim=64, optimizer=RowWiseAdagrad()) for s in (share, None)
     ]
     pool = random_ids(40_000)
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    training = torch.cuda.Stream()
+    streams = [torch.cuda.Stream() for _ in range(finding)]
     batches = [batch(pool, 8000) for _ in range(25)]
     grads = [torch.randn(8000, 64, device="cuda") for _ in batches]
     torch.cuda.synchronize()
@@ -121,20 +134,21 @@ def test_backwards_on_another_stream(share):
         for k in range(len(batches) + 1):
             ahead = None
             if k < len(batches):
-                with torch.cuda.stream(streams[0]):
+                stream = streams[k % finding]
+                with torch.cuda.stream(stream):
                     pin = group.pin()
                     bags = batches[k]
                     slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, pin)
-                    ahead = (bags, slots, pin, streams[0].record_event())
+                    ahead = (bags, slots, pin, stream.record_event())
             if found is not None:
                 bags, slots, pin, event = found
-                with torch.cuda.stream(streams[1]):
-                    streams[1].wait_event(event)
+                with torch.cuda.stream(training):
+                    training.wait_event(event)
                     out = group.pooled_lookup(
                         anchor, bags.ids, bags.offsets, None, slots, 8000, False, pin, rate
                     )
                     out.backward(grads[k - 1])
-                    slots.record_stream(streams[1])
+                    slots.record_stream(training)
             found = ahead
         torch.cuda.synchronize()
     same_rows(groups)
@@ -179,3 +193,80 @@ def test_a_captured_step():
         lookup(groups[1], bags).backward(grad)
     torch.cuda.synchronize()
     same_rows(groups)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2])
+@pytest.mark.parametrize("dim", [16, 128])  # rows that lanes move, and bulk copies
+def test_lookups_that_are_dropped(share, dim):
+    """New ids, two streams in turn, and every third lookup gets no backward, nor is it pooled."""
+    groups = [
+        tiered_group(s, capacity=40_000, dim=dim, optimizer=RowWiseAdagrad()) for s in (share, None)
+    ]
+    pool = random_ids(30_000)
+    main, *streams = (torch.cuda.Stream() for _ in range(3))
+    batches = [batch(pool, 3000) for _ in range(40)]
+    grad = torch.randn(3000, dim, device="cuda")
+    torch.cuda.synchronize()
+    for group in groups:
+        anchor = torch.empty(0, device="cuda", requires_grad=True)
+        rate = torch.tensor(0.1, device="cuda")
+        kept = []  # used on several streams
+        for k, bags in enumerate(batches):
+            stream = streams[k % 2]
+            with torch.cuda.stream(stream):
+                pin = group.pin()
+                slots = group.find_or_insert(bags.ids, bags.offsets, bags.batch_size, pin)
+                found = stream.record_event()
+            kept.append(slots)
+            if k % 3 == 2:
+                del pin
+                continue
+            with torch.cuda.stream(main):
+                main.wait_event(found)
+                group.pooled_lookup(
+                    anchor, bags.ids, bags.offsets, None, slots, 3000, False, pin, rate
+                ).backward(grad)
+        torch.cuda.synchronize()
+    if share:
+        assert groups[0].counters()[0]["written_home"] > 0
+    same_rows(groups)
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 128, 100), (128, 5, 16), (512,)], ids=["in_bulk", "by_lanes", "long"]
+)
+def test_tables_of_several_widths(dims):
+    """Rows come to the frames of all tables in one order; the last table is in HBM."""
+    capacities = [40_000, 9000, 20_000, 6400]
+    shares = [0.05, 0.3, 0.1]
+    groups = []
+    for tiered in (True, False):
+        specs = [
+            TableSpec(
+                f"t{t}",
+                capacity,
+                dim,
+                hbm_bytes=hbm_bytes_for(share, capacity, dim, 1) if tiered else None,
+                initializer=Uniform(-1, 1),
+            )
+            for t, (capacity, dim, share) in enumerate(zip(capacities, dims, shares, strict=False))
+        ]
+        specs.append(TableSpec("in_hbm", capacities[-1], 32, initializer=Uniform(-1, 1)))
+        groups.append(TableGroup(specs, list(range(len(specs))), RowWiseAdagrad(), device="cuda"))
+    tables = len(dims) + 1
+    pools = [random_ids(int(0.7 * c)) for c in (*capacities[: len(dims)], capacities[-1])]
+    for _ in range(25):
+        ids = torch.cat([skewed(1500, pool) for pool in pools])
+        offsets = torch.arange(0, tables * 1500 + 1, 3)
+        bags = Bags(ids, offsets, 500).to("cuda")
+        outs = [lookup(group, bags) for group in groups]
+        assert torch.equal(*outs)
+        grad = torch.randn_like(outs[0])
+        for out in outs:
+            out.backward(grad)
+    for t in range(tables):
+        rows = [rows_by_id(group, t) for group in groups]
+        assert rows[0].keys() == rows[1].keys()
+        assert all(torch.equal(rows[0][id_], rows[1][id_]) for id_ in rows[0])
+        written = groups[0].counters()[t]["written_home"]
+        assert (written > 0) == (t < len(dims))

@@ -262,7 +262,7 @@ InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
 
 // Whether positions whose ids were placed for them are noted.
 bool notes_places(const Placement& placement) {
-  return placement.frames || (placement.remembers && placement.ordered);
+  return placement.moving.any() || (placement.remembers && placement.ordered);
 }
 
 // Where parts of the scratch begin, behind what Missing says.
@@ -270,6 +270,7 @@ struct ScratchLayout {
   size_t admission;
   size_t order;   // of an insertion in the order of the batch
   size_t placed;  // which positions' ids were placed for them
+  size_t moves;   // of rows that come into frames
   size_t bytes;
 
   ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
@@ -283,7 +284,8 @@ struct ScratchLayout {
     if (placement.ordered) {
       placed += aligned(insertion_order(num_ids, placement, scored, nullptr).bytes);
     }
-    bytes = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
+    moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
+    bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
   }
 };
 
@@ -309,7 +311,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   Missing missing = missing_layout(batch.num_ids, memory);
   missing.returns = placement.remembers && !placement.ordered;
   missing.joins = placement.admissions == nullptr;
-  missing.sorts_full = !placement.ordered && !placement.frames && !placement.remembers &&
+  missing.sorts_full = !placement.ordered && !placement.moving.any() && !placement.remembers &&
                        placement.admissions == nullptr;
   if (notes_places(placement)) {
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
@@ -365,9 +367,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, rest, slots, stream);
   }
-  if (placement.frames) {
+  if (placement.moving.any()) {
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
-                stream);
+                placement.moving, memory + layout.moves, stream);
   }
 }
 

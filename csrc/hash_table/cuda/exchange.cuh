@@ -1,0 +1,96 @@
+// Rows and states that change places between frames and host memory, a warp's together.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// A vector that changes places, as the lanes see it that move it.
+struct Exchange {
+  char* frame;
+  char* out;       // what the frame holds goes there; null: nowhere
+  const char* in;  // comes into the frame; null: nothing
+  int64_t bytes;   // 0: there is none
+};
+
+// Rows, or states, of a warp's lanes in `busy` change places. As many lanes take one as it has
+// pieces, so that what goes to host memory goes there in long runs; and kAtOnce go by at a time.
+template <typename Piece>
+__device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, const TableView* mine,
+                                                 unsigned busy, int64_t frame, int64_t leaver,
+                                                 int64_t slot) {
+  constexpr int kAtOnce = 4;
+  constexpr auto kPiece = static_cast<int64_t>(sizeof(Piece));
+  const TableView* first = table_of_lane<false>(mine, __ffs(static_cast<int>(busy)) - 1);
+  int lanes = 1;  // of a vector
+  while (lanes < kWarp && lanes * kPiece < (first->*store).bytes()) lanes *= 2;
+  const int vectors = kWarp / lanes;  // beside each other
+  const int lane = threadIdx.x % kWarp;
+  for (unsigned left = busy; left;) {
+    Exchange its[kAtOnce];
+    int64_t longest = 0;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int number = k * vectors + lane / lanes;
+      const int source = nth_lane(left, number);
+      const TableView* table = table_of_lane<false>(mine, source);
+      const int64_t its_frame = __shfl_sync(kAllLanes, frame, source);
+      const int64_t its_leaver = __shfl_sync(kAllLanes, leaver, source);
+      const int64_t its_slot = __shfl_sync(kAllLanes, slot, source);
+      const RowStore& of = table->*store;
+      its[k].frame = of.at(0, its_frame);
+      its[k].out = its_leaver == kNoSlot ? nullptr : of.at(its_leaver, kNoFrame);
+      its[k].in = its_slot == kNoSlot ? nullptr : of.at(its_slot, kNoFrame);
+      its[k].bytes = number < __popc(left) ? of.bytes() : 0;
+      longest = max(longest, its[k].bytes);
+    }
+    // The same lane reads a piece of the frame and then writes it, so what comes can be under way
+    // while the other leaves.
+    for (int64_t b = lane % lanes * kPiece; b < longest; b += lanes * kPiece) {
+      Piece comes[kAtOnce], goes[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].in != nullptr) comes[k] = *reinterpret_cast<const Piece*>(its[k].in + b);
+        if (its[k].out != nullptr) goes[k] = *reinterpret_cast<const Piece*>(its[k].frame + b);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].out != nullptr) *reinterpret_cast<Piece*>(its[k].out + b) = goes[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (b >= its[k].bytes) continue;
+        if (its[k].in != nullptr) *reinterpret_cast<Piece*>(its[k].frame + b) = comes[k];
+      }
+    }
+    for (int n = min(kAtOnce * vectors, __popc(left)); n > 0; --n) left &= left - 1;
+  }
+}
+
+// Of each lane that is busy, the row and the state of `leaver` go home from its frame, and those of
+// `slot` come there. kNoSlot: nothing goes, or comes. All lanes.
+__device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_busy, int64_t frame,
+                                              int64_t leaver, int64_t slot) {
+  const auto of = [&](RowStore TableView::* store, bool wanted) {
+    const unsigned busy = __ballot_sync(kAllLanes, wanted);
+    if (busy == 0) return;
+    const int64_t bytes = wanted ? (mine->*store).bytes() : 0;
+    if (__all_sync(kAllLanes, bytes % 16 == 0)) {
+      exchange_vectors<uint4>(store, mine, busy, frame, leaver, slot);
+    } else if (__all_sync(kAllLanes, bytes % 4 == 0)) {
+      exchange_vectors<uint32_t>(store, mine, busy, frame, leaver, slot);
+    } else {
+      exchange_vectors<uint16_t>(store, mine, busy, frame, leaver, slot);
+    }
+  };
+  is_busy = is_busy && (leaver != kNoSlot || slot != kNoSlot);
+  of(&TableView::states, is_busy && mine->states.moves());
+  of(&TableView::rows, is_busy);
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda
