@@ -226,7 +226,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                                         group.aging(), placement, out, there, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given_scores, placement, out,
-                                         there, writes, scratch.data_ptr(), stream));
+                                         there, writes, /*notes=*/nullptr, scratch.data_ptr(), stream));
     keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
