@@ -29,8 +29,8 @@ inline unsigned long long capture_id([[maybe_unused]] c10::Device device) {
   if (device.is_cuda()) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
-    HKV_CUDA_CHECK(cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device.index()),
-                                            &status, &id));
+    HKV_CUDA_CHECK(
+        cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device.index()), &status, &id));
     return status != cudaStreamCaptureStatusNone ? id : 0;
   }
 #endif

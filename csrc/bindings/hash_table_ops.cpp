@@ -79,8 +79,7 @@ const float* learning_rate_of(const TableGroup& group, const at::Tensor& learnin
 // Whether an update of such a batch takes rows that stand alone in its order.
 bool orders_by_batch(const TableGroup& group, const Batch& batch) {
   return hash_table::cuda::updates_in_batch_order(group.update_hint(), group.shape(),
-                                                  group.optimizer(), batch.num_ids,
-                                                  batch.num_bags);
+                                                  group.optimizer(), batch.num_ids, batch.num_bags);
 }
 #endif
 
@@ -308,8 +307,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
   const Output<char> out{static_cast<char*>(pooled.data_ptr()), layout.output_stride(), type};
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const at::Tensor notes = pin ? group.clock().find(*pin)->notes().take(slots) : at::Tensor();
-  const auto* const noted =
-      notes.defined() ? static_cast<const hash_table::TouchNotes*>(notes.const_data_ptr()) : nullptr;
+  const auto* const noted = notes.defined()
+                                ? static_cast<const hash_table::TouchNotes*>(notes.const_data_ptr())
+                                : nullptr;
   group.order().run(kReadPinned, [&] {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
     SideStream side(stream);

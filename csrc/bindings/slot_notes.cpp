@@ -8,12 +8,8 @@ namespace torchrec_hkv::bindings {
 
 void SlotNotes::keep(const at::Tensor& slots, at::Tensor notes) {
   if (slots.is_inference()) return;  // nothing tells who writes to it
-  Kept kept{slots.storage().getWeakStorageImpl(),
-            slots.const_data_ptr(),
-            slots.numel(),
-            static_cast<uint32_t>(slots._version()),
-            capture_id(slots.device()),
-            std::move(notes)};
+  Kept kept{slots.storage().getWeakStorageImpl(),    slots.const_data_ptr(),     slots.numel(),
+            static_cast<uint32_t>(slots._version()), capture_id(slots.device()), std::move(notes)};
   std::lock_guard<std::mutex> lock(mutex_);
   kept_.emplace(std::move(kept));
 }

@@ -121,9 +121,9 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
                                               const Wanted& wanted, const Emit& emit,
                                               const Finish& finish, const Note& note = Note()) {
   constexpr int kWarps = kListers / kWarp;
-  constexpr int kListed = kListers * kOfThread;  // positions of a block
-  __shared__ uint32_t firsts[kOfThread * kWarps];    // by round and warp
-  __shared__ uint16_t chosen[kListed];               // counted from the block's first
+  constexpr int kListed = kListers * kOfThread;    // positions of a block
+  __shared__ uint32_t firsts[kOfThread * kWarps];  // by round and warp
+  __shared__ uint16_t chosen[kListed];             // counted from the block's first
   __shared__ uint32_t block_first;
   __shared__ typename cub::BlockScan<uint32_t, kListers>::TempStorage scan;
   static_assert(kOfThread * kWarps <= kListers && kListed <= 1 << 16);
@@ -150,8 +150,7 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
   for (int k = 0; k < kOfThread; ++k) {
     if (lists[k] >> lane & 1) {
       const int place = __popc(lists[k] & ((1u << lane) - 1));
-      chosen[firsts[k * kWarps + warp] + place] =
-          static_cast<uint16_t>(k * kListers + threadIdx.x);
+      chosen[firsts[k * kWarps + warp] + place] = static_cast<uint16_t>(k * kListers + threadIdx.x);
     }
   }
   if (warp == 0) {
@@ -162,8 +161,7 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
     }
   }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < own; i += kListers)
-    emit(block_first + i, begin + chosen[i]);
+  for (uint32_t i = threadIdx.x; i < own; i += kListers) emit(block_first + i, begin + chosen[i]);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

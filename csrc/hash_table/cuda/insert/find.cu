@@ -153,8 +153,8 @@ __device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t a
   return at < batch.num_ids ? batch.feature_of(at) : 0;
 }
 
-// exclusive: returns whether this position is the first of the call to touch the slot. That takes an
-// atomic exchange, which where ids are spread is quicker than a write besides: it is carried out
+// exclusive: returns whether this position is the first of the call to touch the slot. That takes
+// an atomic exchange, which where ids are spread is quicker than a write besides: it is carried out
 // where the sector is, and no part of one waits for the rest.
 __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool exclusive) {
   if (exclusive) return atomicExch(last_step, now) != now;
@@ -165,8 +165,8 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
 // kOneTable: the view comes with the launch and not from memory. spread: most ids stand at one
 // position. Steps are exchanged then, and those of many tables are brought near before it is known
 // that their ids are the right ones. Elsewhere they are written untested: waiting for a hot id's
-// step, which many write, costs more than the writes that are saved. Of a block's threads that touch
-// one slot mostly one writes.
+// step, which many write, costs more than the writes that are saved. Of a block's threads that
+// touch one slot mostly one writes.
 template <bool kTouch, bool kOneTable>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,

@@ -82,16 +82,16 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
   const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and
     // states are small, there is bandwidth left to bring rows nearer.
-    constexpr bool kNarrow = sizeof(typename Updater::Gradient) == sizeof(Columns<4>) &&
-                             Updater::kLanes < kWarp;
+    constexpr bool kNarrow =
+        sizeof(typename Updater::Gradient) == sizeof(Columns<4>) && Updater::kLanes < kWarp;
     constexpr int kAhead = (Updater::kColumnStates ? 2 : 3) + (kNarrow ? 1 : 0);
     const Batch& batch = update.batch;
     const bool prefetch = !Updater::kColumnStates && batch.num_ids >= 2 * batch.num_bags;
     const auto kernel = prefetch ? alone_kernel<Updater, Element, kAhead, !Updater::kColumnStates>
                                  : alone_kernel<Updater, Element, kAhead, false>;
     const BagTiling tiling(update.batch, Updater::kLanes);
-    launch_chained(kernel, grid_for(tiling.tiles(batch) * Updater::kLanes), kThreads, stream, tables,
-                   update, slots, scratch, tiling);
+    launch_chained(kernel, grid_for(tiling.tiles(batch) * Updater::kLanes), kThreads, stream,
+                   tables, update, slots, scratch, tiling);
   };
   const auto choose = [&]<typename Updater>() {
     choose_element(update.grad.type,

@@ -22,14 +22,18 @@ struct BagsOfPart {
     if (offsets[guess] <= position) {
       low = guess;
       for (int64_t step = 1; low + step < high; step *= 4) {
-        if (offsets[low + step] > position) high = low + step;
-        else low += step;
+        if (offsets[low + step] > position)
+          high = low + step;
+        else
+          low += step;
       }
     } else {
       high = guess;
       for (int64_t step = 1; high - step > low; step *= 4) {
-        if (offsets[high - step] <= position) low = high - step;
-        else high -= step;
+        if (offsets[high - step] <= position)
+          low = high - step;
+        else
+          high -= step;
       }
     }
     while (high - low > 1) {
@@ -65,8 +69,7 @@ __global__ void __launch_bounds__(kSplitThreads, 4)
   const auto emit = [&](uint32_t place, int64_t at) {
     const auto key = static_cast<uint64_t>(slots[at]);
     const auto bag = static_cast<uint32_t>(part.bag_of(batch.offsets, at));
-    scratch.pairs.pairs.set(place, key,
-                            scratch.bags == nullptr ? bag : static_cast<uint32_t>(at));
+    scratch.pairs.pairs.set(place, key, scratch.bags == nullptr ? bag : static_cast<uint32_t>(at));
     if (scratch.bags != nullptr) scratch.bags[at] = bag;
     sort.count(0, place, key);
   };
