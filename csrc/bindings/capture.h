@@ -23,4 +23,18 @@ inline bool is_capturing([[maybe_unused]] c10::Device device) {
   return false;
 }
 
+// Which graph that is; 0: none.
+inline unsigned long long capture_id([[maybe_unused]] c10::Device device) {
+#ifdef TORCHREC_HKV_CUDA
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    HKV_CUDA_CHECK(
+        cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device.index()), &status, &id));
+    return status != cudaStreamCaptureStatusNone ? id : 0;
+  }
+#endif
+  return 0;
+}
+
 }  // namespace torchrec_hkv::bindings

@@ -63,7 +63,8 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
             .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
                 const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
                 const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
-                const at::Tensor&, at::OptionalIntArrayRef, std::optional<at::ScalarType>)>();
+                const at::Tensor&, at::OptionalIntArrayRef, std::optional<at::ScalarType>,
+                std::optional<int64_t>)>();
     static const auto lookup =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
@@ -93,7 +94,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     if (ahead) {
       auto [pooled, grouped, ways] =
           lookup_grouped.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
-                              learning_rate, bags, dtype);
+                              learning_rate, bags, dtype, pin);
       ctx->saved_data["grouped"] = std::move(grouped);
       ctx->saved_data["ways"] = std::move(ways);
       return pooled;

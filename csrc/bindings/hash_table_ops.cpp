@@ -75,6 +75,14 @@ const float* learning_rate_of(const TableGroup& group, const at::Tensor& learnin
   return learning_rate.const_data_ptr<float>();
 }
 
+#ifdef TORCHREC_HKV_CUDA
+// Whether an update of such a batch takes rows that stand alone in its order.
+bool orders_by_batch(const TableGroup& group, const Batch& batch) {
+  return hash_table::cuda::updates_in_batch_order(group.update_hint(), group.shape(),
+                                                  group.optimizer(), batch.num_ids, batch.num_bags);
+}
+#endif
+
 at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
                 int64_t batch_size, at::OptionalIntArrayRef bags) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
@@ -106,8 +114,17 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   placement.admissions = group.admission().get();
   placement.moving = group.moving_rows();
 #ifdef TORCHREC_HKV_CUDA
+  // What the pooling that is given the pin groups positions by.
+  at::Tensor notes;
+  hash_table::TouchNotes* noted = nullptr;
   if (group.device().is_cuda()) {
     placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
+    if (held && placement.spread && group.optimizer().kind != Optimizer::kNone &&
+        orders_by_batch(group, batch)) {
+      notes = at::empty({(batch.num_ids + 31) / 32}, ids.options());
+      static_assert(sizeof(hash_table::TouchNotes) == sizeof(int64_t));
+      noted = reinterpret_cast<hash_table::TouchNotes*>(notes.data_ptr<int64_t>());
+    }
   }
 #endif
   placement.remembers = group.remembers_evicted();
@@ -125,17 +142,20 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
                                         placement, out, nullptr, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), nullptr, placement, out,
-                                         nullptr, nullptr, scratch.data_ptr(), stream))
+                                         nullptr, nullptr, noted, scratch.data_ptr(), stream))
   };
-  if (!pin || !group.has_frames()) {
+  if (pin && group.has_frames()) {
+    // The pin holds the rows that get frames, until they have come there.
+    group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
+      placement.moving.begin = &moves_begin;
+      enqueue();
+    });
+  } else {
     group.order().run(call.use(/*inserts=*/true), enqueue);
-    return slots;
   }
-  // The pin holds the rows that get frames, until they have come there.
-  group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
-    placement.moving.begin = &moves_begin;
-    enqueue();
-  });
+#ifdef TORCHREC_HKV_CUDA
+  if (notes.defined()) held->notes().keep(slots, std::move(notes));
+#endif
   return slots;
 }
 
@@ -176,10 +196,7 @@ struct Grouped {
 
   // Room for them; how the batches before were says which way is taken.
   Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& ids)
-      : how{hash_table::cuda::updates_in_batch_order(group.update_hint(), group.shape(),
-                                                     group.optimizer(), batch.num_ids,
-                                                     batch.num_bags),
-            false} {
+      : how{orders_by_batch(group, batch), false} {
     memory = at::empty({grouping_bytes(group, batch, weighted, how.batch_order)},
                        ids.options().dtype(at::kByte));
   }
@@ -203,9 +220,10 @@ struct Grouped {
     said.data_ptr<int64_t>()[1] = how.moved;
     return said;
   }
+  // notes: of the lookup that gave the slots, or null.
   void fill(const TableGroup& group, const Batch& batch, bool weighted, const int64_t* slots,
-            cudaStream_t stream) {
-    how = hash_table::cuda::group_positions(batch, slots, weighted, group.optimizer(),
+            const hash_table::TouchNotes* notes, cudaStream_t stream) {
+    how = hash_table::cuda::group_positions(batch, slots, notes, weighted, group.optimizer(),
                                             group.num_slots(), group.shape(), how.batch_order,
                                             memory.data_ptr(), stream);
   }
@@ -247,7 +265,7 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
   HKV_ON_GROUP(group, kWritePinned,
                hash_table::cpu::update_rows(group.views(), batch, at, pooling, from,
                                             group.optimizer(), rate, num_tables, threads),
-               if (!grouped) positions->fill(group, batch, weighted, at, stream);
+               if (!grouped) positions->fill(group, batch, weighted, at, nullptr, stream);
                hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
                                              group.optimizer(), rate, num_tables, group.num_slots(),
                                              group.shape(), positions->how, group.update_hint(),
@@ -278,12 +296,13 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
 
 #ifdef TORCHREC_HKV_CUDA
 // pooled_lookup, and beside it the part of its update that takes no gradients: for one update_rows
-// of the same batch, while the slots are what they are.
+// of the same batch, while the slots are what they are. pin: that of the lookup that gave them,
+// which may have noted something that helps.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
     const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
     const std::optional<at::Tensor>& weights, const at::Tensor& slots, int64_t batch_size,
     bool mean, const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
-    std::optional<at::ScalarType> dtype) {
+    std::optional<at::ScalarType> dtype, std::optional<int64_t> pin) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   learning_rate_of(group, learning_rate);
@@ -298,10 +317,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
       at::empty(layout.output_shape(), ids.options().dtype(dtype.value_or(at::kFloat)));
   const Output<char> out{static_cast<char*>(pooled.data_ptr()), layout.output_stride(), type};
   const int64_t* at = slots.const_data_ptr<int64_t>();
+  const at::Tensor notes = pin ? group.clock().find(*pin)->notes().take(slots) : at::Tensor();
+  const auto* const noted = notes.defined()
+                                ? static_cast<const hash_table::TouchNotes*>(notes.const_data_ptr())
+                                : nullptr;
   group.order().run(kReadPinned, [&] {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
     SideStream side(stream);
-    grouped.fill(group, batch, weighted, at, side.stream());
+    grouped.fill(group, batch, weighted, at, noted, side.stream());
     hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(), stream);
     side.join();
   });
@@ -353,7 +376,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "pooled_lookup_grouped(Tensor anchor, int group, Tensor ids, Tensor offsets, "
       "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, "
-      "int[]? bags=None, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)");
+      "int[]? bags=None, ScalarType? dtype=None, int? pin=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "weights_gradient(int group, Tensor grad, Tensor ids, Tensor offsets, Tensor slots, "
       "int batch_size, bool mean, int[]? bags=None) -> Tensor");

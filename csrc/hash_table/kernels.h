@@ -22,6 +22,12 @@ struct UpdateHint {
   uint32_t batch_order;  // 1: most rows of a batch stand at one of its positions
 };
 
+// What a lookup on a GPU has seen of 32 neighbouring positions of its batch, a bit each.
+struct TouchNotes {
+  uint32_t again;   // another position of the call has touched the slot before
+  uint32_t absent;  // the id had no slot before the call: nothing is known of it
+};
+
 namespace cpu {
 
 // slots[i] = the slot of ids[i] in its group, or kNoSlot. Changes nothing.
@@ -151,10 +157,11 @@ size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool 
 
 // Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
 // before; whether this position is the one of all its positions whose row write_rows is to write.
+// notes, [(num_ids + 31) / 32], where wanted: placement.spread is set and nothing believed then.
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
                     Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
                     const Placement& placement, int64_t* slots, bool* there, bool* writer,
-                    void* scratch, cudaStream_t stream);
+                    TouchNotes* notes, void* scratch, cudaStream_t stream);
 
 // What `tick` says: one step on, or none, and the pins.
 void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
@@ -226,10 +233,11 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
 
 // The first part of an update, which takes no gradients: brings the positions of equal slots
 // together, or tells which slots are repeated, in `scratch`, which must be aligned to 256 bytes. It
-// looks at the offsets, and at nothing of the tables. weighted: as above; batch_order: what
+// looks at the offsets, and at nothing of the tables. notes: those of the find_or_insert that gave
+// these slots, or null; only speed depends on them. weighted: as above; batch_order: what
 // updates_in_batch_order has said.
-Grouping group_positions(const Batch& batch, const int64_t* slots, bool weighted,
-                         const OptimizerConfig& optimizer, int64_t num_slots,
+Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
+                         bool weighted, const OptimizerConfig& optimizer, int64_t num_slots,
                          const GroupShape& shape, bool batch_order, void* scratch,
                          cudaStream_t stream);
 

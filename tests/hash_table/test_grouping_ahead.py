@@ -17,21 +17,30 @@ BATCH = 512
 OPTIMIZERS = {"row-wise Adagrad": RowWiseAdagrad(), "Adam": Adam(), "LAMB": LAMB()}
 
 
-def make(dims=(64, 128), optimizer=None, initial=None):
-    specs = [
-        TableSpec(f"t{t}", 20_000, dim, initializer=Uniform(-1, 1), initial_capacity=initial)
-        for t, dim in enumerate(dims)
-    ]
+def make(dims=(64, 128), optimizer=None, initial=None, **options):
+    options |= {"initializer": Uniform(-1, 1), "initial_capacity": initial}
+    specs = [TableSpec(f"t{t}", 20_000, dim, **options) for t, dim in enumerate(dims)]
     return TableGroup(specs, [0, 1, 0], optimizer or RowWiseAdagrad(), device="cuda")
 
 
 def draw(kind):
-    """Three features; ids that stand alone, or that are repeated, one of them often."""
+    """Three features; ids that stand alone, or that are repeated, one of them often.
+
+    Of "few" one in 25 stands where another one does, too; other batches know most of them.
+    """
     bags = Bags.random(3, BATCH, random_ids(600)).to("cuda")
-    if kind == "alone":
-        return Bags(torch.randperm(15_000, device="cuda")[: len(bags.ids)], bags.offsets, BATCH)
+    if kind in ("alone", "few"):
+        ids = torch.randperm(15_000 if kind == "alone" else 5_000, device="cuda")[: len(bags.ids)]
+        if kind == "few":
+            again = torch.rand(len(ids), device="cuda") < 0.04
+            ids = ids[torch.randint(len(ids), ids.shape, device="cuda").where(again, arange(ids))]
+        return Bags(ids, bags.offsets, BATCH)
     bags.ids[torch.rand(len(bags.ids), device="cuda") < 0.3] = 7
     return bags
+
+
+def arange(ids):
+    return torch.arange(len(ids), device="cuda")
 
 
 def slots_of(group, bags):
@@ -76,7 +85,7 @@ def entries(group):
 @pytest.mark.parametrize("pooling", ["sum", "weighted mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dims", [(64, 128), (3, 300)], ids=str)
-@pytest.mark.parametrize("kind", ["alone", "repeated"])
+@pytest.mark.parametrize("kind", ["alone", "few", "repeated"])
 def test_same_bits(kind, dims, optimizer, pooling):
     groups = [make(dims, OPTIMIZERS[optimizer]) for _ in range(2)]
     for _ in range(3):  # from the second on as the first has shown
@@ -93,7 +102,7 @@ def test_same_bits(kind, dims, optimizer, pooling):
     assert groups[0].optimizer_steps.tolist() == groups[1].optimizer_steps.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("kind", ["alone", "repeated"])
+@pytest.mark.parametrize("kind", ["alone", "few", "repeated"])
 def test_two_backwards_of_one_forward(kind):
     """The first uses the grouping up."""
     groups = [make() for _ in range(2)]
@@ -111,6 +120,79 @@ def test_two_backwards_of_one_forward(kind):
     where = (bags.ids, bags.offsets, None, slots, BATCH, False, rate(0.1, groups[1]))
     for grad in grads:
         ops.update_rows(groups[1].counter_tensor, groups[1].handle, grad, *where)
+    for mine, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"eviction": "lfu"}], ids=str)
+def test_what_a_lookup_notes(options):
+    """Batches that are mostly alone: the marks are of what the lookup has noted."""
+    groups = [make(**options) for _ in range(2)]
+    for _ in range(4):
+        bags, grad = draw("few"), torch.randn(BATCH, 256, device="cuda")
+        steps = zip((train, train_by_ops), groups, strict=True)
+        outs = [step(group, bags, grad) for step, group in steps]
+        assert torch.equal(*outs)
+    for mine, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("change", ["written to", "others", "another lookup between"])
+def test_slots_that_are_not_what_was_noted(change):
+    """Notes of other slots are of no use."""
+    groups = [make() for _ in range(2)]
+    warm, bags, between = draw("few"), draw("few"), draw("few")
+    grad = torch.randn(BATCH, 256, device="cuda")
+    for group in groups:
+        train(group, warm, torch.zeros_like(grad))
+    used = []
+    for group in groups:
+        slots, pin = slots_of(group, bags)
+        if change == "written to":
+            slots[1:9] = slots[0].clone()
+        elif change == "others":
+            slots = slots.clone()
+            slots[1:9] = slots[0].clone()
+        else:
+            group.find_or_insert(between.ids, between.offsets, BATCH, pin)
+        used.append((slots, pin))
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    where = [(bags.ids, bags.offsets, None, slots, BATCH, False) for slots, _ in used]
+    out = groups[0].pooled_lookup(anchor, *where[0], used[0][1], rate(0.1, groups[0]))
+    out.backward(grad)
+    update = (*where[1], rate(0.1, groups[1]))
+    ops.update_rows(groups[1].counter_tensor, groups[1].handle, grad, *update)
+    for mine, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_graph_of_the_backward_alone():
+    """What a lookup outside of the graph has noted is not what later ones will."""
+    groups = [make() for _ in range(2)]
+    warm, batches = draw("few"), [draw("few") for _ in range(3)]
+    n = min(len(bags.ids) for bags in batches)
+    offsets = torch.arange(3 * BATCH + 1, device="cuda").clamp(max=n)
+    offsets[-1] = n
+    grad = torch.randn(BATCH, 256, device="cuda")
+    for group in groups:
+        train(group, warm, torch.zeros_like(grad))
+    group = groups[0]
+    ids = batches[0].ids[:n].clone()
+    pin = group.pin()
+    slots = group.find_or_insert(ids, offsets, BATCH, pin)
+    learning_rate = rate(0.1, group)
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        where = (ids, offsets, None, slots, BATCH, False, pin)
+        group.pooled_lookup(anchor, *where, learning_rate).backward(grad)
+    for bags in batches:
+        ids.copy_(bags.ids[:n])
+        slots.copy_(group.find_or_insert(ids, offsets, BATCH))
+        graph.replay()
+        other = Bags(bags.ids[:n], offsets, BATCH)
+        train_by_ops(groups[1], other, grad)
+    torch.cuda.synchronize()
     for mine, other in zip(*map(entries, groups), strict=True):
         assert torch.equal(mine, other)
 

@@ -79,6 +79,7 @@ def _(
     learning_rate: Tensor,
     bags: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    pin: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = _output_shape(group, batch_size, bags)
     size = torch.library.get_ctx().new_dynamic_size()  # it depends on the batches before

@@ -63,8 +63,9 @@ struct BlockOrder {
 constexpr int kListThreads = 512;
 constexpr int kListedOfThread = 16;  // positions, unless a kernel has fewer
 
-inline int64_t listing_blocks(int64_t n, int of_thread = kListedOfThread) {
-  const int64_t listed = int64_t{kListThreads} * of_thread;
+inline int64_t listing_blocks(int64_t n, int of_thread = kListedOfThread,
+                              int threads = kListThreads) {
+  const int64_t listed = int64_t{threads} * of_thread;
   return (n + listed - 1) / listed;
 }
 
@@ -111,27 +112,27 @@ struct NotesNothing {
 };
 
 // Lists those of n positions that are wanted(position), in ascending order: calls emit(place,
-// position) for each of the block's, by any of its kListThreads threads, and, of the last block,
+// position) for each of the block's, by any of its kListers threads, and, of the last block,
 // finish(number of all) by one thread. wanted is called once a position, and note(position, bits)
 // by one thread for each 32 of them, which begin at that position: bit i, whether it is listed.
-template <int kOfThread = kListedOfThread, typename Wanted, typename Emit, typename Finish,
-          typename Note = NotesNothing>
+template <int kOfThread = kListedOfThread, int kListers = kListThreads, typename Wanted,
+          typename Emit, typename Finish, typename Note = NotesNothing>
 __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const BlockOrder& order,
                                               const Wanted& wanted, const Emit& emit,
                                               const Finish& finish, const Note& note = Note()) {
-  constexpr int kWarps = kListThreads / kWarp;
-  constexpr int kListed = kListThreads * kOfThread;  // positions of a block
-  __shared__ uint32_t firsts[kOfThread * kWarps];    // by round and warp
-  __shared__ uint16_t chosen[kListed];               // counted from the block's first
+  constexpr int kWarps = kListers / kWarp;
+  constexpr int kListed = kListers * kOfThread;    // positions of a block
+  __shared__ uint32_t firsts[kOfThread * kWarps];  // by round and warp
+  __shared__ uint16_t chosen[kListed];             // counted from the block's first
   __shared__ uint32_t block_first;
-  __shared__ typename cub::BlockScan<uint32_t, kListThreads>::TempStorage scan;
-  static_assert(kOfThread * kWarps <= kListThreads && kListed <= 1 << 16);
+  __shared__ typename cub::BlockScan<uint32_t, kListers>::TempStorage scan;
+  static_assert(kOfThread * kWarps <= kListers && kListed <= 1 << 16);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t begin = block * kListed;
   unsigned lists[kOfThread];
 #pragma unroll
   for (int k = 0; k < kOfThread; ++k) {
-    const int64_t at = begin + k * kListThreads + threadIdx.x;
+    const int64_t at = begin + k * kListers + threadIdx.x;
     lists[k] = __ballot_sync(kAllLanes, at < n && wanted(at));
     if (lane == 0) {
       firsts[k * kWarps + warp] = __popc(lists[k]);
@@ -142,15 +143,14 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
   const bool counts = threadIdx.x < kOfThread * kWarps;
   uint32_t first = counts ? firsts[threadIdx.x] : 0;
   uint32_t own;
-  cub::BlockScan<uint32_t, kListThreads>(scan).ExclusiveSum(first, first, own);
+  cub::BlockScan<uint32_t, kListers>(scan).ExclusiveSum(first, first, own);
   if (counts) firsts[threadIdx.x] = first;
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kOfThread; ++k) {
     if (lists[k] >> lane & 1) {
       const int place = __popc(lists[k] & ((1u << lane) - 1));
-      chosen[firsts[k * kWarps + warp] + place] =
-          static_cast<uint16_t>(k * kListThreads + threadIdx.x);
+      chosen[firsts[k * kWarps + warp] + place] = static_cast<uint16_t>(k * kListers + threadIdx.x);
     }
   }
   if (warp == 0) {
@@ -161,8 +161,7 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
     }
   }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < own; i += kListThreads)
-    emit(block_first + i, begin + chosen[i]);
+  for (uint32_t i = threadIdx.x; i < own; i += kListers) emit(block_first + i, begin + chosen[i]);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

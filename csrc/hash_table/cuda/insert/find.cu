@@ -153,26 +153,25 @@ __device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t a
   return at < batch.num_ids ? batch.feature_of(at) : 0;
 }
 
-// tested: one that has the step already is not written again; L1 may show an older step, never a
-// newer one. exclusive: as in touch.
-__device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool tested,
-                                           bool exclusive) {
-  if (tested && load_cached(last_step) == now) return false;
+// exclusive: returns whether this position is the first of the call to touch the slot. That takes
+// an atomic exchange, which where ids are spread is quicker than a write besides: it is carried out
+// where the sector is, and no part of one waits for the rest.
+__device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool exclusive) {
   if (exclusive) return atomicExch(last_step, now) != now;
   store_l2(last_step, now);
   return false;
 }
 
-// kOneTable: the view comes with the launch and not from memory. early: last steps are brought near
-// before it is known that their ids are the right ones, and tested before they are written. That
-// gains where the ids of many tables are spread. Elsewhere they are written untested: waiting for a
-// hot id's step, which many write, costs more than the writes that are saved. Of a block's threads
-// that touch one slot mostly one writes.
+// kOneTable: the view comes with the launch and not from memory. spread: most ids stand at one
+// position. Steps are exchanged then, and those of many tables are brought near before it is known
+// that their ids are the right ones. Elsewhere they are written untested: waiting for a hot id's
+// step, which many write, costs more than the writes that are saved. Of a block's threads that
+// touch one slot mostly one writes.
 template <bool kTouch, bool kOneTable>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
-                const Found found, const Missing missing, bool early, bool begun) {
+                const Found found, const Missing missing, bool spread, bool begun) {
   __shared__ Look looks_of_block[kThreads];
   // By thread: its id, which would take registers; later, of those that touch, the slot.
   __shared__ int64_t of_thread[kThreads];
@@ -213,7 +212,9 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         const int64_t slot = first_slot + candidate;
         // A find in one table gains 4 % if its ids leave L1 to the lines.
         const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
-        if (kTouch && early) prefetch_l2(&table.last_steps[slot]);  // most are hits
+        if (kTouch && !kOneTable && spread) {
+          prefetch_l2(&table.last_steps[slot]);  // most are hits
+        }
         if (stored == of_thread[threadIdx.x]) {
           position = candidate;
           break;
@@ -239,13 +240,13 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   }
   int64_t result = kNoSlot;
   if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
-  bool writer = false;
+  bool first = false;  // of the call to touch its slot, where that is wanted
   if (there) {
     result = table.first_slot + slot;
     if (kTouch) {
       const uint32_t toucher = touchers[static_cast<uint32_t>(slot) % kTouchers];
       if (toucher == threadIdx.x || of_thread[toucher] != result) {
-        writer = write_step(&table.last_steps[slot], visit.now(), early, found.writer != nullptr);
+        first = write_step(&table.last_steps[slot], visit.now(), spread || found.writer != nullptr);
       }
       if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
     }
@@ -253,7 +254,12 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (given) {
     slots[at] = result;
     if (kTouch && found.there != nullptr) found.there[at] = there;
-    if (kTouch && found.writer != nullptr) found.writer[at] = writer;
+    if (kTouch && found.writer != nullptr) found.writer[at] = first;
+  }
+  if (kTouch && found.notes != nullptr) {
+    const unsigned again = __ballot_sync(kAllLanes, there && !first);
+    const unsigned absent = __ballot_sync(kAllLanes, listed);
+    if (given && threadIdx.x % kWarp == 0) found.notes[at / kWarp] = TouchNotes{again, absent};
   }
   if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
 }
@@ -275,7 +281,7 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
   };
   if (only != nullptr) {
     launch(find_kernel<kTouch, true>, *only, static_cast<const TableView*>(nullptr), batch, visit,
-           slots, found, missing, false, begun);
+           slots, found, missing, spread, begun);
   } else {
     launch(find_kernel<kTouch, false>, TableView{}, tables, batch, visit, slots, found, missing,
            spread, begun);

@@ -6,14 +6,15 @@
 #include <cstdint>
 
 #include "hash_table/cuda/insert/missing.cuh"
-#include "hash_table/table_view.h"
+#include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 
 // What a find that touches says of each position besides its slot. Null: not wanted.
 struct Found {
-  bool* there;   // whether the id is in the table
-  bool* writer;  // whether it is, and this position is the first of the id's to touch it
+  bool* there;        // whether the id is in the table
+  bool* writer;       // whether it is, and this position is the first of the id's to touch it
+  TouchNotes* notes;  // both, of 32 positions each; only where ids are spread
 };
 
 // As find, and touches what it finds; of what is missing, kMissingFromFull tells apart what can

@@ -1,5 +1,6 @@
 // Rows that stand at one position of the batch, updated in the order of the batch. Marks of slots
 // tell which; what split.cu makes of them is a bit a position.
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/pool/bag_tile.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
@@ -7,29 +8,6 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
-
-__global__ void __launch_bounds__(kThreads)
-    mark_kernel(const Batch batch, const int64_t* __restrict__ slots, const Repeats repeats,
-                int64_t* __restrict__ bad_bag) {
-  note_bad_bag(batch, bad_bag);  // the first kernel of an update to read offsets
-  const int64_t n = batch.num_ids;
-  const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t slot = position < n ? slots[position] : kNoSlot;
-  const unsigned given = __ballot_sync(kAllLanes, slot != kNoSlot);
-  if (slot == kNoSlot) return;
-  const uint32_t mark = repeats.mark_of(slot);
-  // One lane a mark, so that a hot row's lanes don't queue at one address.
-  const unsigned peers = __match_any_sync(given, mark);
-  if (peers & ((1u << threadIdx.x % kWarp) - 1)) return;
-  uint32_t* const word = &repeats.marks[mark / Repeats::kOfWord];
-  const uint32_t shift = mark % Repeats::kOfWord * 2;
-  const uint32_t seen = Repeats::kSeen << shift, twice = Repeats::kTwice << shift;
-  // A hot one, which has had both bits for long, is met several times in a warp.
-  const bool several = peers & (peers - 1);
-  if (several && (load_l2(word) & twice)) return;
-  const uint32_t before = atomicOr(word, several ? seen | twice : seen);
-  if (!several && (before & (seen | twice)) == seen) atomicOr(word, twice);
-}
 
 // A tile takes neighbouring bags, so that a bag's gradient is read once for all of its rows.
 // kAhead: rows that a tile has under way at once.
@@ -40,6 +18,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                  const BagTiling tiling) {
   using Gradient = typename Updater::Gradient;
   constexpr int kLanes = Updater::kLanes;
+  wait_for_kernel_before();
   const Batch& batch = update.batch;
   const BagTile<kLanes> tile(batch, tiling);
   if (tile.feature < batch.num_features && !is_refused(batch)) {
@@ -98,32 +77,31 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-void mark_repeats(const Batch& batch, const int64_t* slots, const Scratch& scratch,
-                  cudaStream_t stream) {
-  mark_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(batch, slots, scratch.repeats,
-                                                                scratch.bad_bag);
-  HKV_CUDA_CHECK_LAUNCH();
-}
-
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream) {
   const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and
     // states are small, there is bandwidth left to bring rows nearer.
-    constexpr int kAhead = Updater::kColumnStates ? 2 : 3;
+    constexpr bool kNarrow =
+        sizeof(typename Updater::Gradient) == sizeof(Columns<4>) && Updater::kLanes < kWarp;
+    constexpr int kAhead = (Updater::kColumnStates ? 2 : 3) + (kNarrow ? 1 : 0);
     const Batch& batch = update.batch;
     const bool prefetch = !Updater::kColumnStates && batch.num_ids >= 2 * batch.num_bags;
     const auto kernel = prefetch ? alone_kernel<Updater, Element, kAhead, !Updater::kColumnStates>
                                  : alone_kernel<Updater, Element, kAhead, false>;
     const BagTiling tiling(update.batch, Updater::kLanes);
-    kernel<<<grid_for(tiling.tiles(update.batch) * Updater::kLanes), kThreads, 0, stream>>>(
-        tables, update, slots, scratch, tiling);
+    launch_chained(kernel, grid_for(tiling.tiles(batch) * Updater::kLanes), kThreads, stream,
+                   tables, update, slots, scratch, tiling);
   };
-  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+  const auto choose = [&]<typename Updater>() {
     choose_element(update.grad.type,
                    [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
-  });
-  HKV_CUDA_CHECK_LAUNCH();
+  };
+  if (shape.widest <= 4 * kWarp / 2) {
+    choose_updater<1>(update.optimizer, shape, choose);
+  } else {
+    choose_updater<2>(update.optimizer, shape, choose);
+  }
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -40,8 +40,9 @@ struct AnyUpdater {
 };
 
 // One optimizer, fp32 rows, and nothing else: see is_plain. A row takes half a warp, so that what
-// is done once a row, the division and the root above all, is done for two rows at once.
-template <Optimizer kKind>
+// is done once a row, the division and the root above all, is done for two rows at once. kOfLane:
+// vectors of four columns that a lane has. One, where it is enough, lets more rows be under way.
+template <Optimizer kKind, int kOfLane>
 struct PlainUpdater {
   static constexpr int kStates = column_states(kKind);
   static constexpr bool kColumnStates = kStates > 0;
@@ -51,7 +52,7 @@ struct PlainUpdater {
   static constexpr Optimizer kColumns =
       kKind == Optimizer::kRowWiseAdagrad ? Optimizer::kSgd : kKind;
   static constexpr int kLanes = kWarp / 2;
-  static constexpr int kVectors = 2;
+  static constexpr int kVectors = kOfLane;
   using Gradient = LaneColumns<kLanes, kVectors>;
 
   struct Row {
@@ -135,22 +136,22 @@ inline bool is_plain(const OptimizerConfig& optimizer, const GroupShape& shape) 
 
 // Calls with_updater.template operator()<Updater>() for the plain updater of an optimizer. Returns
 // whether there is one. Kernels are compiled once for each, so few have one.
-template <typename WithUpdater>
+template <int kOfLane = 2, typename WithUpdater>
 bool choose_plain_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
                           const WithUpdater& with_updater) {
   if (!is_plain(optimizer, shape)) return false;
   switch (optimizer.kind) {
     case Optimizer::kSgd:
-      with_updater.template operator()<PlainUpdater<Optimizer::kSgd>>();
+      with_updater.template operator()<PlainUpdater<Optimizer::kSgd, kOfLane>>();
       return true;
     case Optimizer::kRowWiseAdagrad:
-      with_updater.template operator()<PlainUpdater<Optimizer::kRowWiseAdagrad>>();
+      with_updater.template operator()<PlainUpdater<Optimizer::kRowWiseAdagrad, kOfLane>>();
       return true;
     case Optimizer::kAdagrad:
-      with_updater.template operator()<PlainUpdater<Optimizer::kAdagrad>>();
+      with_updater.template operator()<PlainUpdater<Optimizer::kAdagrad, kOfLane>>();
       return true;
     case Optimizer::kAdam:
-      with_updater.template operator()<PlainUpdater<Optimizer::kAdam>>();
+      with_updater.template operator()<PlainUpdater<Optimizer::kAdam, kOfLane>>();
       return true;
     default:
       return false;
@@ -158,10 +159,10 @@ bool choose_plain_updater(const OptimizerConfig& optimizer, const GroupShape& sh
 }
 
 // The same for any optimizer.
-template <typename WithUpdater>
+template <int kOfLane = 2, typename WithUpdater>
 void choose_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
                     const WithUpdater& with_updater) {
-  if (choose_plain_updater(optimizer, shape, with_updater)) return;
+  if (choose_plain_updater<kOfLane>(optimizer, shape, with_updater)) return;
   if (has_column_states(optimizer)) {
     with_updater.template operator()<AnyUpdater<true>>();
   } else {

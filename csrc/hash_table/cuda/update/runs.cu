@@ -145,10 +145,13 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   const LongRuns& long_runs = scratch.long_runs;
   // Pieces come first, as they take longest.
   const uint32_t pieces = *long_runs.pieces;
-  const uint32_t parts = pieces + *scratch.runs.number;
+  const uint32_t longer = pieces + *scratch.runs.number;
+  // Where few positions are sorted, few of these stand alone, which single_kernel is not worth.
+  const uint32_t parts = longer + (scratch.sorted == nullptr ? 0 : *scratch.runs.singles);
   const uint32_t stride = gridDim.x * (kThreads / kLanes);
   const auto part_at = [&](uint32_t i) {
     if (i >= parts) return Part{0, 0};
+    if (i >= longer) return Part{*(scratch.runs.last - (i - longer)), 1};
     if (i >= pieces) return scratch.runs.longer[i - pieces];
     const LongRun& run = long_runs.runs[long_runs.run_of[i]];
     const uint32_t begin = (i - run.first_piece) * static_cast<uint32_t>(kPieceSize);
@@ -242,7 +245,7 @@ void update_runs(const TableView* tables, const Update& update, const Scratch& s
   const int64_t n = update.batch.num_ids;
   const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows, or gradients, under way as registers allow.
-    if (scratch.sorted == nullptr || !scratch.repeats.exact) {
+    if (scratch.sorted == nullptr) {
       const auto kernel = single_kernel < Updater, Element, Updater::kColumnStates ? 2 : 3 > ;
       kernel<<<resident_grid(kRunBlocks, n), kThreads, 0, stream>>>(tables, update, scratch);
       HKV_CUDA_CHECK_LAUNCH();

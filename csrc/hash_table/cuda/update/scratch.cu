@@ -109,8 +109,7 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
     if (size.batch_order) {
       small_sort = SmallSort::of(size.num_ids, size.key_bits());
       small_sort.digits = reinterpret_cast<uint32_t*>(of_sort.take<char>(small_sort.digit_bytes()));
-      split_order.states = of_sort.take<unsigned long long>(
-          listing_blocks(size.num_ids, split_of_thread(size.num_ids)));
+      split_order.states = of_sort.take<unsigned long long>(split_blocks(size.num_ids));
       split_order.ticket = of_sort.take<uint32_t>(1);
     } else {
       cub_sort = of_sort.take<char>(size.cub_sort_bytes);
@@ -135,6 +134,15 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   zero_bytes = of_sort + of_repeats;
   repeats.marks = reinterpret_cast<uint32_t*>(second);
   return carver.used();
+}
+
+void Scratch::mark_few(const UpdateSize& size) {
+  constexpr int64_t kFewOfPosition = 4;
+  const size_t before = aligned(repeats.words() * sizeof(uint32_t));
+  const int64_t few = std::min<int64_t>(kFewOfPosition * size.num_ids, repeats.number);
+  repeats.exact = repeats.exact && few == repeats.number;
+  repeats.number = static_cast<uint32_t>(few);
+  zero_bytes -= before - aligned(repeats.words() * sizeof(uint32_t));
 }
 
 void Scratch::begin_runs(const UpdateSize& size) {

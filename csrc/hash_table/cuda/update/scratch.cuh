@@ -39,11 +39,15 @@ namespace torchrec_hkv::hash_table::cuda {
 constexpr int64_t kLongest = 128;    // run that one warp adds up
 constexpr int64_t kPieceSize = 256;  // of a longer run
 
-// Positions that a thread looks at which splits repeated ones off: few where there would be too few
-// blocks else.
+// Threads of a block that splits repeated positions off, few, so that it finds room beside other
+// kernels; and positions that one looks at, few where there would be too few blocks else.
+constexpr int kSplitThreads = 256;
 constexpr int kSplitOfThread = 4;
 inline int split_of_thread(int64_t num_ids) {
   return num_ids < 1 << 20 ? kSplitOfThread : kListedOfThread;
+}
+inline int64_t split_blocks(int64_t num_ids) {
+  return listing_blocks(num_ids, split_of_thread(num_ids), kSplitThreads);
 }
 
 struct LongRun {
@@ -153,6 +157,8 @@ struct Scratch {
   // Places all but the lists of runs in memory from `base` on, which is aligned to 256 bytes.
   // Returns how many bytes that takes; `base` may be null to ask for no more than that.
   size_t place(const UpdateSize& size, char* base);
+  // Where few positions are marked: fewer marks, which soon are zeros and stay near.
+  void mark_few(const UpdateSize& size);
   // When the pairs are sorted, whichever half they are in: places the lists in what is free then.
   void begin_runs(const UpdateSize& size);
 };

@@ -1,6 +1,6 @@
 // The positions whose slots are repeated, where most are not, split off in the order of the batch.
 // Their number is known to the device alone.
-#include "common/cuda_check.h"
+#include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/small_sort.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -8,18 +8,58 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
+// The bags that the first and the last position of a part of the batch are in.
+struct BagsOfPart {
+  int64_t begin, end;  // positions
+  int64_t first, last;
+
+  // Of a position between. Bags are mostly of about one length, so its place says where to look.
+  __device__ __forceinline__ int64_t bag_of(const int64_t* offsets, int64_t position) const {
+    const auto bags = static_cast<uint64_t>(last - first + 1);
+    const auto before = static_cast<uint64_t>(position - begin);
+    int64_t low = first, high = last + 1;  // low begins at the position or before, high behind it
+    const int64_t guess = first + static_cast<int64_t>(before * bags / (end - begin));
+    if (offsets[guess] <= position) {
+      low = guess;
+      for (int64_t step = 1; low + step < high; step *= 4) {
+        if (offsets[low + step] > position)
+          high = low + step;
+        else
+          low += step;
+      }
+    } else {
+      high = guess;
+      for (int64_t step = 1; high - step > low; step *= 4) {
+        if (offsets[high - step] <= position)
+          low = high - step;
+        else
+          high -= step;
+      }
+    }
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (offsets[middle] <= position ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
 template <int kOfThread>
-__global__ void __launch_bounds__(kListThreads, 2)
+__global__ void __launch_bounds__(kSplitThreads, 4)
     split_kernel(const Batch batch, const int64_t* __restrict__ slots,
                  const __grid_constant__ Scratch scratch) {
-  __shared__ int64_t first_bag;
+  __shared__ BagsOfPart part;
+  enter_chain();
   const SmallSort& sort = scratch.small_sort;
   const int64_t block = take_block(scratch.split_order);
   const bool refused = *scratch.bad_bag != 0;  // nothing is sorted then
-  const int64_t num_bags = batch.num_bags;
-  if (threadIdx.x < kWarp) {
-    const int64_t bag = bag_at(batch.offsets, num_bags, block * (kListThreads * kOfThread));
-    if (threadIdx.x == 0) first_bag = bag;
+  if (threadIdx.x < 2 * kWarp) {
+    constexpr int64_t kPart = kSplitThreads * kOfThread;
+    const int64_t begin = block * kPart, end = min(begin + kPart, batch.num_ids);
+    const bool of_first = threadIdx.x < kWarp;
+    const int64_t bag = bag_at(batch.offsets, batch.num_bags, of_first ? begin : end - 1);
+    if (threadIdx.x == 0) part.begin = begin, part.end = end, part.first = bag;
+    if (threadIdx.x == kWarp) part.last = bag;
   }
   const auto wanted = [&](int64_t at) {
     if (refused) return false;
@@ -28,23 +68,12 @@ __global__ void __launch_bounds__(kListThreads, 2)
   };
   const auto emit = [&](uint32_t place, int64_t at) {
     const auto key = static_cast<uint64_t>(slots[at]);
-    int64_t low = first_bag, high = num_bags;  // its bag
-    for (int64_t step = 1; low + step < num_bags; step *= 4) {
-      if (batch.offsets[low + step] > at) {
-        high = low + step;
-        break;
-      }
-      low += step;
-    }
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (batch.offsets[middle] <= at ? low : high) = middle;
-    }
-    scratch.pairs.pairs.set(place, key, static_cast<uint32_t>(scratch.bags == nullptr ? low : at));
-    if (scratch.bags != nullptr) scratch.bags[at] = static_cast<uint32_t>(low);
+    const auto bag = static_cast<uint32_t>(part.bag_of(batch.offsets, at));
+    scratch.pairs.pairs.set(place, key, scratch.bags == nullptr ? bag : static_cast<uint32_t>(at));
+    if (scratch.bags != nullptr) scratch.bags[at] = bag;
     sort.count(0, place, key);
   };
-  list_in_order<kOfThread>(
+  list_in_order<kOfThread, kSplitThreads>(
       batch.num_ids, block, scratch.split_order, wanted, emit,
       [&](uint32_t number) { *scratch.sorted = number; },
       [&](int64_t at, unsigned listed) { scratch.repeated_positions[at / kWarp] = listed; });
@@ -54,12 +83,11 @@ __global__ void __launch_bounds__(kListThreads, 2)
 
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
                     cudaStream_t stream) {
-  const int of_thread = split_of_thread(batch.num_ids);
-  const auto blocks = static_cast<unsigned>(listing_blocks(batch.num_ids, of_thread));
-  const auto kernel =
-      of_thread == kListedOfThread ? split_kernel<kListedOfThread> : split_kernel<kSplitOfThread>;
-  kernel<<<blocks, kListThreads, 0, stream>>>(batch, slots, scratch);
-  HKV_CUDA_CHECK_LAUNCH();
+  const auto kernel = split_of_thread(batch.num_ids) == kListedOfThread
+                          ? split_kernel<kListedOfThread>
+                          : split_kernel<kSplitOfThread>;
+  launch_chained(kernel, static_cast<unsigned>(split_blocks(batch.num_ids)), kSplitThreads, stream,
+                 batch, slots, scratch);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

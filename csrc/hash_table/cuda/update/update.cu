@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
@@ -78,6 +79,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(const TableView* tables, int32_t num_tables, const Batch batch,
                  const __grid_constant__ Scratch scratch, bool lists_follow) {
+  let_next_kernel_start();  // one that is launched so reads nothing before it waits
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
   *scratch.ticket = 0;
@@ -329,8 +331,8 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                          nullptr);
 }
 
-Grouping group_positions(const Batch& batch, const int64_t* slots, bool weighted,
-                         const OptimizerConfig& optimizer, int64_t num_slots,
+Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
+                         bool weighted, const OptimizerConfig& optimizer, int64_t num_slots,
                          const GroupShape& shape, bool batch_order, void* memory,
                          cudaStream_t stream) {
   if (batch.num_ids == 0) return Grouping{batch_order, false};
@@ -341,13 +343,13 @@ Grouping group_positions(const Batch& batch, const int64_t* slots, bool weighted
   const uint64_t no_slot = no_slot_of(size);
   const void* const first_half = scratch.pairs.pairs.keys;
   // What lies where, and until when: scratch.cuh.
-  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, Scratch::kWordBytes, stream));
   if (batch_order) {
-    HKV_CUDA_CHECK(cudaMemsetAsync(scratch.zeros, 0, scratch.zero_bytes, stream));
-    mark_repeats(batch, slots, scratch, stream);
+    if (notes != nullptr) scratch.mark_few(size);
+    mark_repeats(batch, slots, notes, scratch, stream);
     split_repeated(batch, slots, scratch, stream);
     return Grouping{true, false};
   }
+  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, Scratch::kWordBytes, stream));
   prepare_update(batch, slots, no_slot, scratch, stream);
   sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
            stream);
@@ -389,6 +391,13 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   HKV_CUDA_CHECK_LAUNCH();
   const bool column_states = has_column_states(optimizer);
   const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
+  const unsigned blocks = resident_grid(4, threads);
+  const auto update_long_runs = [&](cudaStream_t on) {
+    if (batch.num_ids <= kLongest) return;
+    const auto kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
+    kernel<<<blocks, kThreads, 0, on>>>(tables, update, scratch, size.quick ? hint : nullptr);
+    HKV_CUDA_CHECK_LAUNCH();
+  };
   if (batch_order) {
     // Rows that stand alone are most of the work, and bound by memory; what sorts the others waits
     // for one small kernel after the other.
@@ -397,9 +406,12 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     scratch.begin_runs(size);
     list_runs(batch, update.no_slot, scratch, side.stream());
     update_runs(tables, update, scratch, shape, side.stream());
+    update_long_runs(side.stream());
     update_alone(tables, update, slots, scratch, shape, stream);
     side.join();
-  } else if (streams_runs(optimizer, shape)) {
+    return;
+  }
+  if (streams_runs(optimizer, shape)) {
     stream_runs(tables, update, scratch, shape, stream);
   } else if (size.quick) {
     update_runs(tables, update, scratch, shape, stream);
@@ -411,18 +423,13 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     });
     HKV_CUDA_CHECK_LAUNCH();
   }
-  if (batch.num_ids <= kLongest) return;
-  const unsigned blocks = resident_grid(4, threads);
-  if (!size.quick) {
+  if (batch.num_ids > kLongest && !size.quick) {
     choose_element(grad.type, [&]<typename Element>() {
       piece_kernel<Element><<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
     });
     HKV_CUDA_CHECK_LAUNCH();
   }
-  const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
-  long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch,
-                                               size.quick ? hint : nullptr);
-  HKV_CUDA_CHECK_LAUNCH();
+  update_long_runs(stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -201,10 +201,10 @@ __device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slo
 // For quick groups: rows of at most kQuickColumns columns, all four wide.
 constexpr int32_t kQuickColumns = 4 * kWarp;
 
-// Finds out which slots are repeated; the marks are zeros before (alone.cu). Looks at
-// the offsets.
-void mark_repeats(const Batch& batch, const int64_t* slots, const Scratch& scratch,
-                  cudaStream_t stream);
+// Finds out which slots are repeated (repeats.cu). Clears what must be zeros of a grouping in batch
+// order, and looks at the offsets.
+void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
+                  const Scratch& scratch, cudaStream_t stream);
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
