@@ -20,6 +20,7 @@
 #include "hash_table/clock.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
+#include "hash_table/packed_entries.h"
 #include "hash_table/row_matrix.h"
 
 namespace torchrec_hkv::hash_table {
@@ -65,8 +66,10 @@ struct RowStore {
 
 struct TableView {
   uint16_t* digests;     // [num_buckets][64]
-  int64_t* ids;          // [num_slots]
-  uint32_t* last_steps;  // [num_slots] step of the last training lookup
+  int64_t* ids;          // [num_slots]; CPU only
+  uint32_t* last_steps;  // [num_slots] step of the last training lookup; CPU only
+  PackedEntries entries;  // both, of a GPU's table
+  uint32_t* oldest;  // [num_buckets] no entry of the bucket has an earlier last step; GPU only
   uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
   RowStore rows;
   RowStore states;  // optimizer state, float32

@@ -3,6 +3,7 @@
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
@@ -59,60 +60,85 @@ struct Claim {
   const TableView* table;
   uint64_t score;
   BucketChoice choice;
+  // Of claim_oldest: whether the second bucket is looked at first, and what no last step of the
+  // other bucket is lower than.
+  bool second_first;
+  uint32_t bound;
   Place place;
+
+  __device__ __forceinline__ uint32_t likely() const {
+    return second_first ? choice.second : choice.first;
+  }
 };
 
 // Has the ranks in both buckets of the id with this number brought near, of `busy` ids that want a
 // place: shortly before they are read, since what the ids of all warps need does not fit the
-// second-level cache. By a tile, whose first two lanes see to a bucket each. kOldest: as in
-// claim_oldest.
+// second-level cache. By a tile, whose first two lanes see to a bucket each. kOldest: the likely
+// bucket alone, by the first lane, as claim_oldest looks at no other.
 template <bool kOldest>
 __device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int busy, int lane) {
-  if (lane > 1 || at >= busy) return;
-  const TableView& table = *claims[at].table;
+  if (lane > (kOldest ? 0 : 1) || at >= busy) return;
+  const Claim& claim = claims[at];
+  const TableView& table = *claim.table;
+  const int64_t bucket = kOldest     ? claim.likely()
+                         : lane == 0 ? claim.choice.first
+                                     : claim.choice.second;
+  prefetch_l2(table.entries.sectors_of(bucket), table.entries.bucket_sectors * kSectorBytes);
   // A prefetch begins at sixteen bytes.
-  if (!kOldest && table.bucket_slots != kBucketDigests) return;
-  const BucketChoice& choice = claims[at].choice;
-  const int64_t first =
-      static_cast<int64_t>(lane == 0 ? choice.first : choice.second) * kBucketDigests;
-  prefetch_l2(table.last_steps + first, kBucketDigests * sizeof(uint32_t));
-  if (!kOldest && table.scores != nullptr) {
-    prefetch_l2(table.scores + first, kBucketDigests * sizeof(uint64_t));
+  if (!kOldest && table.scores != nullptr && table.bucket_slots == kBucketDigests) {
+    prefetch_l2(table.scores + bucket * kBucketDigests, kBucketDigests * sizeof(uint64_t));
   }
 }
 
-// The last steps in both buckets of an id, of 64 slots each, that a lane of a tile looks at.
-struct Steps {
-  static constexpr int kVectors = kBucketDigests / 4 / kVictimLanes;  // of a bucket
-  uint4 v[2 * kVectors];
+// The two lowest last steps of a bucket, and where in it the lowest is; of equal ones the first.
+struct Oldest {
+  uint32_t step;
+  uint32_t next;
+  uint32_t position;
+};
 
-  __device__ __forceinline__ Steps(const TableView& table, const BucketChoice& choice, int lane) {
+// The last steps in a bucket of 64 slots that a lane of a tile looks at.
+struct Steps {
+  static constexpr int kSectors = sectors_of_bucket(kBucketDigests);
+  static constexpr int kOfLane = (kSectors + kVictimLanes - 1) / kVictimLanes;
+  uint4 v[kOfLane];
+
+  // Lanes that are left over look at nothing, as if it were free.
+  __device__ __forceinline__ Steps(const TableView& table, uint32_t bucket, int lane) {
+    const uint32_t* const sectors = table.entries.sectors_of(bucket);
 #pragma unroll
-    for (int k = 0; k < 2 * kVectors; ++k) {
-      const int64_t bucket = k < kVectors ? choice.first : choice.second;
-      v[k] = load_vector_l2(table.last_steps + bucket * kBucketDigests +
-                            (k % kVectors * kVictimLanes + lane) * 4);
+    for (int k = 0; k < kOfLane; ++k) {
+      v[k] = uint4{kFreeStep, kFreeStep, kFreeStep, 0};
+      const int sector = k * kVictimLanes + lane;
+      if ((k + 1) * kVictimLanes <= kSectors || sector < kSectors) {
+        v[k] = load_vector_l2(sectors + sector * kSectorWords);
+      }
     }
   }
-  // All lanes of a warp: the lowest of the tile, and its place: 0 to 63 in the first bucket, 64 to
-  // 127 in the second; of equal ones the first.
-  __device__ __forceinline__ uint32_t lowest(int lane, uint32_t* place) const {
-    uint32_t least = kFreeStep;
+  // All lanes of a warp.
+  __device__ __forceinline__ Oldest oldest(int lane) const {
+    uint32_t least = kFreeStep, next = kFreeStep;
+    const auto add = [&](uint32_t step) {
+      next = min(next, max(least, step));
+      least = min(least, step);
+    };
 #pragma unroll
-    for (const uint4& four : v) {
-      least = min(min(least, four.x), four.y);
-      least = min(min(least, four.z), four.w);
+    for (const uint4& three : v) {
+      add(three.x);
+      add(three.y);
+      add(three.z);
     }
 #pragma unroll
     for (int offset = kVictimLanes / 2; offset; offset /= 2) {
-      least = min(least, __shfl_xor_sync(kAllLanes, least, offset));
+      const uint32_t other = __shfl_xor_sync(kAllLanes, least, offset);
+      const uint32_t other_next = __shfl_xor_sync(kAllLanes, next, offset);
+      next = min(max(least, other), min(next, other_next));
+      least = min(least, other);
     }
-    uint32_t at = 2 * kBucketDigests;
+    uint32_t at = kBucketDigests;
 #pragma unroll
-    for (int k = 2 * kVectors - 1; k >= 0; --k) {
-      const uint32_t first =
-          k / kVectors * kBucketDigests + (k % kVectors * kVictimLanes + lane) * 4;
-      if (v[k].w == least) at = first + 3;
+    for (int k = kOfLane - 1; k >= 0; --k) {
+      const uint32_t first = (k * kVictimLanes + lane) * kSectorSlots;
       if (v[k].z == least) at = first + 2;
       if (v[k].y == least) at = first + 1;
       if (v[k].x == least) at = first;
@@ -121,54 +147,90 @@ struct Steps {
     for (int offset = kVictimLanes / 2; offset; offset /= 2) {
       at = min(at, __shfl_xor_sync(kAllLanes, at, offset));
     }
-    *place = at;
-    return least;
+    return Oldest{least, next, at};
   }
 };
 
+// Claims the place of the oldest entry of a bucket, or says that there is none, and notes how old
+// those are that stay. By one thread. Notes of several threads may overwrite each other: last steps
+// only grow, so each remains true.
+__device__ __forceinline__ Place take_oldest(const TableView& table, uint32_t bucket,
+                                             const Oldest& oldest, uint32_t now,
+                                             uint32_t pinned_from) {
+  if (oldest.step >= pinned_from) {
+    store_l2(&table.oldest[bucket], min(oldest.step, now));
+    return Place{kNoRoom, kNoSlot, 0};
+  }
+  const Entry entry = entry_at(table, bucket, oldest.position);
+  if (atomicCAS(entry.step(), oldest.step, now) != oldest.step) {
+    return Place{kUndecided, kNoSlot, 0};
+  }
+  store_l2(&table.oldest[bucket], min(oldest.next, now));
+  const int64_t slot = static_cast<int64_t>(bucket) * kBucketDigests + oldest.position;
+  return Place{kReplaced, slot, oldest.step};
+}
+
+// The places of ids that claim_oldest has left undecided: all ranks of both buckets are looked at.
+// All lanes.
+__device__ __forceinline__ void claim_undecided(Claim* claims, int busy, const Visit& visit) {
+  const int warp_lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kVictimLanes;
+  const int tile = warp_lane / kVictimLanes;
+  const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
+  unsigned left =
+      __ballot_sync(kAllLanes, warp_lane < busy && claims[warp_lane].place.fate == kUndecided);
+  while (left != 0) {
+    const bool working = tile < __popc(left);
+    Claim& mine = claims[nth_lane(left, tile)];
+    const Oldest of_first = Steps(*mine.table, mine.choice.first, lane).oldest(lane);
+    const Oldest of_second = Steps(*mine.table, mine.choice.second, lane).oldest(lane);
+    const bool takes_first = of_first.step <= of_second.step;
+    if (working && lane == 0) {
+      mine.place = take_oldest(*mine.table, takes_first ? mine.choice.first : mine.choice.second,
+                               takes_first ? of_first : of_second, now, pinned_from);
+      store_l2(&mine.table->oldest[takes_first ? mine.choice.second : mine.choice.first],
+               min(takes_first ? of_second.step : of_first.step, now));
+    }
+    __syncwarp();
+    // Those that others were faster to claim are looked for again.
+    left = __ballot_sync(kAllLanes, (left >> warp_lane & 1) != 0 &&
+                                        claims[warp_lane].place.fate == kUndecided);
+  }
+}
+
 // The places of the first `busy` lanes' ids, each by a tile, where scores are last steps and
-// buckets have 64 slots. The next id's steps are read while the present one's are decided on. All
-// lanes.
+// buckets have 64 slots. Of an id's buckets mostly one is looked at, that whose oldest entry is
+// said to be older: if it is as old as none of the other bucket's can be, it is the one. The next
+// id's steps are read while the present one's are decided on. All lanes.
 __device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
-  const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
   const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
   const auto steps_of = [&](int at) {
     const Claim& claim = claims[min(at, busy - 1)];
-    return Steps(*claim.table, claim.choice, lane);
+    return Steps(*claim.table, claim.likely(), lane);
   };
   Steps steps = steps_of(tile);
   prefetch_ranks<true>(claims, tile + kTiles, busy, lane);
+  bool undecided = false;
 #pragma unroll 1
   for (int at = tile; at - tile < busy; at += kTiles) {
-    Claim& mine = claims[min(at, busy - 1)];
-    bool working = at < busy;
     prefetch_ranks<true>(claims, at + 2 * kTiles, busy, lane);
-    for (;;) {
-      uint32_t place = 0;
-      const uint32_t least = steps.lowest(lane, &place);
-      if (at - tile + kTiles < busy) steps = steps_of(at + kTiles);
-      bool lost = false;
-      if (working && lane == 0) {
-        mine.place = Place{kNoRoom, kNoSlot, 0};
-        if (least < pinned_from) {
-          const int64_t bucket = place < kBucketDigests ? mine.choice.first : mine.choice.second;
-          const int64_t slot = bucket * kBucketDigests + place % kBucketDigests;
-          lost = atomicCAS(&mine.table->last_steps[slot], least, now) != least;
-          if (!lost) {
-            store_l2(&mine.table->digests[slot], mine.choice.digest);
-            mine.place = Place{kReplaced, slot, least};
-          }
-        }
-      }
-      const unsigned losers = __ballot_sync(kAllLanes, lost);
-      if (losers == 0) break;
-      working = (losers & lanes) != 0;
-      steps = steps_of(at);
+    const Oldest oldest = steps.oldest(lane);
+    if (at - tile + kTiles < busy) steps = steps_of(at + kTiles);
+    if (at < busy && lane == 0) {
+      Claim& mine = claims[at];
+      // Among equals the first bucket's is taken.
+      const bool decided =
+          mine.second_first ? oldest.step < mine.bound : oldest.step <= mine.bound;
+      mine.place = decided ? take_oldest(*mine.table, mine.likely(), oldest, now, pinned_from)
+                           : Place{kUndecided, kNoSlot, 0};
+      undecided |= mine.place.fate == kUndecided;
     }
   }
+  __syncwarp();
+  if (__any_sync(kAllLanes, undecided)) claim_undecided(claims, busy, visit);
 }
 
 // The same of any tables.
@@ -226,11 +288,16 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       const TableView& table = kOneTable ? only : *mine;
       misses.add(mine, listed && !chosen);
       bool busy = chosen || (listed && is_missing(was));
-      int64_t id = 0;
+      const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
       BucketChoice choice{};
+      uint32_t bounds[2] = {0, 0};
       if (busy) {
-        id = batch.ids[position];
+        const int64_t id = batch.ids[position];
         choice = choose_buckets(id, table.num_buckets);
+        if (oldest) {
+          bounds[0] = load_l2(&table.oldest[choice.first]);
+          bounds[1] = load_l2(&table.oldest[choice.second]);
+        }
         if (!chosen && !deduplicated) {
           const int64_t other =
               representative<kOneTable>(missing, tables, table, batch, position, id);
@@ -250,8 +317,9 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         claim.table = mine;
         claim.score = score;
         claim.choice = choice;
+        claim.second_first = bounds[1] < bounds[0];
+        claim.bound = max(bounds[0], bounds[1]);
       }
-      const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
       __syncwarp();
       if (asked == 0) continue;
       if (__all_sync(kAllLanes, oldest || !busy)) {
@@ -261,11 +329,14 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       }
       __syncwarp();
       const Place place = busy ? claim.place : Place{kNoRoom, kNoSlot, 0};
+      // Read again, for want of registers to keep it in.
+      const int64_t id = busy ? batch.ids[position] : 0;
       __syncwarp();
       const bool placed = busy && place.slot != kNoSlot;
       // Read here and used behind the counts: a load that nothing waits for.
       const bool remembers = placed && table.evicted.marks != nullptr;
-      const int64_t leaver = remembers ? table.ids[place.slot] : 0;
+      const int64_t leaver =
+          (kLeavers && placed) || remembers ? id_of_slot(table, place.slot) : 0;
       inserted.add(mine, placed);
       evicted.add(mine, placed);
       refused.add(mine, busy && !placed);
@@ -274,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       if (kLeavers) {
         int64_t leaver_at = leaver_number(placement.leavers, busy);
         if (busy) {
-          placement.leavers.ids[leaver_at] = placed ? table.ids[place.slot] : id;
+          placement.leavers.ids[leaver_at] = placed ? leaver : id;
           placement.leavers.scores[leaver_at] = placed ? place.replaced_score : score;
           if (!kOneTable) placement.leavers.tables[leaver_at] = static_cast<int32_t>(mine - tables);
         } else {
@@ -286,7 +357,9 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         slots[position] = table.first_slot + place.slot;
         if (writer != nullptr) writer[position] = true;
         if (missing.placed != nullptr) missing.placed[position] = true;
-        table.ids[place.slot] = id;
+        const uint64_t hash = hash_of_id(id);
+        store_l2(digest_of_slot(table, place.slot), digest_of(raw_digest(hash)));
+        write_id(entry_of(table, place.slot), hash);
         if (table.scores != nullptr) table.scores[place.slot] = score;
         if (remembers) {
           const EvictedMemory::Place to = table.evicted.place_of(leaver);

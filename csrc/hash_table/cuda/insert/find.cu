@@ -9,6 +9,7 @@
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/kernels.h"
 
@@ -163,9 +164,8 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
   return false;
 }
 
-// kOneTable: the view comes with the launch and not from memory. early: last steps are brought near
-// before it is known that their ids are the right ones, and tested before they are written. That
-// gains where the ids of many tables are spread. Elsewhere they are written untested: waiting for a
+// kOneTable: the view comes with the launch and not from memory. early: last steps are tested before
+// they are written. That gains where the ids of many tables are spread. Elsewhere they are written untested: waiting for a
 // hot id's step, which many write, costs more than the writes that are saved. Of a block's threads
 // that touch one slot mostly one writes.
 template <bool kTouch, bool kOneTable>
@@ -174,8 +174,8 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
                 const Found found, const Missing missing, bool early, bool begun) {
   __shared__ Look looks_of_block[kThreads];
-  // By thread: its id, which would take registers; later, of those that touch, the slot.
-  __shared__ int64_t of_thread[kThreads];
+  // By thread: its hash, which would take registers; later, of those that touch, the slot.
+  __shared__ uint64_t of_thread[kThreads];
   // By slot, modulo their number: of the threads that touch it, one.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
   __shared__ BlockParts parts;
@@ -184,15 +184,15 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
-  const int64_t id = given ? batch.ids[at] : 0;
-  of_thread[threadIdx.x] = id;
+  const uint64_t hash = hash_of_id(given ? batch.ids[at] : 0);
+  of_thread[threadIdx.x] = hash;
   // The scratch of the kernels to come, which has at most four entries a thread.
   if (kTouch && at * 4 <= missing.mask) {
     reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
   }
   const TableView& table =
       kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
-  const BucketChoice choice = choose_buckets(id, table.num_buckets);
+  const BucketChoice choice = choose_buckets_of_hash(hash, table.num_buckets);
   uint32_t bucket = choice.first;
   uint32_t position = kNowhere;
   bool searching = given;
@@ -207,14 +207,11 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         room |= free > 0;
         if (turn == 0) room_first = prefers_first(table.bucket_slots, free, kBucketDigests);
       }
-      const int64_t first_slot = static_cast<int64_t>(bucket) * table.bucket_slots;
       for (Matches matches(answer); matches.any(); matches.drop()) {
         const uint32_t candidate = matches.position();
-        const int64_t slot = first_slot + candidate;
         // A find in one table gains 4 % if its ids leave L1 to the lines.
-        const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
-        if (kTouch && early) prefetch_l2(&table.last_steps[slot]);  // most are hits
-        if (stored == of_thread[threadIdx.x]) {
+        if (is_entry_of<kOneTable && !kTouch>(entry_at(table, bucket, candidate),
+                                              of_thread[threadIdx.x])) {
           position = candidate;
           break;
         }
@@ -232,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch) {
     if (begun) wait_for_kernel_before();  // for the clock and the flags
     if (there) {
-      of_thread[threadIdx.x] = table.first_slot + slot;
+      of_thread[threadIdx.x] = static_cast<uint64_t>(table.first_slot + slot);
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
     }
     any_listed = count_listed(parts, missing, listed, full);
@@ -244,8 +241,9 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     result = table.first_slot + slot;
     if (kTouch) {
       const uint32_t toucher = touchers[static_cast<uint32_t>(slot) % kTouchers];
-      if (toucher == threadIdx.x || of_thread[toucher] != result) {
-        writer = write_step(&table.last_steps[slot], visit.now(), early, found.writer != nullptr);
+      if (toucher == threadIdx.x || of_thread[toucher] != static_cast<uint64_t>(result)) {
+        writer = write_step(entry_at(table, bucket, position).step(), visit.now(), early,
+                            found.writer != nullptr);
       }
       if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
     }

@@ -152,7 +152,8 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     uint16_t mark = 1, seen = 0;  // what the id's entry has if it returns, and what it has
     if (missed) {
       id = batch.ids[position];
-      const BucketChoice choice = choose_buckets(id, table.num_buckets);
+      const uint64_t hash = hash_of_id(id);
+      const BucketChoice choice = choose_buckets_of_hash(hash, table.num_buckets);
       if (missing.returns && table.evicted.marks != nullptr) {
         const EvictedMemory::Place entry = table.evicted.place_of(id);
         mark = entry.mark;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
                          table.scores == nullptr && number <= table.num_slots / 16 &&
                          visit.now() != kFreeStep;
       if (joins) {
-        const Joined joined = join_first_bucket(table, choice, id, visit.now());
+        const Joined joined = join_first_bucket(table, choice, hash, visit.now());
         if (joined.claimed) slot = joined.slot;
         busy = joined.claimed || joined.slot == kNoSlot;
         if (!busy) slots[position] = table.first_slot + joined.slot;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
           }
         }
         if (busy && was != kMissingFromFull) {
-          slot = claim_free_slot(table, choice, id, visit.now());
+          slot = claim_free_slot(table, choice, hash, visit.now());
         }
       }
     }

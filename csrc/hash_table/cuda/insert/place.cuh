@@ -9,13 +9,15 @@
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 
 // kOutranked: its score is too low. kNoRoom: all that stand there are pinned.
-enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom };
+// kUndecided: to be looked for again.
+enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom, kUndecided };
 
-// A place that is claimed, its digest written; the rest of the entry is still to be written.
+// A place that is claimed; the entry is still to be written, but for a new step.
 struct Place {
   Fate fate;
   int64_t slot;             // kNoSlot: kOutranked or kNoRoom
@@ -41,8 +43,11 @@ __device__ __forceinline__ uint64_t free_slots(const TableView& table, uint32_t 
   return free;
 }
 
-// Claims a free slot, one of `free`, of a bucket; kNoSlot where others were faster.
-__device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t bucket,
+constexpr uint32_t kNoPosition = ~0u;
+
+// Claims a free slot, one of `free`, of a bucket, and returns its position there; kNoPosition where
+// others were faster.
+__device__ __forceinline__ uint32_t claim_free(const TableView& table, uint32_t bucket,
                                               uint64_t free, uint16_t digest) {
   const int position = __ffsll(static_cast<long long>(free)) - 1;
   // Two digests share a word; a neighbour that changes meanwhile is no reason to give up.
@@ -52,23 +57,22 @@ __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t b
   uint32_t old = load_l2(word);
   while ((old >> shift & 0xffffu) == kEmptyDigest) {
     const uint32_t seen = atomicCAS(word, old, old | static_cast<uint32_t>(digest) << shift);
-    if (seen == old) return static_cast<int64_t>(bucket) * table.bucket_slots + position;
+    if (seen == old) return position;
     old = seen;
   }
-  return kNoSlot;
+  return kNoPosition;
 }
 
 // What joiners of its bucket wait for follows a claim at once.
-__device__ __forceinline__ void write_claimed(const TableView& table, int64_t slot, int64_t id,
-                                              uint32_t now) {
-  table.ids[slot] = id;
-  store_release(&table.last_steps[slot], now);
+__device__ __forceinline__ void write_claimed(const Entry& entry, uint64_t hash, uint32_t now) {
+  write_id(entry, hash);
+  store_release(entry.step(), now);
 }
 
 // Claims a free slot of an id's buckets, and writes its id and last step; kNoSlot where there is
 // none. By one thread.
 __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
-                                                   const BucketChoice& choice, int64_t id,
+                                                   const BucketChoice& choice, uint64_t hash,
                                                    uint32_t now) {
   for (bool again = false;; again = true) {
     uint32_t bucket = choice.first;
@@ -86,10 +90,10 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
     // that both of its buckets are full.
     if (free == 0 && again) return kNoSlot;
     if (free == 0) continue;
-    const int64_t slot = claim_free(table, bucket, free, choice.digest);
-    if (slot == kNoSlot) continue;
-    write_claimed(table, slot, id, now);
-    return slot;
+    const uint32_t position = claim_free(table, bucket, free, choice.digest);
+    if (position == kNoPosition) continue;
+    write_claimed(entry_at(table, bucket, position), hash, now);
+    return static_cast<int64_t>(bucket) * table.bucket_slots + position;
   }
 }
 
@@ -104,7 +108,7 @@ struct Joined {
 // the other's slot taken, and look at its id, to claim a higher one; and the lower one can't be
 // claimed once it was seen taken, since no slot becomes free meanwhile. By one thread.
 __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
-                                                    const BucketChoice& choice, int64_t id,
+                                                    const BucketChoice& choice, uint64_t hash,
                                                     uint32_t now) {
   const uint4* line = reinterpret_cast<const uint4*>(digest_line(table, choice.first));
   const int64_t first = static_cast<int64_t>(choice.first) * table.bucket_slots;
@@ -119,11 +123,12 @@ __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
     }
     bool being_written = false;
     for (; same != 0; same &= same - 1) {
-      const int64_t slot = first + __ffsll(static_cast<long long>(same)) - 1;
-      if (load_acquire(&table.last_steps[slot]) == kFreeStep) {
+      const uint32_t position = __ffsll(static_cast<long long>(same)) - 1;
+      const Entry entry = entry_at(table, choice.first, position);
+      if (load_acquire(entry.step()) == kFreeStep) {
         being_written = true;
-      } else if (load_once(&table.ids[slot]) == id) {
-        return Joined{slot, false};
+      } else if (is_entry_of<true>(entry, hash)) {
+        return Joined{first + position, false};
       }
     }
     if (being_written) {
@@ -132,10 +137,10 @@ __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
     }
     if (free == 0 && again) return Joined{kNoSlot, false};
     if (free == 0) continue;
-    const int64_t slot = claim_free(table, choice.first, free, choice.digest);
-    if (slot != kNoSlot) {
-      write_claimed(table, slot, id, now);
-      return Joined{slot, true};
+    const uint32_t position = claim_free(table, choice.first, free, choice.digest);
+    if (position != kNoPosition) {
+      write_claimed(entry_at(table, choice.first, position), hash, now);
+      return Joined{first + position, true};
     }
   }
 }
@@ -175,52 +180,49 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
   Lowest lowest;
   const int64_t starts[2] = {static_cast<int64_t>(choice.first) * table.bucket_slots,
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
-  constexpr int kVectorsOfLane = kBucketDigests / 4 / kVictimLanes;
-  if (table.bucket_slots == kBucketDigests && table.scores != nullptr) {
-    // Scores of pinned entries, too: they are read at once with the steps, not one by one.
 #pragma unroll
-    for (int bucket = 0; bucket < 2; ++bucket) {
-      uint4 steps[kVectorsOfLane];
-      ulonglong2 scores[2 * kVectorsOfLane];
+  for (int bucket = 0; bucket < 2; ++bucket) {
+    const uint32_t* const sectors =
+        table.entries.sectors_of(bucket == 0 ? choice.first : choice.second);
+    const uint32_t base = bucket * kBucketDigests;
+    if (table.bucket_slots == kBucketDigests) {
+      // Scores of pinned entries, too: they are read at once with the steps, not one by one.
+      constexpr int kSectors = sectors_of_bucket(kBucketDigests);
+      constexpr int kOfLane = (kSectors + kVictimLanes - 1) / kVictimLanes;
+      uint4 steps[kOfLane];
+      uint64_t scores[kOfLane][kSectorSlots];
 #pragma unroll
-      for (int v = 0; v < kVectorsOfLane; ++v) {
-        const int64_t slot = starts[bucket] + (v * kVictimLanes + lane) * 4;
-        steps[v] = load_vector_l2(table.last_steps + slot);
-        scores[2 * v] = load_pair_l2(table.scores + slot);
-        scores[2 * v + 1] = load_pair_l2(table.scores + slot + 2);
+      for (int v = 0; v < kOfLane; ++v) {
+        const int sector = min(v * kVictimLanes + lane, kSectors - 1);
+        steps[v] = load_vector_l2(sectors + sector * kSectorWords);
+#pragma unroll
+        for (int e = 0; e < kSectorSlots; ++e) {
+          const int position = min(sector * kSectorSlots + e, kBucketDigests - 1);
+          if (table.scores != nullptr) scores[v][e] = load_score(table, starts[bucket] + position);
+        }
       }
 #pragma unroll
-      for (int v = 0; v < kVectorsOfLane; ++v) {
-        const uint32_t at = bucket * kBucketDigests + (v * kVictimLanes + lane) * 4;
-        lowest.look_at(scores[2 * v].x, steps[v].x, at, pinned_from);
-        lowest.look_at(scores[2 * v].y, steps[v].y, at + 1, pinned_from);
-        lowest.look_at(scores[2 * v + 1].x, steps[v].z, at + 2, pinned_from);
-        lowest.look_at(scores[2 * v + 1].y, steps[v].w, at + 3, pinned_from);
+      for (int v = 0; v < kOfLane; ++v) {
+        const uint32_t at =
+            base + min(v * kVictimLanes + lane, kSectors - 1) * kSectorSlots;
+        const uint32_t of_sector[kSectorSlots] = {steps[v].x, steps[v].y, steps[v].z};
+#pragma unroll
+        for (int e = 0; e < kSectorSlots; ++e) {
+          lowest.look_at(table.scores != nullptr ? scores[v][e] : of_sector[e], of_sector[e],
+                         at + e, pinned_from);
+        }
       }
-    }
-  } else if (table.bucket_slots == kBucketDigests) {
-    uint4 steps[2 * kVectorsOfLane];
+    } else {
+      for (int sector = lane; sector < table.entries.bucket_sectors; sector += kVictimLanes) {
+        const uint4 steps = load_vector_l2(sectors + sector * kSectorWords);
+        const uint32_t of_sector[kSectorSlots] = {steps.x, steps.y, steps.z};
 #pragma unroll
-    for (int v = 0; v < 2 * kVectorsOfLane; ++v) {
-      const int first = (v % kVectorsOfLane * kVictimLanes + lane) * 4;
-      steps[v] = load_vector_l2(table.last_steps + starts[v / kVectorsOfLane] + first);
-    }
-#pragma unroll
-    for (int v = 0; v < 2 * kVectorsOfLane; ++v) {
-      const int bucket = v / kVectorsOfLane;
-      const uint32_t first = (v % kVectorsOfLane * kVictimLanes + lane) * 4;
-      const uint32_t at = bucket * kBucketDigests + first;
-      lowest.look_at(steps[v].x, steps[v].x, at, pinned_from);
-      lowest.look_at(steps[v].y, steps[v].y, at + 1, pinned_from);
-      lowest.look_at(steps[v].z, steps[v].z, at + 2, pinned_from);
-      lowest.look_at(steps[v].w, steps[v].w, at + 3, pinned_from);
-    }
-  } else {
-    for (int bucket = 0; bucket < 2; ++bucket) {
-      for (int at = lane; at < table.bucket_slots; at += kVictimLanes) {
-        const int64_t slot = starts[bucket] + at;
-        lowest.look_at(table, slot, load_l2(&table.last_steps[slot]), bucket * kBucketDigests + at,
-                       pinned_from);
+        for (int e = 0; e < kSectorSlots; ++e) {
+          const int position = sector * kSectorSlots + e;
+          // Places past the bucket's slots are free for ever.
+          lowest.look_at(table, starts[bucket] + position, of_sector[e], base + position,
+                         pinned_from);
+        }
       }
     }
   }
@@ -256,14 +258,8 @@ __device__ __forceinline__ Place claim_victim(const TableView& table, const Buck
     if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
     bool claimed = false;
     if (lane == 0) {
-      claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==
+      claimed = atomicCAS(step_of(table, victim.slot), victim.rank.last_step, visit.now()) ==
                 victim.rank.last_step;
-      if (claimed) {
-        const int64_t bucket = victim.slot / table.bucket_slots;
-        store_l2(
-            &table.digests[bucket * kBucketDigests + (victim.slot - bucket * table.bucket_slots)],
-            choice.digest);
-      }
     }
     if (__ballot_sync(tile, claimed) != 0) {
       return Place{kReplaced, victim.slot, victim.rank.score};
