@@ -147,10 +147,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("SET_BYTES") = hash_table::kSetBytes;
   m.def(
       "index_bytes",
-      [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity) {
-        return hash_table::index_bytes(checked_geometry(capacity, initial_capacity), scores);
+      [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity, bool on_gpu) {
+        return hash_table::index_bytes(checked_geometry(capacity, initial_capacity), scores,
+                                       on_gpu);
       },
       py::arg("capacity"), py::arg("scores"), py::arg("initial_capacity") = py::none(),
+      py::arg("on_gpu") = true,
       "Bytes of a table's index: all it takes beside rows and states.");
 
   py::enum_<Eviction>(m, "Eviction")

@@ -220,8 +220,14 @@ TableView TableGroup::make_view(int64_t table) const {
   const TableMemory& memory = memory_[table];
   TableView view{};
   view.digests = reinterpret_cast<uint16_t*>(memory.digests.data());
-  view.ids = reinterpret_cast<int64_t*>(memory.ids.data());
-  view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
+  if (device_.is_cpu()) {
+    view.ids = reinterpret_cast<int64_t*>(memory.ids.data());
+    view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
+  } else {
+    view.entries = hash_table::PackedEntries::make(
+        reinterpret_cast<uint32_t*>(memory.entries.data()), memory.geometry().bucket_slots);
+    view.oldest = reinterpret_cast<uint32_t*>(memory.oldest.data());
+  }
   view.scores =
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
   view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),

@@ -137,7 +137,10 @@ class TableGroup {
   at::Tensor occupied(int64_t table) const;    // bool
   at::Tensor scores(int64_t table) const;      // int64
   at::Tensor last_steps(int64_t table) const;  // int64
-  at::Tensor ids(int64_t table) const { return memory_.at(table).ids.tensor; }
+  at::Tensor ids(int64_t table) const;         // int64; of free slots they mean nothing
+  // (ids, last steps as int32) of slots, counted from the table's first; no slots: of all.
+  std::pair<at::Tensor, at::Tensor> ids_and_steps(int64_t table,
+                                                  const std::optional<at::Tensor>& slots) const;
   // Occupied slots of each table, int64 [tables], on the device.
   at::Tensor sizes() const;
   int64_t hbm_bytes(int64_t table) const;

@@ -108,8 +108,11 @@ class TableMemory {
   void empty_frames(int64_t step);
 
   SlotArray digests;     // int16 [num_buckets, 64]
+  // On a CPU; on a GPU both lie in `entries`.
   SlotArray ids;         // int64 [num_slots]
   SlotArray last_steps;  // int32 [num_slots]
+  SlotArray entries;     // int32 [num_buckets, words of its sectors] (packed_entries.h)
+  SlotArray oldest;      // int32 [num_buckets], on a GPU
   SlotArray scores;      // int64 [num_slots] or empty
   SlotArray rows;        // [slots or frames in HBM, dim]
   SlotArray states;      // the same, or [num_slots, width] where all are in HBM

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/hashing.h"
+#include "hash_table/packed_entries.h"
 
 namespace torchrec_hkv::hash_table {
 
@@ -36,10 +37,15 @@ inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
   }
 }
 
-// Bytes of digests, ids, steps and, where the policy keeps them, scores.
-inline int64_t index_bytes(const Geometry& geometry, bool scores) {
-  const int64_t slot = sizeof(int64_t) + sizeof(uint32_t) + (scores ? sizeof(uint64_t) : 0);
-  return geometry.num_buckets * kBucketDigests * 2 + geometry.num_slots() * slot;
+// Bytes of digests, ids, steps and, where the policy keeps them, scores; on a GPU also of what is
+// known of each bucket's oldest entry.
+inline int64_t index_bytes(const Geometry& geometry, bool scores, bool on_gpu) {
+  const int64_t of_slot = (on_gpu ? 0 : sizeof(int64_t) + sizeof(uint32_t)) +
+                          (scores ? sizeof(uint64_t) : 0);
+  const int64_t of_bucket =
+      kBucketDigests * sizeof(uint16_t) +
+      (on_gpu ? sectors_of_bucket(geometry.bucket_slots) * kSectorBytes + sizeof(uint32_t) : 0);
+  return geometry.num_buckets * of_bucket + geometry.num_slots() * of_slot;
 }
 
 }  // namespace torchrec_hkv::hash_table

@@ -59,6 +59,11 @@ __device__ __forceinline__ uint32_t load_l2(const uint32_t* from) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ uint16_t load_l2(const uint16_t* from) {
+  uint16_t v;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
+  return v;
+}
 __device__ __forceinline__ unsigned long long load_l2(const unsigned long long* from) {
   unsigned long long v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");

@@ -27,7 +27,7 @@ struct Entry {
 // position: in the bucket.
 __device__ __forceinline__ Entry entry_at(const TableView& table, int64_t bucket,
                                           uint32_t position) {
-  const uint32_t third = position * 171 >> 9;  // of fewer than 64 exactly position / 3
+  const uint32_t third = position * 171 >> 9;  // of fewer than 128 exactly position / 3
   return Entry{table.entries.sectors_of(bucket) + third * kSectorWords,
                position - third * kSectorSlots};
 }
@@ -78,15 +78,18 @@ __device__ __forceinline__ void write_id(const Entry& entry, uint64_t hash) {
 
 // The hash of the id of an entry with this digest. From L2: others may just have written it.
 __device__ __forceinline__ uint64_t hash_of_entry(const Entry& entry, uint16_t digest) {
-  uint16_t high;
-  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(high) : "l"(entry.high()) : "memory");
+  const uint16_t high = load_l2(entry.high());
   const uint32_t low = load_l2(entry.low());
   const bool flag =
       is_flagged_digest(digest) && (load_l2(entry.flags()) & entry.flag()) != 0;
   return unpack_hash(PackedId{low, high, flag}, digest);
 }
+// Copies the id of an entry with this digest.
+__device__ __forceinline__ void copy_id(const Entry& from, const Entry& to, uint16_t digest) {
+  write_id(to, hash_of_entry(from, digest));
+}
 __device__ __forceinline__ int64_t id_of_slot(const TableView& table, int64_t slot) {
-  return id_of_hash(hash_of_entry(entry_of(table, slot), *digest_of_slot(table, slot)));
+  return id_of_hash(hash_of_entry(entry_of(table, slot), load_l2(digest_of_slot(table, slot))));
 }
 
 __device__ __forceinline__ void touch_score(const TableView& table, int64_t slot,

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
       uint32_t number = lane;
       for (int64_t s = set + lane * frames.num_sets; s < frames.num_slots;
            s += kWarp * frames.num_sets, number += kWarp) {
-        const uint32_t step = table.last_steps[s];
+        const uint32_t step = *step_of(table, s);
         if (step == kFreeStep || frames.place_of(tags, number) >= 0) continue;
         const Rank rank{table.scores == nullptr ? step : table.scores[s], step};
         if (slot == kNoSlot || best < rank) {
