@@ -181,6 +181,8 @@ class TableGroup {
   hash_table::TableView make_view(int64_t table) const;
   // Rows or states of the slots that there are, wherever they are; [slots, width].
   at::Tensor present_vectors(int64_t table, bool states) const;
+  // On a GPU, once the digests are those of the slots with these ids.
+  void load_entries(int64_t table, const at::Tensor& ids, const at::Tensor& last_steps);
   // Before a table grows to so many buckets: where it then has its rows in host memory they go
   // there, and its view has no frames. Returns whether that is so.
   bool bring_home(int64_t table, int64_t num_buckets);

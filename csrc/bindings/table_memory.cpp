@@ -99,7 +99,7 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device)
                          {hash_table::sectors_of_bucket(layout.geometry.bucket_slots) *
                           hash_table::kSectorWords},
                          device.is_cpu() ? 0 : layout.geometry.num_buckets)),
-      oldest(make_array(layout, device, at::kInt, {},
+      oldest(make_array(layout, device, at::kInt, {hash_table::kGroups},
                         device.is_cpu() ? 0 : layout.geometry.num_buckets)),
       scores(make_array(layout, device, at::kLong, {},
                         layout.scores ? layout.geometry.num_slots() : 0)),

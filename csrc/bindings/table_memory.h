@@ -112,7 +112,7 @@ class TableMemory {
   SlotArray ids;         // int64 [num_slots]
   SlotArray last_steps;  // int32 [num_slots]
   SlotArray entries;     // int32 [num_buckets, words of its sectors] (packed_entries.h)
-  SlotArray oldest;      // int32 [num_buckets], on a GPU
+  SlotArray oldest;      // int32 [num_buckets, 4], on a GPU
   SlotArray scores;      // int64 [num_slots] or empty
   SlotArray rows;        // [slots or frames in HBM, dim]
   SlotArray states;      // the same, or [num_slots, width] where all are in HBM

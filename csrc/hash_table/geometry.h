@@ -44,7 +44,8 @@ inline int64_t index_bytes(const Geometry& geometry, bool scores, bool on_gpu) {
                           (scores ? sizeof(uint64_t) : 0);
   const int64_t of_bucket =
       kBucketDigests * sizeof(uint16_t) +
-      (on_gpu ? sectors_of_bucket(geometry.bucket_slots) * kSectorBytes + sizeof(uint32_t) : 0);
+      (on_gpu ? sectors_of_bucket(geometry.bucket_slots) * kSectorBytes + kGroups * sizeof(uint32_t)
+              : 0);
   return geometry.num_buckets * of_bucket + geometry.num_slots() * of_slot;
 }
 

@@ -23,9 +23,15 @@ constexpr int kHighHalf = 4 * kSectorSlots;   // number of its half word
 constexpr int kFlagWord = kSectorWords - 1;   // whose upper half has the flags
 constexpr int kFlagShift = 16;
 
+// A bucket's sectors are in groups, of which a table knows how old their oldest entries are, so
+// that the search for the oldest entry of a bucket need not read it all.
+constexpr int kGroups = 4;
+constexpr int kGroupSectors = 6;
+
 constexpr int sectors_of_bucket(int bucket_slots) {
   return (bucket_slots + kSectorSlots - 1) / kSectorSlots;
 }
+static_assert(kGroups * kGroupSectors >= sectors_of_bucket(kBucketDigests));
 
 // What is kept of an id beside its digest.
 struct PackedId {

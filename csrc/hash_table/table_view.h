@@ -69,7 +69,8 @@ struct TableView {
   int64_t* ids;          // [num_slots]; CPU only
   uint32_t* last_steps;  // [num_slots] step of the last training lookup; CPU only
   PackedEntries entries;  // both, of a GPU's table
-  uint32_t* oldest;  // [num_buckets] no entry of the bucket has an earlier last step; GPU only
+  // [num_buckets][kGroups] no entry of the group has an earlier last step; of a GPU's table.
+  uint32_t* oldest;
   uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
   RowStore rows;
   RowStore states;  // optimizer state, float32

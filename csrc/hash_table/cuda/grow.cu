@@ -178,9 +178,9 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
     }
     if (range.is_last()) break;
   }
-  // Nothing is known of how old the entries of a bucket are.
-  HKV_CUDA_CHECK(cudaMemsetAsync(table.oldest, 0, int64_t{2} * table.num_buckets * sizeof(uint32_t),
-                                 stream));
+  // Nothing is known of how old entries are.
+  HKV_CUDA_CHECK(cudaMemsetAsync(
+      table.oldest, 0, int64_t{2} * table.num_buckets * kGroups * sizeof(uint32_t), stream));
   TableView doubled = table;
   doubled.num_buckets *= 2;
   doubled.num_slots *= 2;

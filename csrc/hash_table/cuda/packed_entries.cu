@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(kThreads)
     load_kernel(const __grid_constant__ TableView table, const int64_t* __restrict__ ids,
                 const uint32_t* __restrict__ last_steps) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (slot < table.num_buckets) table.oldest[slot] = 0;  // there are as many slots as buckets
+  // A bucket has a slot at least.
+  if (slot < table.num_buckets) reinterpret_cast<uint4*>(table.oldest)[slot] = uint4{0, 0, 0, 0};
   if (slot >= table.num_slots) return;
   const Entry entry = entry_of(table, slot);
   const bool free = *digest_of_slot(table, slot) == kEmptyDigest;

@@ -28,7 +28,9 @@ struct Widths {
 
 // Gives an entry of a file its last step, which may be older than any of its bucket.
 __device__ __forceinline__ void restore_step(const TableView& table, int64_t slot, uint32_t step) {
-  atomicMin(&table.oldest[table.entries.bucket_of(slot)], step);
+  const int64_t bucket = table.entries.bucket_of(slot);
+  const int64_t group = (slot - bucket * table.bucket_slots) / (kGroupSectors * kSectorSlots);
+  atomicMin(&table.oldest[bucket * kGroups + group], step);
   store_l2(step_of(table, slot), step);
 }
 

@@ -1,5 +1,6 @@
 // The part of an insertion on the GPU that evicts: ids whose buckets are full take the places of
-// the lowest ranks. A tile of lanes looks for a victim.
+// the lowest ranks. Where scores are last steps a thread looks for a victim, which has to read few
+// of them; otherwise a tile of lanes does, which reads all.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -55,204 +56,130 @@ __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
   __syncwarp();  // what was read may be written
 }
 
+// The two lowest last steps of a group of slots, and where in it the lowest is; of equal ones the
+// first.
+struct Oldest {
+  uint32_t step = kFreeStep;
+  uint32_t next = kFreeStep;
+  uint32_t at = 0;
+
+  __device__ __forceinline__ void look_at(uint32_t other, uint32_t its_place) {
+    next = min(next, max(step, other));
+    if (other < step) at = its_place;
+    step = min(step, other);
+  }
+};
+
+__device__ __forceinline__ Oldest oldest_of(const uint32_t* sectors, int number) {
+  uint4 steps[kGroupSectors];
+#pragma unroll
+  for (int k = 0; k < kGroupSectors; ++k) {
+    steps[k] = uint4{kFreeStep, kFreeStep, kFreeStep, 0};
+    if (k < number) steps[k] = load_vector_l2(sectors + k * kSectorWords);
+  }
+  Oldest oldest;
+#pragma unroll
+  for (int k = 0; k < kGroupSectors; ++k) {
+    oldest.look_at(steps[k].x, k * kSectorSlots);
+    oldest.look_at(steps[k].y, k * kSectorSlots + 1);
+    oldest.look_at(steps[k].z, k * kSectorSlots + 2);
+  }
+  return oldest;
+}
+
+// Claims the place of the oldest entry in both buckets, where scores are last steps. Mostly one
+// group of slots is looked at, that whose oldest entry is said to be the oldest of all: if no other
+// group can have an older one, it is. By one thread. What a table says of its groups is never
+// wrong, since last steps only grow; where it is no longer right, it is put right here.
+__device__ __forceinline__ Place claim_oldest(const TableView& table, const BucketChoice& choice,
+                                              uint32_t now, uint32_t pinned_from) {
+  for (;;) {
+    uint32_t bounds[2 * kGroups];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const uint4 of_bucket = load_vector_l2(
+          table.oldest + static_cast<int64_t>(b == 0 ? choice.first : choice.second) * kGroups);
+      bounds[b * kGroups] = of_bucket.x;
+      bounds[b * kGroups + 1] = of_bucket.y;
+      bounds[b * kGroups + 2] = of_bucket.z;
+      bounds[b * kGroups + 3] = of_bucket.w;
+    }
+    int group = 0;
+    uint32_t least = bounds[0];
+#pragma unroll
+    for (int g = 1; g < 2 * kGroups; ++g) {
+      if (bounds[g] < least) group = g;
+      least = min(least, bounds[g]);
+    }
+    const uint32_t bucket = group < kGroups ? choice.first : choice.second;
+    const int first_sector = group % kGroups * kGroupSectors;
+    const Oldest oldest = oldest_of(
+        table.entries.sectors_of(bucket) + first_sector * kSectorWords,
+        table.entries.bucket_sectors - first_sector);
+    // Among equals that of the first bucket is taken, and there the first.
+    const bool pinned = oldest.step >= pinned_from;
+    bool decided = true;
+#pragma unroll
+    for (int g = 0; g < 2 * kGroups; ++g) {
+      const uint32_t below = pinned ? pinned_from : oldest.step + (g < group ? 1 : 0);
+      decided &= g == group || bounds[g] >= below;
+    }
+    uint32_t* const bound =
+        table.oldest + static_cast<int64_t>(bucket) * kGroups + group % kGroups;
+    if (!decided || pinned) {
+      atomicMax(bound, min(oldest.step, now));
+      if (decided) return Place{kNoRoom, kNoSlot, 0};
+      continue;
+    }
+    const uint32_t position = first_sector * kSectorSlots + oldest.at;
+    if (atomicCAS(entry_at(table, bucket, position).step(), oldest.step, now) == oldest.step) {
+      atomicMax(bound, min(oldest.next, now));
+      return Place{kReplaced, static_cast<int64_t>(bucket) * table.bucket_slots + position,
+                   oldest.step};
+    }
+  }
+}
+
 // What a lane asks a tile for, and what it gets.
 struct Claim {
   const TableView* table;
   uint64_t score;
   BucketChoice choice;
-  // Of claim_oldest: whether the second bucket is looked at first, and what no last step of the
-  // other bucket is lower than.
-  bool second_first;
-  uint32_t bound;
   Place place;
-
-  __device__ __forceinline__ uint32_t likely() const {
-    return second_first ? choice.second : choice.first;
-  }
 };
 
-// Has the ranks in both buckets of the id with this number brought near, of `busy` ids that want a
+// Has the scores in both buckets of the id with this number brought near, of `busy` ids that want a
 // place: shortly before they are read, since what the ids of all warps need does not fit the
-// second-level cache. By a tile, whose first two lanes see to a bucket each. kOldest: the likely
-// bucket alone, by the first lane, as claim_oldest looks at no other.
-template <bool kOldest>
-__device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int busy, int lane) {
-  if (lane > (kOldest ? 0 : 1) || at >= busy) return;
+// second-level cache. By a tile, whose first two lanes see to a bucket each.
+__device__ __forceinline__ void prefetch_scores(const Claim* claims, int at, int busy, int lane) {
+  if (lane > 1 || at >= busy) return;
   const Claim& claim = claims[at];
   const TableView& table = *claim.table;
-  const int64_t bucket = kOldest     ? claim.likely()
-                         : lane == 0 ? claim.choice.first
-                                     : claim.choice.second;
-  prefetch_l2(table.entries.sectors_of(bucket), table.entries.bucket_sectors * kSectorBytes);
-  // A prefetch begins at sixteen bytes.
-  if (!kOldest && table.scores != nullptr && table.bucket_slots == kBucketDigests) {
-    prefetch_l2(table.scores + bucket * kBucketDigests, kBucketDigests * sizeof(uint64_t));
-  }
+  if (table.bucket_slots != kBucketDigests) return;  // a prefetch begins at sixteen bytes
+  const int64_t bucket = lane == 0 ? claim.choice.first : claim.choice.second;
+  prefetch_l2(table.scores + bucket * kBucketDigests, kBucketDigests * sizeof(uint64_t));
 }
 
-// The two lowest last steps of a bucket, and where in it the lowest is; of equal ones the first.
-struct Oldest {
-  uint32_t step;
-  uint32_t next;
-  uint32_t position;
-};
-
-// The last steps in a bucket of 64 slots that a lane of a tile looks at.
-struct Steps {
-  static constexpr int kSectors = sectors_of_bucket(kBucketDigests);
-  static constexpr int kOfLane = (kSectors + kVictimLanes - 1) / kVictimLanes;
-  uint4 v[kOfLane];
-
-  // Lanes that are left over look at nothing, as if it were free.
-  __device__ __forceinline__ Steps(const TableView& table, uint32_t bucket, int lane) {
-    const uint32_t* const sectors = table.entries.sectors_of(bucket);
-#pragma unroll
-    for (int k = 0; k < kOfLane; ++k) {
-      v[k] = uint4{kFreeStep, kFreeStep, kFreeStep, 0};
-      const int sector = k * kVictimLanes + lane;
-      if ((k + 1) * kVictimLanes <= kSectors || sector < kSectors) {
-        v[k] = load_vector_l2(sectors + sector * kSectorWords);
-      }
-    }
-  }
-  // All lanes of a warp.
-  __device__ __forceinline__ Oldest oldest(int lane) const {
-    uint32_t least = kFreeStep, next = kFreeStep;
-    const auto add = [&](uint32_t step) {
-      next = min(next, max(least, step));
-      least = min(least, step);
-    };
-#pragma unroll
-    for (const uint4& three : v) {
-      add(three.x);
-      add(three.y);
-      add(three.z);
-    }
-#pragma unroll
-    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
-      const uint32_t other = __shfl_xor_sync(kAllLanes, least, offset);
-      const uint32_t other_next = __shfl_xor_sync(kAllLanes, next, offset);
-      next = min(max(least, other), min(next, other_next));
-      least = min(least, other);
-    }
-    uint32_t at = kBucketDigests;
-#pragma unroll
-    for (int k = kOfLane - 1; k >= 0; --k) {
-      const uint32_t first = (k * kVictimLanes + lane) * kSectorSlots;
-      if (v[k].z == least) at = first + 2;
-      if (v[k].y == least) at = first + 1;
-      if (v[k].x == least) at = first;
-    }
-#pragma unroll
-    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
-      at = min(at, __shfl_xor_sync(kAllLanes, at, offset));
-    }
-    return Oldest{least, next, at};
-  }
-};
-
-// Claims the place of the oldest entry of a bucket, or says that there is none, and notes how old
-// those are that stay. By one thread. Notes of several threads may overwrite each other: last steps
-// only grow, so each remains true.
-__device__ __forceinline__ Place take_oldest(const TableView& table, uint32_t bucket,
-                                             const Oldest& oldest, uint32_t now,
-                                             uint32_t pinned_from) {
-  if (oldest.step >= pinned_from) {
-    store_l2(&table.oldest[bucket], min(oldest.step, now));
-    return Place{kNoRoom, kNoSlot, 0};
-  }
-  const Entry entry = entry_at(table, bucket, oldest.position);
-  if (atomicCAS(entry.step(), oldest.step, now) != oldest.step) {
-    return Place{kUndecided, kNoSlot, 0};
-  }
-  store_l2(&table.oldest[bucket], min(oldest.next, now));
-  const int64_t slot = static_cast<int64_t>(bucket) * kBucketDigests + oldest.position;
-  return Place{kReplaced, slot, oldest.step};
-}
-
-// The places of ids that claim_oldest has left undecided: all ranks of both buckets are looked at.
-// All lanes.
-__device__ __forceinline__ void claim_undecided(Claim* claims, int busy, const Visit& visit) {
-  const int warp_lane = threadIdx.x % kWarp;
-  const int lane = threadIdx.x % kVictimLanes;
-  const int tile = warp_lane / kVictimLanes;
-  const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
-  unsigned left =
-      __ballot_sync(kAllLanes, warp_lane < busy && claims[warp_lane].place.fate == kUndecided);
-  while (left != 0) {
-    const bool working = tile < __popc(left);
-    Claim& mine = claims[nth_lane(left, tile)];
-    const Oldest of_first = Steps(*mine.table, mine.choice.first, lane).oldest(lane);
-    const Oldest of_second = Steps(*mine.table, mine.choice.second, lane).oldest(lane);
-    const bool takes_first = of_first.step <= of_second.step;
-    if (working && lane == 0) {
-      mine.place = take_oldest(*mine.table, takes_first ? mine.choice.first : mine.choice.second,
-                               takes_first ? of_first : of_second, now, pinned_from);
-      store_l2(&mine.table->oldest[takes_first ? mine.choice.second : mine.choice.first],
-               min(takes_first ? of_second.step : of_first.step, now));
-    }
-    __syncwarp();
-    // Those that others were faster to claim are looked for again.
-    left = __ballot_sync(kAllLanes, (left >> warp_lane & 1) != 0 &&
-                                        claims[warp_lane].place.fate == kUndecided);
-  }
-}
-
-// The places of the first `busy` lanes' ids, each by a tile, where scores are last steps and
-// buckets have 64 slots. Of an id's buckets mostly one is looked at, that whose oldest entry is
-// said to be older: if it is as old as none of the other bucket's can be, it is the one. The next
-// id's steps are read while the present one's are decided on. All lanes.
-__device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
-  constexpr int kTiles = kWarp / kVictimLanes;
-  const int lane = threadIdx.x % kVictimLanes;
-  const int tile = threadIdx.x % kWarp / kVictimLanes;
-  const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
-  const auto steps_of = [&](int at) {
-    const Claim& claim = claims[min(at, busy - 1)];
-    return Steps(*claim.table, claim.likely(), lane);
-  };
-  Steps steps = steps_of(tile);
-  prefetch_ranks<true>(claims, tile + kTiles, busy, lane);
-  bool undecided = false;
-#pragma unroll 1
-  for (int at = tile; at - tile < busy; at += kTiles) {
-    prefetch_ranks<true>(claims, at + 2 * kTiles, busy, lane);
-    const Oldest oldest = steps.oldest(lane);
-    if (at - tile + kTiles < busy) steps = steps_of(at + kTiles);
-    if (at < busy && lane == 0) {
-      Claim& mine = claims[at];
-      // Among equals the first bucket's is taken.
-      const bool decided =
-          mine.second_first ? oldest.step < mine.bound : oldest.step <= mine.bound;
-      mine.place = decided ? take_oldest(*mine.table, mine.likely(), oldest, now, pinned_from)
-                           : Place{kUndecided, kNoSlot, 0};
-      undecided |= mine.place.fate == kUndecided;
-    }
-  }
-  __syncwarp();
-  if (__any_sync(kAllLanes, undecided)) claim_undecided(claims, busy, visit);
-}
-
-// The same of any tables.
+// The places of the first `busy` lanes' ids, of tables with scores, each by a tile.
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
                                              bool refuse_lower) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
-  prefetch_ranks<false>(claims, tile, busy, lane);
+  prefetch_scores(claims, tile, busy, lane);
 #pragma unroll 1
   for (int base = tile; base < busy; base += kTiles) {
     Claim& mine = claims[base];
-    prefetch_ranks<false>(claims, base + kTiles, busy, lane);
+    prefetch_scores(claims, base + kTiles, busy, lane);
     const Place place =
         claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, lanes, lane);
     if (lane == 0) mine.place = place;
   }
 }
 
-// kLeavers: what leaves or is refused is noted.
-template <NewRows kRows, bool kOneTable, bool kLeavers>
+// kLeavers: what leaves or is refused is noted. kScores: tables may have scores.
+template <NewRows kRows, bool kOneTable, bool kLeavers, bool kScores>
 __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
@@ -288,16 +215,10 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       const TableView& table = kOneTable ? only : *mine;
       misses.add(mine, listed && !chosen);
       bool busy = chosen || (listed && is_missing(was));
-      const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
       BucketChoice choice{};
-      uint32_t bounds[2] = {0, 0};
       if (busy) {
         const int64_t id = batch.ids[position];
         choice = choose_buckets(id, table.num_buckets);
-        if (oldest) {
-          bounds[0] = load_l2(&table.oldest[choice.first]);
-          bounds[1] = load_l2(&table.oldest[choice.second]);
-        }
         if (!chosen && !deduplicated) {
           const int64_t other =
               representative<kOneTable>(missing, tables, table, batch, position, id);
@@ -308,27 +229,29 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
           }
         }
       }
+      if (__ballot_sync(kAllLanes, busy) == 0) continue;
       uint64_t score = 0;
-      const unsigned lanes = __ballot_sync(kAllLanes, busy);
-      const int asked = __popc(lanes);
-      Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
       if (busy) {
         score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
-        claim.table = mine;
-        claim.score = score;
-        claim.choice = choice;
-        claim.second_first = bounds[1] < bounds[0];
-        claim.bound = max(bounds[0], bounds[1]);
       }
-      __syncwarp();
-      if (asked == 0) continue;
-      if (__all_sync(kAllLanes, oldest || !busy)) {
-        claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
-      } else {
-        claim_lowest(claims, asked, visit, placement.refuse_lower);
+      Place place{kNoRoom, kNoSlot, 0};
+      const bool by_score = kScores && busy && table.scores != nullptr;
+      if (busy && !by_score) {  // whose score, the step, is never too low
+        place = claim_oldest(table, choice, visit.now(), visit.pinned_from());
       }
-      __syncwarp();
-      const Place place = busy ? claim.place : Place{kNoRoom, kNoSlot, 0};
+      if (const unsigned lanes = kScores ? __ballot_sync(kAllLanes, by_score) : 0; lanes != 0) {
+        Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
+        if (by_score) {
+          claim.table = mine;
+          claim.score = score;
+          claim.choice = choice;
+        }
+        __syncwarp();
+        claim_lowest(claims, __popc(lanes), visit, placement.refuse_lower);
+        __syncwarp();
+        if (by_score) place = claim.place;
+      }
+      __syncwarp();  // rows may be written where claims were
       // Read again, for want of registers to keep it in.
       const int64_t id = busy ? batch.ids[position] : 0;
       __syncwarp();
@@ -381,19 +304,24 @@ using EvictKernel = void (*)(const TableView, const TableView*, const Batch, con
                              const Placement, int64_t*, bool*, const Missing, bool);
 
 // What leaves is given back only where rows are assigned, so that none are initialised.
-template <bool kOneTable>
+template <bool kOneTable, bool kScores>
 EvictKernel choose_evict_kernel(const Placement& placement) {
   if (placement.leavers.number != nullptr) {
-    return evict_kernel<NewRows::kUntouched, kOneTable, true>;
+    return evict_kernel<NewRows::kUntouched, kOneTable, true, kScores>;
   }
   switch (placement.rows) {
     case NewRows::kUntouched:
-      return evict_kernel<NewRows::kUntouched, kOneTable, false>;
+      return evict_kernel<NewRows::kUntouched, kOneTable, false, kScores>;
     case NewRows::kUniform:
-      return evict_kernel<NewRows::kUniform, kOneTable, false>;
+      return evict_kernel<NewRows::kUniform, kOneTable, false, kScores>;
     default:
-      return evict_kernel<NewRows::kInitial, kOneTable, false>;
+      return evict_kernel<NewRows::kInitial, kOneTable, false, kScores>;
   }
+}
+EvictKernel choose_evict_kernel(const TableView* only, const Placement& placement) {
+  if (only == nullptr) return choose_evict_kernel<false, true>(placement);
+  return only->scores == nullptr ? choose_evict_kernel<true, false>(placement)
+                                 : choose_evict_kernel<true, true>(placement);
 }
 
 }  // namespace
@@ -401,8 +329,7 @@ EvictKernel choose_evict_kernel(const Placement& placement) {
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, bool deduplicated, cudaStream_t stream) {
-  const EvictKernel evict = only != nullptr ? choose_evict_kernel<true>(placement)
-                                            : choose_evict_kernel<false>(placement);
+  const EvictKernel evict = choose_evict_kernel(only, placement);
   launch_chained(evict, std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
                  only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots,
                  writer, missing, deduplicated);

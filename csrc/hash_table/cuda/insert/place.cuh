@@ -14,8 +14,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // kOutranked: its score is too low. kNoRoom: all that stand there are pinned.
-// kUndecided: to be looked for again.
-enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom, kUndecided };
+enum Fate : int { kPlaced, kReplaced, kOutranked, kNoRoom };
 
 // A place that is claimed; the entry is still to be written, but for a new step.
 struct Place {
@@ -152,24 +151,80 @@ struct Victim {
   Rank rank;
 };
 
-// The lowest rank that a lane has seen. Places 0 to 63 are in the first bucket, 64 to 127 in the
-// second.
-struct Lowest {
-  Rank rank{~0ull, kFreeStep};
+// The lowest last step that a lane has seen of what is not pinned, and its place: 0 to 63 in the
+// first bucket, 64 to 127 in the second.
+struct LowestStep {
+  uint32_t step = kFreeStep;
   uint32_t place = 2 * kBucketDigests;
 
-  __device__ __forceinline__ void look_at(uint64_t score, uint32_t step, uint32_t at,
-                                          uint32_t pinned_from) {
-    const Rank other{score, step};
-    if (step < pinned_from && other < rank) {
-      rank = other;
-      place = at;
+  __device__ __forceinline__ void look_at(uint32_t other, uint32_t at, uint32_t pinned_from) {
+    if (other >= pinned_from || other > step || (other == step && at > place)) return;
+    step = other;
+    place = at;
+  }
+  // The lowest of a tile, among equals the first.
+  __device__ __forceinline__ void reduce(unsigned tile) {
+    const uint32_t least = __reduce_min_sync(tile, step);
+    place = __reduce_min_sync(tile, step == least ? place : 2u * kBucketDigests);
+    step = least;
+  }
+  __device__ __forceinline__ int64_t slot(const int64_t (&starts)[2]) const {
+    if (place >= 2 * kBucketDigests) return kNoSlot;
+    return starts[place / kBucketDigests] + place % kBucketDigests;
+  }
+};
+
+// The lowest score that a lane has seen, above `floor` where there is one, and which of the slots
+// that it looks at have it.
+struct LowestScore {
+  static constexpr int kSlots = kBucketDigests / kVictimLanes;  // that a lane looks at in a bucket
+  static_assert(2 * kSlots <= 32);
+  uint64_t score = ~0ull;
+  uint32_t slots = 0;  // bit b * kSlots + v: slot v of bucket b
+
+  // Position in its bucket of a lane's slot: two neighbours share a load.
+  __device__ __forceinline__ static int position(int v, int lane) {
+    return (v / 2 * kVictimLanes + lane) * 2 + v % 2;
+  }
+  __device__ __forceinline__ LowestScore(const TableView& table, const int64_t (&starts)[2],
+                                         bool floored, uint64_t floor, int lane) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      uint64_t scores[kSlots];
+#pragma unroll
+      for (int v = 0; v < kSlots; v += 2) {
+        const int at = position(v, lane);
+        const int64_t slot = starts[b] + at;
+        if (table.bucket_slots == kBucketDigests) {
+          const ulonglong2 two = load_pair_l2(table.scores + slot);
+          scores[v] = two.x;
+          scores[v + 1] = two.y;
+        } else {
+          if (at < table.bucket_slots) scores[v] = load_score(table, slot);
+          if (at + 1 < table.bucket_slots) scores[v + 1] = load_score(table, slot + 1);
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < kSlots; ++v) {
+        if (position(v, lane) >= table.bucket_slots || (floored && scores[v] <= floor)) continue;
+        if (slots == 0 || scores[v] < score) {
+          score = scores[v];
+          slots = 0;
+        }
+        if (scores[v] == score) slots |= 1u << (b * kSlots + v);
+      }
     }
   }
-  __device__ __forceinline__ void look_at(const TableView& table, int64_t slot, uint32_t step,
-                                          uint32_t at, uint32_t pinned_from) {
-    if (step >= pinned_from) return;
-    look_at(table.scores == nullptr ? step : load_score(table, slot), step, at, pinned_from);
+  // The lowest of a tile; whether there is any. Lanes keep the slots that have it.
+  __device__ __forceinline__ bool reduce(unsigned tile) {
+    uint64_t least = score;
+#pragma unroll
+    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
+      least = min(least, __shfl_xor_sync(tile, least, offset));
+    }
+    if (score != least) slots = 0;
+    score = least;
+    return __any_sync(tile, slots != 0);
   }
 };
 
@@ -177,74 +232,57 @@ struct Lowest {
 // bucket, where finds see it with one line less. By a tile; `lane` is the thread's in it.
 __device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
                                               uint32_t pinned_from, unsigned tile, int lane) {
-  Lowest lowest;
   const int64_t starts[2] = {static_cast<int64_t>(choice.first) * table.bucket_slots,
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
-#pragma unroll
-  for (int bucket = 0; bucket < 2; ++bucket) {
-    const uint32_t* const sectors =
-        table.entries.sectors_of(bucket == 0 ? choice.first : choice.second);
-    const uint32_t base = bucket * kBucketDigests;
-    if (table.bucket_slots == kBucketDigests) {
-      // Scores of pinned entries, too: they are read at once with the steps, not one by one.
-      constexpr int kSectors = sectors_of_bucket(kBucketDigests);
-      constexpr int kOfLane = (kSectors + kVictimLanes - 1) / kVictimLanes;
-      uint4 steps[kOfLane];
-      uint64_t scores[kOfLane][kSectorSlots];
-#pragma unroll
-      for (int v = 0; v < kOfLane; ++v) {
-        const int sector = min(v * kVictimLanes + lane, kSectors - 1);
-        steps[v] = load_vector_l2(sectors + sector * kSectorWords);
-#pragma unroll
-        for (int e = 0; e < kSectorSlots; ++e) {
-          const int position = min(sector * kSectorSlots + e, kBucketDigests - 1);
-          if (table.scores != nullptr) scores[v][e] = load_score(table, starts[bucket] + position);
-        }
-      }
-#pragma unroll
-      for (int v = 0; v < kOfLane; ++v) {
-        const uint32_t at =
-            base + min(v * kVictimLanes + lane, kSectors - 1) * kSectorSlots;
-        const uint32_t of_sector[kSectorSlots] = {steps[v].x, steps[v].y, steps[v].z};
-#pragma unroll
-        for (int e = 0; e < kSectorSlots; ++e) {
-          lowest.look_at(table.scores != nullptr ? scores[v][e] : of_sector[e], of_sector[e],
-                         at + e, pinned_from);
-        }
-      }
-    } else {
-      for (int sector = lane; sector < table.entries.bucket_sectors; sector += kVictimLanes) {
-        const uint4 steps = load_vector_l2(sectors + sector * kSectorWords);
-        const uint32_t of_sector[kSectorSlots] = {steps.x, steps.y, steps.z};
-#pragma unroll
-        for (int e = 0; e < kSectorSlots; ++e) {
-          const int position = sector * kSectorSlots + e;
-          // Places past the bucket's slots are free for ever.
-          lowest.look_at(table, starts[bucket] + position, of_sector[e], base + position,
-                         pinned_from);
-        }
-      }
-    }
-  }
   if (table.scores == nullptr) {
-    const uint32_t step = __reduce_min_sync(tile, lowest.rank.last_step);
-    const bool mine = lowest.rank.last_step == step;
-    lowest.place = __reduce_min_sync(tile, mine ? lowest.place : 2u * kBucketDigests);
-    lowest.rank = Rank{step, step};
-  } else {
+    LowestStep lowest;
 #pragma unroll
-    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
-      const Rank other{__shfl_xor_sync(tile, lowest.rank.score, offset),
-                       __shfl_xor_sync(tile, lowest.rank.last_step, offset)};
-      const uint32_t place = __shfl_xor_sync(tile, lowest.place, offset);
-      if (other < lowest.rank || (!(lowest.rank < other) && place < lowest.place)) {
-        lowest.rank = other;
-        lowest.place = place;
+    for (int b = 0; b < 2; ++b) {
+      const uint32_t* const sectors =
+          table.entries.sectors_of(b == 0 ? choice.first : choice.second);
+      for (int s = lane; s < table.entries.bucket_sectors; s += kVictimLanes) {
+        const uint4 steps = load_vector_l2(sectors + s * kSectorWords);
+        const uint32_t at = b * kBucketDigests + s * kSectorSlots;
+        lowest.look_at(steps.x, at, pinned_from);
+        lowest.look_at(steps.y, at + 1, pinned_from);
+        lowest.look_at(steps.z, at + 2, pinned_from);
       }
     }
+    lowest.reduce(tile);
+    return Victim{lowest.slot(starts), Rank{lowest.step, lowest.step}};
   }
-  if (lowest.place >= 2 * kBucketDigests) return Victim{kNoSlot, lowest.rank};
-  return Victim{starts[lowest.place / kBucketDigests] + lowest.place % kBucketDigests, lowest.rank};
+  // Last steps are only read of what has the lowest score. If all that is pinned, the next score is
+  // the lowest.
+  uint64_t floor = 0;
+  for (bool floored = false;; floored = true) {
+    LowestScore scores(table, starts, floored, floor, lane);
+    if (!scores.reduce(tile)) return Victim{kNoSlot, Rank{~0ull, kFreeStep}};
+    LowestStep lowest;
+    constexpr int kAtOnce = 4;
+    for (uint32_t left = scores.slots; left != 0;) {
+      uint32_t steps[kAtOnce], places[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        steps[k] = kFreeStep;
+        if (left == 0) continue;
+        const int bit = __ffs(static_cast<int>(left)) - 1;
+        left &= left - 1;
+        const int b = bit / LowestScore::kSlots;
+        const int position = LowestScore::position(bit % LowestScore::kSlots, lane);
+        places[k] = b * kBucketDigests + position;
+        steps[k] = load_l2(entry_at(table, b == 0 ? choice.first : choice.second, position).step());
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (steps[k] != kFreeStep) lowest.look_at(steps[k], places[k], pinned_from);
+      }
+    }
+    __syncwarp(tile);
+    lowest.reduce(tile);
+    const int64_t slot = lowest.slot(starts);
+    if (slot != kNoSlot) return Victim{slot, Rank{scores.score, lowest.step}};
+    floor = scores.score;
+  }
 }
 
 // Claims the place of another entry for an id of this score whose buckets are full. By a tile,
