@@ -114,6 +114,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "mix64", [](uint64_t x) { return mix64(x); }, py::arg("x"),
       "SplitMix64's finaliser, a bijection of 64 bits.");
   m.def(
+      "packed_again",
+      [](int64_t id) {
+        const uint64_t hash = hash_of_id(id);
+        return id_of_hash(hash_table::unpack_hash(hash_table::pack_hash(hash),
+                                                  choose_buckets_of_hash(hash, 1).digest));
+      },
+      py::arg("id"), "An id, packed as a GPU's table does and unpacked: the same.");
+  m.def(
       "geometry",
       [](int64_t capacity, std::optional<int64_t> initial_capacity) {
         const hash_table::Geometry geometry = checked_geometry(capacity, initial_capacity);

@@ -92,6 +92,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
+    scored_ = scored_ || keeps_scores(config.eviction);
     deterministic_ = deterministic_ || config.deterministic;
     evicted_.push_back(at::zeros({config.remember_evicted}, at::dtype(at::kShort).device(device)));
   }

@@ -59,16 +59,17 @@ HKV_HOST_DEVICE uint64_t unpack_hash(const PackedId& id, uint16_t digest) {
 struct PackedEntries {
   uint32_t* words;              // [num_buckets][bucket_sectors][8]
   uint64_t reciprocal;          // 2^64 / bucket_slots, rounded up; of one slot 0
-  int32_t bucket_slots;
   int32_t bucket_sectors;
+  int32_t bucket_words;  // of its sectors
 
   static PackedEntries make(uint32_t* words, int32_t bucket_slots) {
-    return PackedEntries{words, UINT64_MAX / static_cast<uint64_t>(bucket_slots) + 1, bucket_slots,
-                         sectors_of_bucket(bucket_slots)};
+    const int32_t sectors = sectors_of_bucket(bucket_slots);
+    return PackedEntries{words, UINT64_MAX / static_cast<uint64_t>(bucket_slots) + 1, sectors,
+                         sectors * kSectorWords};
   }
 
   HKV_HOST_DEVICE uint32_t* sectors_of(int64_t bucket) const {
-    return words + bucket * (bucket_sectors * kSectorWords);
+    return words + bucket * bucket_words;
   }
   // Exact of fewer than 2^57 slots.
   HKV_HOST_DEVICE int64_t bucket_of(int64_t slot) const {

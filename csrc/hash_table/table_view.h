@@ -3,7 +3,7 @@
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
 // score, row and optimizer state lie in arrays of their own at the slot's number,
-// bucket * bucket_slots + position. Every id has two candidate buckets; nothing moves once placed,
+// bucket * bucket_slots + position; on a GPU ids and steps are packed (packed_entries.h). Every id has two candidate buckets; nothing moves once placed,
 // so a slot number stays valid until its id is evicted. Emptiness is told by the digest, never by
 // an id: every 64-bit id is legal.
 //
@@ -252,6 +252,8 @@ struct Placement {
   bool spread = false;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
+  // Whether a table of the group has scores. CUDA only.
+  bool scored = false;
   // Whether ids are placed in the order of the batch, so that a call's result follows from the
   // table and the batch alone. CUDA only: on a CPU it always does.
   bool ordered = false;

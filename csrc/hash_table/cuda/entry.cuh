@@ -12,15 +12,17 @@ namespace torchrec_hkv::hash_table::cuda {
 // The entry of a slot. Its address takes a few instructions: keep it rather than the slot where
 // both its id and its step are asked for.
 struct Entry {
-  uint32_t* sector;
-  uint32_t at;  // of the sector's slots
+  uint32_t* word;  // the step's
+  uint32_t at;     // of the sector's slots
 
-  __device__ __forceinline__ uint32_t* step() const { return sector + at; }
-  __device__ __forceinline__ uint32_t* low() const { return sector + kLowWord + at; }
+  __device__ __forceinline__ uint32_t* step() const { return word; }
+  __device__ __forceinline__ uint32_t* low() const { return word + kLowWord; }
   __device__ __forceinline__ uint16_t* high() const {
-    return reinterpret_cast<uint16_t*>(sector) + kHighHalf + at;
+    return reinterpret_cast<uint16_t*>(word) + kHighHalf - static_cast<int32_t>(at);
   }
-  __device__ __forceinline__ uint32_t* flags() const { return sector + kFlagWord; }
+  __device__ __forceinline__ uint32_t* flags() const {
+    return word + kFlagWord - static_cast<int32_t>(at);
+  }
   __device__ __forceinline__ uint32_t flag() const { return 1u << (kFlagShift + at); }
 };
 
@@ -28,8 +30,9 @@ struct Entry {
 __device__ __forceinline__ Entry entry_at(const TableView& table, int64_t bucket,
                                           uint32_t position) {
   const uint32_t third = position * 171 >> 9;  // of fewer than 128 exactly position / 3
-  return Entry{table.entries.sectors_of(bucket) + third * kSectorWords,
-               position - third * kSectorSlots};
+  return Entry{
+      table.entries.sectors_of(bucket) + (position + third * (kSectorWords - kSectorSlots)),
+      position - third * kSectorSlots};
 }
 __device__ __forceinline__ Entry entry_of(const TableView& table, int64_t slot) {
   const int64_t bucket = table.entries.bucket_of(slot);

@@ -155,25 +155,38 @@ __device__ __forceinline__ void prefetch_scores(const Claim* claims, int at, int
   if (lane > 1 || at >= busy) return;
   const Claim& claim = claims[at];
   const TableView& table = *claim.table;
-  if (table.bucket_slots != kBucketDigests) return;  // a prefetch begins at sixteen bytes
+  // A prefetch begins at sixteen bytes.
+  if (table.scores == nullptr || table.bucket_slots != kBucketDigests) return;
   const int64_t bucket = lane == 0 ? claim.choice.first : claim.choice.second;
   prefetch_l2(table.scores + bucket * kBucketDigests, kBucketDigests * sizeof(uint64_t));
 }
 
-// The places of the first `busy` lanes' ids, of tables with scores, each by a tile.
+// The places of the first `busy` lanes' ids, each by a tile. What is lowest of the next id's scores
+// is looked for while the present one's last steps are on their way.
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
                                              bool refuse_lower) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
+  const auto lowest_of = [&](int at) {
+    const Claim& claim = claims[at];
+    LowestScore lowest(*claim.table, claim.choice, lanes, lane);
+    lowest.prefetch_steps(*claim.table, claim.choice, lane);
+    return lowest;
+  };
   prefetch_scores(claims, tile, busy, lane);
+  prefetch_scores(claims, tile + kTiles, busy, lane);
+  LowestScore next;
+  if (tile < busy) next = lowest_of(tile);
 #pragma unroll 1
   for (int base = tile; base < busy; base += kTiles) {
     Claim& mine = claims[base];
-    prefetch_scores(claims, base + kTiles, busy, lane);
-    const Place place =
-        claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, lanes, lane);
+    prefetch_scores(claims, base + 2 * kTiles, busy, lane);
+    const LowestScore lowest = next;
+    if (base + kTiles < busy) next = lowest_of(base + kTiles);
+    const Place place = claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower,
+                                     lowest, lanes, lane);
     if (lane == 0) mine.place = place;
   }
 }
@@ -235,13 +248,10 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
       Place place{kNoRoom, kNoSlot, 0};
-      const bool by_score = kScores && busy && table.scores != nullptr;
-      if (busy && !by_score) {  // whose score, the step, is never too low
-        place = claim_oldest(table, choice, visit.now(), visit.pinned_from());
-      }
-      if (const unsigned lanes = kScores ? __ballot_sync(kAllLanes, by_score) : 0; lanes != 0) {
+      if (kScores) {
+        const unsigned lanes = __ballot_sync(kAllLanes, busy);
         Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
-        if (by_score) {
+        if (busy) {
           claim.table = mine;
           claim.score = score;
           claim.choice = choice;
@@ -249,7 +259,9 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         __syncwarp();
         claim_lowest(claims, __popc(lanes), visit, placement.refuse_lower);
         __syncwarp();
-        if (by_score) place = claim.place;
+        if (busy) place = claim.place;
+      } else if (busy) {  // whose score, the step, is never too low
+        place = claim_oldest(table, choice, visit.now(), visit.pinned_from());
       }
       __syncwarp();  // rows may be written where claims were
       // Read again, for want of registers to keep it in.
@@ -318,10 +330,13 @@ EvictKernel choose_evict_kernel(const Placement& placement) {
       return evict_kernel<NewRows::kInitial, kOneTable, false, kScores>;
   }
 }
-EvictKernel choose_evict_kernel(const TableView* only, const Placement& placement) {
-  if (only == nullptr) return choose_evict_kernel<false, true>(placement);
-  return only->scores == nullptr ? choose_evict_kernel<true, false>(placement)
-                                 : choose_evict_kernel<true, true>(placement);
+EvictKernel choose_evict_kernel(bool one_table, const Placement& placement) {
+  if (one_table) {
+    return placement.scored ? choose_evict_kernel<true, true>(placement)
+                            : choose_evict_kernel<true, false>(placement);
+  }
+  return placement.scored ? choose_evict_kernel<false, true>(placement)
+                          : choose_evict_kernel<false, false>(placement);
 }
 
 }  // namespace
@@ -329,7 +344,7 @@ EvictKernel choose_evict_kernel(const TableView* only, const Placement& placemen
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, bool deduplicated, cudaStream_t stream) {
-  const EvictKernel evict = choose_evict_kernel(only, placement);
+  const EvictKernel evict = choose_evict_kernel(only != nullptr, placement);
   launch_chained(evict, std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
                  only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots,
                  writer, missing, deduplicated);

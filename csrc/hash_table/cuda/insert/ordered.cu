@@ -178,7 +178,8 @@ __device__ __forceinline__ Place choose_place(const TableView& table, const Buck
     const int position = __ffsll(static_cast<long long>(free)) - 1;
     return Place{kPlaced, static_cast<int64_t>(bucket) * table.bucket_slots + position, 0};
   }
-  const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
+  const Victim victim = lowest_rank(table, choice, visit.pinned_from(),
+                                    LowestScore(table, choice, tile, lane), tile, lane);
   if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
   if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
   return Place{kReplaced, victim.slot, victim.rank.score};

@@ -174,39 +174,40 @@ struct LowestStep {
   }
 };
 
-// The lowest score that a lane has seen, above `floor` where there is one, and which of the slots
-// that it looks at have it.
+// The lowest score in both buckets of an id, and which of the slots that a lane looks at have it.
+// Of tables without scores nothing.
 struct LowestScore {
   static constexpr int kSlots = kBucketDigests / kVictimLanes;  // that a lane looks at in a bucket
   static_assert(2 * kSlots <= 32);
   uint64_t score = ~0ull;
   uint32_t slots = 0;  // bit b * kSlots + v: slot v of bucket b
 
-  // Position in its bucket of a lane's slot: two neighbours share a load.
-  __device__ __forceinline__ static int position(int v, int lane) {
-    return (v / 2 * kVictimLanes + lane) * 2 + v % 2;
-  }
-  __device__ __forceinline__ LowestScore(const TableView& table, const int64_t (&starts)[2],
-                                         bool floored, uint64_t floor, int lane) {
+  __device__ __forceinline__ LowestScore() {}
+  // Above `floor`, where there is one. By a tile.
+  __device__ __forceinline__ LowestScore(const TableView& table, const BucketChoice& choice,
+                                         unsigned tile, int lane, const uint64_t* floor = nullptr) {
+    if (table.scores == nullptr) return;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
+      const int64_t start =
+          static_cast<int64_t>(b == 0 ? choice.first : choice.second) * table.bucket_slots;
       uint64_t scores[kSlots];
 #pragma unroll
       for (int v = 0; v < kSlots; v += 2) {
         const int at = position(v, lane);
-        const int64_t slot = starts[b] + at;
         if (table.bucket_slots == kBucketDigests) {
-          const ulonglong2 two = load_pair_l2(table.scores + slot);
+          const ulonglong2 two = load_pair_l2(table.scores + start + at);
           scores[v] = two.x;
           scores[v + 1] = two.y;
         } else {
-          if (at < table.bucket_slots) scores[v] = load_score(table, slot);
-          if (at + 1 < table.bucket_slots) scores[v + 1] = load_score(table, slot + 1);
+          scores[v] = at < table.bucket_slots ? load_score(table, start + at) : 0;
+          scores[v + 1] = at + 1 < table.bucket_slots ? load_score(table, start + at + 1) : 0;
         }
       }
 #pragma unroll
       for (int v = 0; v < kSlots; ++v) {
-        if (position(v, lane) >= table.bucket_slots || (floored && scores[v] <= floor)) continue;
+        if (position(v, lane) >= table.bucket_slots) continue;
+        if (floor != nullptr && scores[v] <= *floor) continue;
         if (slots == 0 || scores[v] < score) {
           score = scores[v];
           slots = 0;
@@ -214,9 +215,6 @@ struct LowestScore {
         if (scores[v] == score) slots |= 1u << (b * kSlots + v);
       }
     }
-  }
-  // The lowest of a tile; whether there is any. Lanes keep the slots that have it.
-  __device__ __forceinline__ bool reduce(unsigned tile) {
     uint64_t least = score;
 #pragma unroll
     for (int offset = kVictimLanes / 2; offset; offset /= 2) {
@@ -224,14 +222,65 @@ struct LowestScore {
     }
     if (score != least) slots = 0;
     score = least;
-    return __any_sync(tile, slots != 0);
+  }
+
+  // Position in its bucket of a lane's slot: two neighbours share a load.
+  __device__ __forceinline__ static int position(int v, int lane) {
+    return (v / 2 * kVictimLanes + lane) * 2 + v % 2;
+  }
+  // The last step of a lane's slot with this bit, and its place: 0 to 63 in the first bucket, 64 to
+  // 127 in the second.
+  __device__ __forceinline__ static uint32_t* step_at(const TableView& table,
+                                                      const BucketChoice& choice, int bit, int lane,
+                                                      uint32_t* place) {
+    const int b = bit / kSlots;
+    const int at = position(bit % kSlots, lane);
+    *place = b * kBucketDigests + at;
+    return entry_at(table, b == 0 ? choice.first : choice.second, at).step();
+  }
+  // Has the last steps of its slots brought near.
+  __device__ __forceinline__ void prefetch_steps(const TableView& table, const BucketChoice& choice,
+                                                 int lane) const {
+    for (uint32_t left = slots; left != 0; left &= left - 1) {
+      uint32_t place;
+      prefetch_l2(step_at(table, choice, __ffs(static_cast<int>(left)) - 1, lane, &place));
+    }
+  }
+  // The lowest last step of its slots that is not pinned. By a tile.
+  __device__ __forceinline__ LowestStep lowest_step(const TableView& table,
+                                                    const BucketChoice& choice,
+                                                    uint32_t pinned_from, unsigned tile,
+                                                    int lane) const {
+    LowestStep lowest;
+    constexpr int kAtOnce = 4;
+    for (uint32_t left = slots; left != 0;) {
+      uint32_t steps[kAtOnce], places[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        steps[k] = kFreeStep;
+        places[k] = 0;
+        if (left == 0) continue;
+        steps[k] =
+            load_l2(step_at(table, choice, __ffs(static_cast<int>(left)) - 1, lane, &places[k]));
+        left &= left - 1;
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (steps[k] != kFreeStep) lowest.look_at(steps[k], places[k], pinned_from);
+      }
+    }
+    __syncwarp(tile);
+    lowest.reduce(tile);
+    return lowest;
   }
 };
 
 // The slot of the lowest rank in both buckets that is not pinned. Among equals one of the first
-// bucket, where finds see it with one line less. By a tile; `lane` is the thread's in it.
+// bucket, where finds see it with one line less. By a tile; `lane` is the thread's in it. scores:
+// the lowest of before, which may only have come to be pinned since.
 __device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
-                                              uint32_t pinned_from, unsigned tile, int lane) {
+                                              uint32_t pinned_from, LowestScore scores,
+                                              unsigned tile, int lane) {
   const int64_t starts[2] = {static_cast<int64_t>(choice.first) * table.bucket_slots,
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
   if (table.scores == nullptr) {
@@ -251,47 +300,24 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
     lowest.reduce(tile);
     return Victim{lowest.slot(starts), Rank{lowest.step, lowest.step}};
   }
-  // Last steps are only read of what has the lowest score. If all that is pinned, the next score is
-  // the lowest.
-  uint64_t floor = 0;
-  for (bool floored = false;; floored = true) {
-    LowestScore scores(table, starts, floored, floor, lane);
-    if (!scores.reduce(tile)) return Victim{kNoSlot, Rank{~0ull, kFreeStep}};
-    LowestStep lowest;
-    constexpr int kAtOnce = 4;
-    for (uint32_t left = scores.slots; left != 0;) {
-      uint32_t steps[kAtOnce], places[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        steps[k] = kFreeStep;
-        if (left == 0) continue;
-        const int bit = __ffs(static_cast<int>(left)) - 1;
-        left &= left - 1;
-        const int b = bit / LowestScore::kSlots;
-        const int position = LowestScore::position(bit % LowestScore::kSlots, lane);
-        places[k] = b * kBucketDigests + position;
-        steps[k] = load_l2(entry_at(table, b == 0 ? choice.first : choice.second, position).step());
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (steps[k] != kFreeStep) lowest.look_at(steps[k], places[k], pinned_from);
-      }
-    }
-    __syncwarp(tile);
-    lowest.reduce(tile);
+  // If all that has the lowest score is pinned, the next score is the lowest.
+  for (;;) {
+    if (!__any_sync(tile, scores.slots != 0)) return Victim{kNoSlot, Rank{~0ull, kFreeStep}};
+    const LowestStep lowest = scores.lowest_step(table, choice, pinned_from, tile, lane);
     const int64_t slot = lowest.slot(starts);
     if (slot != kNoSlot) return Victim{slot, Rank{scores.score, lowest.step}};
-    floor = scores.score;
+    const uint64_t floor = scores.score;
+    scores = LowestScore(table, choice, tile, lane, &floor);
   }
 }
 
 // Claims the place of another entry for an id of this score whose buckets are full. By a tile,
-// whose lanes all get the answer; `refuse_lower` as in Placement.
+// whose lanes all get the answer; `refuse_lower` as in Placement, `lowest` as in lowest_rank.
 __device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
                                               uint64_t score, const Visit& visit, bool refuse_lower,
-                                              unsigned tile, int lane) {
+                                              LowestScore lowest, unsigned tile, int lane) {
   for (;;) {
-    const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
+    const Victim victim = lowest_rank(table, choice, visit.pinned_from(), lowest, tile, lane);
     if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
     if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
     bool claimed = false;
