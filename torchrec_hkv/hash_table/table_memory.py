@@ -68,13 +68,12 @@ def table_memory(
         device_type: of the device it is on; the index takes a little less on a GPU.
     """
     buckets, bucket_slots = _C.geometry(capacity, initial_capacity)
+    index = _C.index_bytes(capacity, eviction != "lru", initial_capacity, device_type == "cuda")
     return TableMemory(
         num_slots=buckets * bucket_slots,
         initial_slots=_C.initial_slots(capacity, initial_capacity),
         bucket_slots=bucket_slots,
-        index_bytes=_C.index_bytes(capacity, eviction != "lru", initial_capacity, device_type == "cuda")
-        + admission_bytes(admission)
-        + 2 * (remember_evicted or 0),
+        index_bytes=index + admission_bytes(admission) + 2 * (remember_evicted or 0),
         row_bytes=element_bytes * dim + 4 * state_width,
         state_bytes=4 * state_width,
     )
