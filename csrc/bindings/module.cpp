@@ -160,8 +160,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                        on_gpu);
       },
       py::arg("capacity"), py::arg("scores"), py::arg("initial_capacity") = py::none(),
-      py::arg("on_gpu") = true,
-      "Bytes of a table's index: all it takes beside rows and states.");
+      py::arg("on_gpu") = true, "Bytes of a table's index: all it takes beside rows and states.");
 
   py::enum_<Eviction>(m, "Eviction")
       .value("LRU", Eviction::kLru)

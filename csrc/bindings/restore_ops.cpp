@@ -83,10 +83,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slot
       scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
     }
     const auto [ids, last_steps] = group->ids_and_steps(table, slots);
-    return std::make_tuple(ids,
-                           gather(view, view.rows, group->row_dtype(table), slots),
-                           last_steps, scores,
-                           gather(view, view.states, at::kFloat, slots));
+    return std::make_tuple(ids, gather(view, view.rows, group->row_dtype(table), slots), last_steps,
+                           scores, gather(view, view.states, at::kFloat, slots));
   });
 }
 

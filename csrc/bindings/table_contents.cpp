@@ -54,9 +54,7 @@ std::pair<at::Tensor, at::Tensor> TableGroup::ids_and_steps(
   return {ids, last_steps};
 }
 
-at::Tensor TableGroup::ids(int64_t table) const {
-  return ids_and_steps(table, std::nullopt).first;
-}
+at::Tensor TableGroup::ids(int64_t table) const { return ids_and_steps(table, std::nullopt).first; }
 
 at::Tensor TableGroup::last_steps(int64_t table) const {
   return ids_and_steps(table, std::nullopt).second.to(at::kLong).bitwise_and(0xFFFFFFFFll);
@@ -183,10 +181,11 @@ void TableGroup::load_entries([[maybe_unused]] int64_t table,
 #ifdef TORCHREC_HKV_CUDA
   const at::Tensor its_ids = ids.to(device_).contiguous();
   const at::Tensor its_steps = last_steps.to(device_).contiguous();
-  HKV_ON_DEVICE(device_, ,
-                hash_table::cuda::load_entries(
-                    host_views_[table], its_ids.const_data_ptr<int64_t>(),
-                    reinterpret_cast<const uint32_t*>(its_steps.const_data_ptr<int32_t>()), stream));
+  HKV_ON_DEVICE(
+      device_, ,
+      hash_table::cuda::load_entries(
+          host_views_[table], its_ids.const_data_ptr<int64_t>(),
+          reinterpret_cast<const uint32_t*>(its_steps.const_data_ptr<int32_t>()), stream));
 #endif
 }
 

@@ -95,10 +95,10 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device)
                      device.is_cpu() ? layout.geometry.num_slots() : 0)),
       last_steps(make_array(layout, device, at::kInt, {},
                             device.is_cpu() ? layout.geometry.num_slots() : 0)),
-      entries(make_array(layout, device, at::kInt,
-                         {hash_table::sectors_of_bucket(layout.geometry.bucket_slots) *
-                          hash_table::kSectorWords},
-                         device.is_cpu() ? 0 : layout.geometry.num_buckets)),
+      entries(make_array(
+          layout, device, at::kInt,
+          {hash_table::sectors_of_bucket(layout.geometry.bucket_slots) * hash_table::kSectorWords},
+          device.is_cpu() ? 0 : layout.geometry.num_buckets)),
       oldest(make_array(layout, device, at::kInt, {hash_table::kGroups},
                         device.is_cpu() ? 0 : layout.geometry.num_buckets)),
       scores(make_array(layout, device, at::kLong, {},

@@ -107,7 +107,7 @@ class TableMemory {
   // No frame is taken any more. step: what `crowded` of each set becomes.
   void empty_frames(int64_t step);
 
-  SlotArray digests;     // int16 [num_buckets, 64]
+  SlotArray digests;  // int16 [num_buckets, 64]
   // On a CPU; on a GPU both lie in `entries`.
   SlotArray ids;         // int64 [num_slots]
   SlotArray last_steps;  // int32 [num_slots]

@@ -40,8 +40,8 @@ inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
 // Bytes of digests, ids, steps and, where the policy keeps them, scores; on a GPU also of what is
 // known of each bucket's oldest entry.
 inline int64_t index_bytes(const Geometry& geometry, bool scores, bool on_gpu) {
-  const int64_t of_slot = (on_gpu ? 0 : sizeof(int64_t) + sizeof(uint32_t)) +
-                          (scores ? sizeof(uint64_t) : 0);
+  const int64_t of_slot =
+      (on_gpu ? 0 : sizeof(int64_t) + sizeof(uint32_t)) + (scores ? sizeof(uint64_t) : 0);
   const int64_t of_bucket =
       kBucketDigests * sizeof(uint16_t) +
       (on_gpu ? sectors_of_bucket(geometry.bucket_slots) * kSectorBytes + kGroups * sizeof(uint32_t)

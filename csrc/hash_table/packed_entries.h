@@ -18,9 +18,9 @@ namespace torchrec_hkv::hash_table {
 constexpr int kSectorSlots = 3;
 constexpr int kSectorWords = 8;
 constexpr int kSectorBytes = 32;
-constexpr int kLowWord = kSectorSlots;        // of the first slot
-constexpr int kHighHalf = 4 * kSectorSlots;   // number of its half word
-constexpr int kFlagWord = kSectorWords - 1;   // whose upper half has the flags
+constexpr int kLowWord = kSectorSlots;       // of the first slot
+constexpr int kHighHalf = 4 * kSectorSlots;  // number of its half word
+constexpr int kFlagWord = kSectorWords - 1;  // whose upper half has the flags
 constexpr int kFlagShift = 16;
 
 // A bucket's sectors are in groups, of which a table knows how old their oldest entries are, so
@@ -57,8 +57,8 @@ HKV_HOST_DEVICE uint64_t unpack_hash(const PackedId& id, uint16_t digest) {
 
 // The sectors of a table, and how to find a slot's.
 struct PackedEntries {
-  uint32_t* words;              // [num_buckets][bucket_sectors][8]
-  uint64_t reciprocal;          // 2^64 / bucket_slots, rounded up; of one slot 0
+  uint32_t* words;      // [num_buckets][bucket_sectors][8]
+  uint64_t reciprocal;  // 2^64 / bucket_slots, rounded up; of one slot 0
   int32_t bucket_sectors;
   int32_t bucket_words;  // of its sectors
 
@@ -76,8 +76,8 @@ struct PackedEntries {
 #ifdef __CUDA_ARCH__
     return static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(slot), reciprocal));
 #else
-    return static_cast<int64_t>(static_cast<unsigned __int128>(static_cast<uint64_t>(slot)) *
-                                    reciprocal >> 64);
+    return static_cast<int64_t>(
+        static_cast<unsigned __int128>(static_cast<uint64_t>(slot)) * reciprocal >> 64);
 #endif
   }
 };

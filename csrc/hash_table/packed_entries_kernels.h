@@ -15,8 +15,8 @@ namespace torchrec_hkv::hash_table::cuda {
 void read_entries(const TableView& table, const int64_t* slots, int64_t n, int64_t* ids,
                   uint32_t* last_steps, cudaStream_t stream);
 
-// Gives all slots of a table that its digests say are occupied these ids and last steps, [num_slots]
-// each; the others become free.
+// Gives all slots of a table that its digests say are occupied these ids and last steps,
+// [num_slots] each; the others become free.
 void load_entries(const TableView& table, const int64_t* ids, const uint32_t* last_steps,
                   cudaStream_t stream);
 

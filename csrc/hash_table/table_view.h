@@ -3,9 +3,9 @@
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
 // score, row and optimizer state lie in arrays of their own at the slot's number,
-// bucket * bucket_slots + position; on a GPU ids and steps are packed (packed_entries.h). Every id has two candidate buckets; nothing moves once placed,
-// so a slot number stays valid until its id is evicted. Emptiness is told by the digest, never by
-// an id: every 64-bit id is legal.
+// bucket * bucket_slots + position; on a GPU ids and steps are packed (packed_entries.h). Every id
+// has two candidate buckets; nothing moves once placed, so a slot number stays valid until its id
+// is evicted. Emptiness is told by the digest, never by an id: every 64-bit id is legal.
 //
 // Slots of a group's tables are numbered through: slot + first_slot is unique in the group.
 #pragma once
@@ -65,13 +65,13 @@ struct RowStore {
 };
 
 struct TableView {
-  uint16_t* digests;     // [num_buckets][64]
-  int64_t* ids;          // [num_slots]; CPU only
-  uint32_t* last_steps;  // [num_slots] step of the last training lookup; CPU only
+  uint16_t* digests;      // [num_buckets][64]
+  int64_t* ids;           // [num_slots]; CPU only
+  uint32_t* last_steps;   // [num_slots] step of the last training lookup; CPU only
   PackedEntries entries;  // both, of a GPU's table
   // [num_buckets][kGroups] no entry of the group has an earlier last step; of a GPU's table.
   uint32_t* oldest;
-  uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
+  uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps
   RowStore rows;
   RowStore states;  // optimizer state, float32
   Frames frames;

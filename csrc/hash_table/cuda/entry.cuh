@@ -83,8 +83,7 @@ __device__ __forceinline__ void write_id(const Entry& entry, uint64_t hash) {
 __device__ __forceinline__ uint64_t hash_of_entry(const Entry& entry, uint16_t digest) {
   const uint16_t high = load_l2(entry.high());
   const uint32_t low = load_l2(entry.low());
-  const bool flag =
-      is_flagged_digest(digest) && (load_l2(entry.flags()) & entry.flag()) != 0;
+  const bool flag = is_flagged_digest(digest) && (load_l2(entry.flags()) & entry.flag()) != 0;
   return unpack_hash(PackedId{low, high, flag}, digest);
 }
 // Copies the id of an entry with this digest.

@@ -1,7 +1,7 @@
 // Ids and last steps of a GPU's table, which lie packed, to and from arrays. A thread a slot.
+#include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
-#include "common/cuda_check.h"
 #include "hash_table/packed_entries_kernels.h"
 
 namespace torchrec_hkv::hash_table::cuda {

@@ -217,11 +217,10 @@ __global__ void __launch_bounds__(kThreads)
     }
   } while (!claim_victim(table, victim));
   const int64_t slot = victim.slot;
-  note_displaced(
-      table,
-      {id_of_slot(table, slot),
-       victim.rank, table.row(slot), reinterpret_cast<const char*>(table.state(slot))},
-      displaced);
+  note_displaced(table,
+                 {id_of_slot(table, slot), victim.rank, table.row(slot),
+                  reinterpret_cast<const char*>(table.state(slot))},
+                 displaced);
   __syncwarp();
   write_entry(table, slot, entries, i);
   if (threadIdx.x % kWarp == 0) store_l2(digest_of_slot(table, slot), choice.digest);

@@ -113,9 +113,8 @@ __device__ __forceinline__ Place claim_oldest(const TableView& table, const Buck
     }
     const uint32_t bucket = group < kGroups ? choice.first : choice.second;
     const int first_sector = group % kGroups * kGroupSectors;
-    const Oldest oldest = oldest_of(
-        table.entries.sectors_of(bucket) + first_sector * kSectorWords,
-        table.entries.bucket_sectors - first_sector);
+    const Oldest oldest = oldest_of(table.entries.sectors_of(bucket) + first_sector * kSectorWords,
+                                    table.entries.bucket_sectors - first_sector);
     // Among equals that of the first bucket is taken, and there the first.
     const bool pinned = oldest.step >= pinned_from;
     bool decided = true;
@@ -124,8 +123,7 @@ __device__ __forceinline__ Place claim_oldest(const TableView& table, const Buck
       const uint32_t below = pinned ? pinned_from : oldest.step + (g < group ? 1 : 0);
       decided &= g == group || bounds[g] >= below;
     }
-    uint32_t* const bound =
-        table.oldest + static_cast<int64_t>(bucket) * kGroups + group % kGroups;
+    uint32_t* const bound = table.oldest + static_cast<int64_t>(bucket) * kGroups + group % kGroups;
     if (!decided || pinned) {
       atomicMax(bound, min(oldest.step, now));
       if (decided) return Place{kNoRoom, kNoSlot, 0};
@@ -270,8 +268,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       const bool placed = busy && place.slot != kNoSlot;
       // Read here and used behind the counts: a load that nothing waits for.
       const bool remembers = placed && table.evicted.marks != nullptr;
-      const int64_t leaver =
-          (kLeavers && placed) || remembers ? id_of_slot(table, place.slot) : 0;
+      const int64_t leaver = (kLeavers && placed) || remembers ? id_of_slot(table, place.slot) : 0;
       inserted.add(mine, placed);
       evicted.add(mine, placed);
       refused.add(mine, busy && !placed);

@@ -164,10 +164,10 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
   return false;
 }
 
-// kOneTable: the view comes with the launch and not from memory. early: last steps are tested before
-// they are written. That gains where the ids of many tables are spread. Elsewhere they are written untested: waiting for a
-// hot id's step, which many write, costs more than the writes that are saved. Of a block's threads
-// that touch one slot mostly one writes.
+// kOneTable: the view comes with the launch and not from memory. early: last steps are tested
+// before they are written. That gains where the ids of many tables are spread. Elsewhere they are
+// written untested: waiting for a hot id's step, which many write, costs more than the writes that
+// are saved. Of a block's threads that touch one slot mostly one writes.
 template <bool kTouch, bool kOneTable>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       for (Matches matches(answer); matches.any(); matches.drop()) {
         const uint32_t candidate = matches.position();
         // A find in one table gains 4 % if its ids leave L1 to the lines.
-        if (is_entry_of<kOneTable && !kTouch>(entry_at(table, bucket, candidate),
-                                              of_thread[threadIdx.x])) {
+        if (is_entry_of < kOneTable &&
+            !kTouch > (entry_at(table, bucket, candidate), of_thread[threadIdx.x])) {
           position = candidate;
           break;
         }

@@ -47,7 +47,7 @@ constexpr uint32_t kNoPosition = ~0u;
 // Claims a free slot, one of `free`, of a bucket, and returns its position there; kNoPosition where
 // others were faster.
 __device__ __forceinline__ uint32_t claim_free(const TableView& table, uint32_t bucket,
-                                              uint64_t free, uint16_t digest) {
+                                               uint64_t free, uint16_t digest) {
   const int position = __ffsll(static_cast<long long>(free)) - 1;
   // Two digests share a word; a neighbour that changes meanwhile is no reason to give up.
   auto* word = reinterpret_cast<uint32_t*>(table.digests) +
