@@ -111,7 +111,6 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   }
 #endif
   placement.remembers = group.remembers_evicted();
-  placement.scored = group.scored();
   placement.ordered = group.deterministic();
   owner->make_room(batch, ids, offsets, layout.first_bags());
   if (held) held->set_growths(group.growths());

@@ -155,12 +155,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("SET_BYTES") = hash_table::kSetBytes;
   m.def(
       "index_bytes",
-      [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity, bool on_gpu) {
+      [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity) {
         return hash_table::index_bytes(checked_geometry(capacity, initial_capacity), scores,
-                                       on_gpu);
+                                       /*packed=*/false);
       },
       py::arg("capacity"), py::arg("scores"), py::arg("initial_capacity") = py::none(),
-      py::arg("on_gpu") = true, "Bytes of a table's index: all it takes beside rows and states.");
+      "Bytes of a table's index: all it takes beside rows and states. One that is packed takes "
+      "less, "
+      "unless it has few slots.");
+  m.def(
+      "set_packed_from", &set_packed_from, py::arg("slots"),
+      "For tests: from how many slots on ids and last steps of a table are packed, where they can "
+      "be; of groups that are made later. Returns the number before.");
 
   py::enum_<Eviction>(m, "Eviction")
       .value("LRU", Eviction::kLru)

@@ -38,7 +38,7 @@ std::pair<at::Tensor, at::Tensor> TableGroup::ids_and_steps(
     int64_t table, const std::optional<at::Tensor>& slots) const {
   check_index(table);
   const TableMemory& memory = memory_[table];
-  if (device_.is_cpu()) {
+  if (!packed_) {
     if (!slots) return {memory.ids.tensor, memory.last_steps.tensor};
     return {memory.ids.tensor.index_select(0, *slots),
             memory.last_steps.tensor.index_select(0, *slots)};
@@ -152,10 +152,10 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.empty_frames(clock_->now());
   const auto present = [&](const at::Tensor& all) { return all.slice(0, 0, memory.num_slots()); };
   memory.digests.tensor.copy_(digests);
-  if (device_.is_cpu()) {
+  if (!packed_) {
     memory.ids.tensor.copy_(present(state.ids));
     memory.last_steps.tensor.copy_(present(state.last_steps));
-    memory.last_steps.tensor.masked_fill_(present(state.occupied).logical_not(),
+    memory.last_steps.tensor.masked_fill_(present(state.occupied).to(device_).logical_not(),
                                           static_cast<int32_t>(hash_table::kFreeStep));
   } else {
     load_entries(table, present(state.ids), present(state.last_steps));

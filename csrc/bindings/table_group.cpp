@@ -75,6 +75,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   TORCH_CHECK_VALUE(total_dim_ <= std::numeric_limits<int32_t>::max(),
                     "the features' columns add up to ", total_dim_,
                     ", but must not exceed 2^31 - 1.");
+  packed_ = device.is_cuda() && can_be_packed(configs_);
   check_memory(available);
   c10::OptionalDeviceGuard guard(device);
   growth_.resize(configs_.size());
@@ -92,7 +93,6 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
-    scored_ = scored_ || keeps_scores(config.eviction);
     deterministic_ = deterministic_ || config.deterministic;
     evicted_.push_back(at::zeros({config.remember_evicted}, at::dtype(at::kShort).device(device)));
   }
@@ -191,7 +191,8 @@ TableLayout TableGroup::layout(const TableConfig& config) const {
                      state_width_of(config),
                      keeps_scores(config.eviction),
                      config.hbm_slots,
-                     config.all_states_in_hbm};
+                     config.all_states_in_hbm,
+                     packed_};
 }
 
 void TableGroup::check_memory(const AvailableMemory& available) const {
@@ -221,13 +222,14 @@ TableView TableGroup::make_view(int64_t table) const {
   const TableMemory& memory = memory_[table];
   TableView view{};
   view.digests = reinterpret_cast<uint16_t*>(memory.digests.data());
-  if (device_.is_cpu()) {
+  view.entries = hash_table::PackedEntries::make(
+      packed_ ? reinterpret_cast<uint32_t*>(memory.entries.data()) : nullptr,
+      memory.geometry().bucket_slots);
+  if (packed_) {
+    view.oldest = reinterpret_cast<uint32_t*>(memory.oldest.data());
+  } else {
     view.ids = reinterpret_cast<int64_t*>(memory.ids.data());
     view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
-  } else {
-    view.entries = hash_table::PackedEntries::make(
-        reinterpret_cast<uint32_t*>(memory.entries.data()), memory.geometry().bucket_slots);
-    view.oldest = reinterpret_cast<uint32_t*>(memory.oldest.data());
   }
   view.scores =
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;

@@ -82,8 +82,6 @@ class TableGroup {
   bool has_frames() const { return has_frames_; }
   // Whether one of the tables remembers what it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
-  // Whether one of the tables has scores.
-  bool scored() const { return scored_; }
   // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
   // torch.use_deterministic_algorithms does, when the call is made.
   bool deterministic() const;
@@ -220,7 +218,7 @@ class TableGroup {
   bool needs_scores_ = false;
   bool has_frames_ = false;
   bool remembers_evicted_ = false;
-  bool scored_ = false;
+  bool packed_ = false;  // whether ids and last steps are, of the only table
   bool deterministic_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;

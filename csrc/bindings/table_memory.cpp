@@ -77,7 +77,7 @@ MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device
   present.num_buckets = num_buckets;
   const int64_t row_bytes = layout.dim * static_cast<int64_t>(at::elementSize(layout.row_dtype));
   const int64_t state_bytes = layout.state_width * static_cast<int64_t>(sizeof(float));
-  const int64_t index = hash_table::index_bytes(present, layout.scores, device.is_cuda());
+  const int64_t index = hash_table::index_bytes(present, layout.scores, layout.packed);
   const int64_t slots = present.num_slots();
   if (device.is_cpu()) return {0, index + slots * (row_bytes + state_bytes)};
   const int64_t in_hbm = std::min(slots, layout.hbm_slots);
@@ -92,15 +92,15 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device)
     : digests(
           make_array(layout, device, at::kShort, {kBucketDigests}, layout.geometry.num_buckets)),
       ids(make_array(layout, device, at::kLong, {},
-                     device.is_cpu() ? layout.geometry.num_slots() : 0)),
+                     layout.packed ? 0 : layout.geometry.num_slots())),
       last_steps(make_array(layout, device, at::kInt, {},
-                            device.is_cpu() ? layout.geometry.num_slots() : 0)),
+                            layout.packed ? 0 : layout.geometry.num_slots())),
       entries(make_array(
           layout, device, at::kInt,
           {hash_table::sectors_of_bucket(layout.geometry.bucket_slots) * hash_table::kSectorWords},
-          device.is_cpu() ? 0 : layout.geometry.num_buckets)),
+          layout.packed ? layout.geometry.num_buckets : 0)),
       oldest(make_array(layout, device, at::kInt, {hash_table::kGroups},
-                        device.is_cpu() ? 0 : layout.geometry.num_buckets)),
+                        layout.packed ? layout.geometry.num_buckets : 0)),
       scores(make_array(layout, device, at::kLong, {},
                         layout.scores ? layout.geometry.num_slots() : 0)),
       rows(make_array(layout, device, layout.row_dtype, {layout.dim}, layout.hbm_slots)),
@@ -157,6 +157,7 @@ void TableMemory::clear() {
     discard_host(digests.data(), digests.memory()->bytes());
   } else {
     digests.tensor.zero_();
+    last_steps.tensor.fill_(static_cast<int32_t>(hash_table::kFreeStep));
     entries.tensor.fill_(static_cast<int32_t>(hash_table::kFreeStep));
     oldest.tensor.zero_();
   }
@@ -173,8 +174,8 @@ void TableMemory::empty_frames(int64_t step) {
 
 int64_t TableMemory::hbm_bytes() const {
   if (device_.is_cpu()) return 0;
-  return digests.bytes() + entries.bytes() + oldest.bytes() + scores.bytes() + rows.bytes() +
-         states.bytes() + tags.bytes() + crowded.bytes();
+  return digests.bytes() + ids.bytes() + last_steps.bytes() + entries.bytes() + oldest.bytes() +
+         scores.bytes() + rows.bytes() + states.bytes() + tags.bytes() + crowded.bytes();
 }
 
 int64_t TableMemory::host_bytes() const {

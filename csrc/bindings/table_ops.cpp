@@ -205,7 +205,6 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   placement.admissions = group.admission().get();
   placement.frames = group.has_frames();
   placement.remembers = group.remembers_evicted();
-  placement.scored = group.scored();
   placement.ordered = deterministic;
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), matrix_of(left_rows, group.matrix_type()),

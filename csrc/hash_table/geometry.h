@@ -37,16 +37,16 @@ inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
   }
 }
 
-// Bytes of digests, ids, steps and, where the policy keeps them, scores; on a GPU also of what is
-// known of each bucket's oldest entry.
-inline int64_t index_bytes(const Geometry& geometry, bool scores, bool on_gpu) {
-  const int64_t of_slot =
-      (on_gpu ? 0 : sizeof(int64_t) + sizeof(uint32_t)) + (scores ? sizeof(uint64_t) : 0);
-  const int64_t of_bucket =
-      kBucketDigests * sizeof(uint16_t) +
-      (on_gpu ? sectors_of_bucket(geometry.bucket_slots) * kSectorBytes + kGroups * sizeof(uint32_t)
-              : 0);
-  return geometry.num_buckets * of_bucket + geometry.num_slots() * of_slot;
+// Bytes of digests, ids, steps and, where the policy keeps them, scores. packed: packed_entries.h.
+inline int64_t index_bytes(const Geometry& geometry, bool scores, bool packed) {
+  if (packed) {
+    const int64_t bucket = kBucketDigests * sizeof(uint16_t) +
+                           sectors_of_bucket(geometry.bucket_slots) * kSectorBytes +
+                           kGroups * sizeof(uint32_t);
+    return geometry.num_buckets * bucket;
+  }
+  const int64_t slot = sizeof(int64_t) + sizeof(uint32_t) + (scores ? sizeof(uint64_t) : 0);
+  return geometry.num_buckets * kBucketDigests * 2 + geometry.num_slots() * slot;
 }
 
 }  // namespace torchrec_hkv::hash_table

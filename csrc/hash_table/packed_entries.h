@@ -1,4 +1,5 @@
-// Where a GPU's table keeps ids and last steps: those of three slots of a bucket in one sector of
+// Where a GPU's table under LRU, if it is large and the only one of its group, keeps ids and last
+// steps: those of three slots of a bucket in one sector of
 // 32 bytes, so that a find, its touch and a new entry take one access to memory.
 //
 // A bucket has sectors of its own; places past its slots hold kFreeStep, and never anything else.

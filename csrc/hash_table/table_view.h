@@ -65,12 +65,13 @@ struct RowStore {
 };
 
 struct TableView {
-  uint16_t* digests;      // [num_buckets][64]
-  int64_t* ids;           // [num_slots]; CPU only
-  uint32_t* last_steps;   // [num_slots] step of the last training lookup; CPU only
-  PackedEntries entries;  // both, of a GPU's table
-  // [num_buckets][kGroups] no entry of the group has an earlier last step; of a GPU's table.
-  uint32_t* oldest;
+  uint16_t* digests;     // [num_buckets][64]
+  int64_t* ids;          // [num_slots]; null: packed
+  uint32_t* last_steps;  // [num_slots] step of the last training lookup; null: packed
+  // Both, of a GPU's table whose entries are packed: only the only one of its group, under LRU.
+  PackedEntries entries;
+  uint32_t*
+      oldest;  // [num_buckets][kGroups] no entry of the group has an earlier last step; packed
   uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps
   RowStore rows;
   RowStore states;  // optimizer state, float32
@@ -252,8 +253,6 @@ struct Placement {
   bool spread = false;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
-  // Whether a table of the group has scores. CUDA only.
-  bool scored = false;
   // Whether ids are placed in the order of the batch, so that a call's result follows from the
   // table and the batch alone. CUDA only: on a CPU it always does.
   bool ordered = false;

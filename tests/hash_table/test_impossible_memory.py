@@ -20,10 +20,7 @@ def test_more_host_memory_than_there_is(initial):
     ) as error:
         HashTable(512, capacity, initial_capacity=initial)
     needed, there = figures(str(error.value))
-    assert (
-        needed
-        == table_memory(capacity, 512, 0, "lru", initial_capacity=initial, device_type="cpu").bytes
-    )
+    assert needed == table_memory(capacity, 512, 0, "lru", initial_capacity=initial).bytes
     available, total = available_memory.host_memory()
     if initial is None:
         assert "from the start" in str(error.value)
@@ -41,10 +38,7 @@ def test_tables_of_a_group_are_added_up():
     specs = [TableSpec(f"t{i}", capacity, 256) for i in range(4)]
     with pytest.raises(ValueError, match="table 't0' and the others of its group take") as error:
         TableGroup(specs, [0, 1, 2, 3])
-    assert (
-        figures(str(error.value))[0]
-        == 4 * table_memory(capacity, 256, 0, "lru", device_type="cpu").bytes
-    )
+    assert figures(str(error.value))[0] == 4 * table_memory(capacity, 256, 0, "lru").bytes
 
 
 @needs_gpu

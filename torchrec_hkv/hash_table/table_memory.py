@@ -52,7 +52,6 @@ def table_memory(
     admission: Admission | None = None,
     initial_capacity: int | None = None,
     remember_evicted: int | None = None,
-    device_type: str = "cuda",
 ) -> TableMemory:
     """Memory of a table.
 
@@ -65,15 +64,15 @@ def table_memory(
         admission: which new ids get a slot; what it counts takes memory.
         initial_capacity: rows it must hold before it grows; None: all from the start.
         remember_evicted: evicted ids that it remembers, 2 bytes each.
-        device_type: of the device it is on; the index takes a little less on a GPU.
     """
     buckets, bucket_slots = _C.geometry(capacity, initial_capacity)
-    index = _C.index_bytes(capacity, eviction != "lru", initial_capacity, device_type == "cuda")
     return TableMemory(
         num_slots=buckets * bucket_slots,
         initial_slots=_C.initial_slots(capacity, initial_capacity),
         bucket_slots=bucket_slots,
-        index_bytes=index + admission_bytes(admission) + 2 * (remember_evicted or 0),
+        index_bytes=_C.index_bytes(capacity, eviction != "lru", initial_capacity)
+        + admission_bytes(admission)
+        + 2 * (remember_evicted or 0),
         row_bytes=element_bytes * dim + 4 * state_width,
         state_bytes=4 * state_width,
     )

@@ -92,7 +92,6 @@ class Shape:
             self.eviction,
             initial_capacity=first,
             remember_evicted=self.remember_evicted,
-            device_type=self.device.type,
         )
 
     def hbm_bytes(self, capacity: int) -> int | None:

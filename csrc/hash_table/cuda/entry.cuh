@@ -34,12 +34,11 @@ __device__ __forceinline__ Entry entry_at(const TableView& table, int64_t bucket
       table.entries.sectors_of(bucket) + (position + third * (kSectorWords - kSectorSlots)),
       position - third * kSectorSlots};
 }
-__device__ __forceinline__ Entry entry_of(const TableView& table, int64_t slot) {
-  const int64_t bucket = table.entries.bucket_of(slot);
+__device__ __forceinline__ Entry entry_of(const TableView& table, int64_t bucket, int64_t slot) {
   return entry_at(table, bucket, static_cast<uint32_t>(slot - bucket * table.bucket_slots));
 }
-__device__ __forceinline__ uint32_t* step_of(const TableView& table, int64_t slot) {
-  return entry_of(table, slot).step();
+__device__ __forceinline__ Entry entry_of(const TableView& table, int64_t slot) {
+  return entry_of(table, table.entries.bucket_of(slot), slot);
 }
 __device__ __forceinline__ uint16_t* digest_of_slot(const TableView& table, int64_t slot) {
   const int64_t bucket = table.entries.bucket_of(slot);
@@ -66,7 +65,7 @@ __device__ __forceinline__ bool is_entry_of(const Entry& entry, uint64_t hash) {
 }
 
 // Writes the id. Its digest and its step are others' to write.
-__device__ __forceinline__ void write_id(const Entry& entry, uint64_t hash) {
+__device__ __forceinline__ void write_packed_id(const Entry& entry, uint64_t hash) {
   const PackedId mine = pack_hash(hash);
   *entry.low() = mine.low;
   *entry.high() = mine.high;
@@ -86,12 +85,28 @@ __device__ __forceinline__ uint64_t hash_of_entry(const Entry& entry, uint16_t d
   const bool flag = is_flagged_digest(digest) && (load_l2(entry.flags()) & entry.flag()) != 0;
   return unpack_hash(PackedId{low, high, flag}, digest);
 }
-// Copies the id of an entry with this digest.
-__device__ __forceinline__ void copy_id(const Entry& from, const Entry& to, uint16_t digest) {
-  write_id(to, hash_of_entry(from, digest));
+__device__ __forceinline__ int64_t packed_id_of(const TableView& table, int64_t slot) {
+  return id_of_hash(hash_of_entry(entry_of(table, slot), load_l2(digest_of_slot(table, slot))));
+}
+
+// The same of any table.
+__device__ __forceinline__ bool is_packed(const TableView& table) {
+  return table.entries.words != nullptr;
+}
+__device__ __forceinline__ uint32_t* step_of(const TableView& table, int64_t slot) {
+  return is_packed(table) ? entry_of(table, slot).step() : &table.last_steps[slot];
 }
 __device__ __forceinline__ int64_t id_of_slot(const TableView& table, int64_t slot) {
-  return id_of_hash(hash_of_entry(entry_of(table, slot), load_l2(digest_of_slot(table, slot))));
+  if (is_packed(table)) return packed_id_of(table, slot);
+  return static_cast<int64_t>(
+      load_l2(reinterpret_cast<const unsigned long long*>(&table.ids[slot])));
+}
+__device__ __forceinline__ void write_id(const TableView& table, int64_t slot, int64_t id) {
+  if (is_packed(table)) {
+    write_packed_id(entry_of(table, slot), hash_of_id(id));
+  } else {
+    table.ids[slot] = id;
+  }
 }
 
 __device__ __forceinline__ void touch_score(const TableView& table, int64_t slot,

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kThreads)
     if (item < sweep_items(sweep, table.num_buckets)) {
       const int64_t bucket = sweep.first + item / kBucketDigests * sweep.every;
       const int32_t position = static_cast<int32_t>(item % kBucketDigests);
-      uint32_t* const step = entry_at(table, bucket, position).step();
+      // A position past the bucket's slots has no step: it is not read.
+      uint32_t* const step = step_of(table, bucket * table.bucket_slots + position);
       expired = position < table.bucket_slots && is_expired(sweep, visit, *step);
       if (expired) {
         table.digests[bucket * kBucketDigests + position] = kEmptyDigest;

@@ -3,7 +3,6 @@
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/entry.cuh"
 #include "hash_table/grow.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -43,15 +42,19 @@ __device__ __forceinline__ void copy_vector(const RowStore& store, int64_t from,
 }
 
 // All but the digest; all lanes of a warp.
-__device__ void move_entry(const TableView& table, int64_t from, int64_t to, uint16_t digest) {
+__device__ void move_entry(const TableView& table, int64_t from, int64_t to) {
   if (threadIdx.x % kWarp == 0) {
-    const Entry source = entry_of(table, from), target = entry_of(table, to);
-    copy_id(source, target, digest);
-    *target.step() = *source.step();
+    table.ids[to] = table.ids[from];
+    table.last_steps[to] = table.last_steps[from];
     if (table.scores != nullptr) table.scores[to] = table.scores[from];
   }
   copy_vector(table.rows, from, to);
   copy_vector(table.states, from, to);
+}
+
+__device__ __forceinline__ uint16_t* digest_at(const TableView& table, int64_t slot) {
+  const int64_t bucket = slot / table.bucket_slots;
+  return &table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)];
 }
 
 // One warp a position of a bucket. No other warp reads or writes this position of the bucket or of
@@ -73,23 +76,16 @@ __global__ void __launch_bounds__(kThreads) split_kernel(TableView table, SplitR
     const int64_t low = int64_t{2} * bucket * table.bucket_slots + position;
     int side = -1;  // which of the two it goes to
     if (digest != kEmptyDigest) {
-      const BucketChoice choice = choose_buckets_of_hash(
-          hash_of_entry(entry_at(table, bucket, position), digest), table.num_buckets * 2);
+      const BucketChoice choice = choose_buckets(table.ids[slot], table.num_buckets * 2);
       side = static_cast<int>(split_target(choice, bucket) & 1u);
       const int64_t target = low + static_cast<int64_t>(side) * table.bucket_slots;
-      if (target != slot) move_entry(table, slot, target, digest);
+      if (target != slot) move_entry(table, slot, target);
     }
     __syncwarp();  // bucket 0 is its own target: all lanes have read before this
     if (lane < 2) {
       to[lane * kBucketDigests] = lane == side ? digest : kEmptyDigest;
       if (lane != side) {
-        *entry_at(table, int64_t{2} * bucket + lane, position).step() = kFreeStep;
-      }
-      if (position == table.bucket_slots - 1) {
-        // What the last sector has beside the bucket's slots.
-        for (int p = table.bucket_slots; p < table.entries.bucket_sectors * kSectorSlots; ++p) {
-          *entry_at(table, int64_t{2} * bucket + lane, p).step() = kFreeStep;
-        }
+        table.last_steps[low + static_cast<int64_t>(lane) * table.bucket_slots] = kFreeStep;
       }
     }
   }
@@ -102,9 +98,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t slot = begin + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; slot < end;
        slot += stride) {
-    if (*digest_of_slot(table, slot) == kEmptyDigest) continue;
+    if (*digest_at(table, slot) == kEmptyDigest) continue;
     const auto bucket = static_cast<uint32_t>(slot / table.bucket_slots);
-    if (!is_astray(id_of_slot(table, slot), bucket, table.num_buckets)) continue;
+    if (!is_astray(table.ids[slot], bucket, table.num_buckets)) continue;
     const unsigned long long at = atomicAdd(reinterpret_cast<unsigned long long*>(astray), 1ull);
     if (at < kAstrayRoom) astray[1 + at] = slot;
   }
@@ -127,7 +123,7 @@ __global__ void __launch_bounds__(kWarp)
     settle_kernel(TableView table, const int64_t* __restrict__ astray, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const int64_t from = astray[i];
-    const BucketChoice choice = choose_buckets(id_of_slot(table, from), table.num_buckets);
+    const BucketChoice choice = choose_buckets(table.ids[from], table.num_buckets);
     const uint64_t free_first = free_positions(table, choice.first);
     const uint64_t free_second = free_positions(table, choice.second);
     const bool first =
@@ -136,12 +132,12 @@ __global__ void __launch_bounds__(kWarp)
     const int64_t to =
         static_cast<int64_t>(first ? choice.first : choice.second) * table.bucket_slots +
         __ffsll(static_cast<long long>(free)) - 1;
-    move_entry(table, from, to, choice.digest);
+    move_entry(table, from, to);
     __syncwarp();
     if (threadIdx.x == 0) {
-      *digest_of_slot(table, to) = choice.digest;
-      *digest_of_slot(table, from) = kEmptyDigest;
-      *step_of(table, from) = kFreeStep;
+      *digest_at(table, to) = choice.digest;
+      *digest_at(table, from) = kEmptyDigest;
+      table.last_steps[from] = kFreeStep;
     }
     __syncwarp();
   }
@@ -178,9 +174,6 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
     }
     if (range.is_last()) break;
   }
-  // Nothing is known of how old entries are.
-  HKV_CUDA_CHECK(cudaMemsetAsync(
-      table.oldest, 0, int64_t{2} * table.num_buckets * kGroups * sizeof(uint32_t), stream));
   TableView doubled = table;
   doubled.num_buckets *= 2;
   doubled.num_slots *= 2;

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
   if (slot >= table.num_slots) return;
   const Entry entry = entry_of(table, slot);
   const bool free = *digest_of_slot(table, slot) == kEmptyDigest;
-  if (!free) write_id(entry, hash_of_id(ids[slot]));
+  if (!free) write_packed_id(entry, hash_of_id(ids[slot]));
   *entry.step() = free ? kFreeStep : last_steps[slot];
 }
 

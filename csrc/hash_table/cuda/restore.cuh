@@ -28,9 +28,11 @@ struct Widths {
 
 // Gives an entry of a file its last step, which may be older than any of its bucket.
 __device__ __forceinline__ void restore_step(const TableView& table, int64_t slot, uint32_t step) {
-  const int64_t bucket = table.entries.bucket_of(slot);
-  const int64_t group = (slot - bucket * table.bucket_slots) / (kGroupSectors * kSectorSlots);
-  atomicMin(&table.oldest[bucket * kGroups + group], step);
+  if (is_packed(table)) {
+    const int64_t bucket = table.entries.bucket_of(slot);
+    const int64_t group = (slot - bucket * table.bucket_slots) / (kGroupSectors * kSectorSlots);
+    atomicMin(&table.oldest[bucket * kGroups + group], step);
+  }
   store_l2(step_of(table, slot), step);
 }
 
@@ -38,7 +40,7 @@ __device__ __forceinline__ void restore_step(const TableView& table, int64_t slo
 __device__ inline void write_entry(const TableView& table, int64_t slot, const Entries& entries,
                                    int64_t i) {
   if (threadIdx.x % kWarp == 0) {
-    write_id(entry_of(table, slot), hash_of_id(entries.ids[i]));
+    write_id(table, slot, entries.ids[i]);
     if (table.scores != nullptr) table.scores[slot] = entries.scores[i];
   }
   const Widths widths(table);

@@ -75,9 +75,7 @@ def test_what_a_table_takes(device_type, share, optimizer):
     """As announced when it has grown, and in proportion before."""
     state = optimizer.state_width(16)
     capacity, initial = 1 << 20, 1 << 17
-    memory = table_memory(
-        capacity, 16, state, "lfu", initial_capacity=initial, device_type=device_type
-    )
+    memory = table_memory(capacity, 16, state, "lfu", initial_capacity=initial)
     hbm_bytes = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
     hbm_bytes = max(hbm_bytes, memory.least_hbm_bytes)
     spec = TableSpec("t", capacity, 16, "lfu", hbm_bytes, initial_capacity=initial,

@@ -1,6 +1,5 @@
 // The part of an insertion on the GPU that evicts: ids whose buckets are full take the places of
-// the lowest ranks. Where scores are last steps a thread looks for a victim, which has to read few
-// of them; otherwise a tile of lanes does, which reads all.
+// the lowest ranks. A tile of lanes looks for a victim, in packed tables a thread (oldest.cuh).
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -8,6 +7,7 @@
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
+#include "hash_table/cuda/insert/oldest.cuh"
 #include "hash_table/cuda/insert/place.cuh"
 #include "hash_table/cuda/row_matrix.cuh"
 
@@ -56,88 +56,6 @@ __device__ __forceinline__ void copy_leavers_of_warp(const TableView* mine,
   __syncwarp();  // what was read may be written
 }
 
-// The two lowest last steps of a group of slots, and where in it the lowest is; of equal ones the
-// first.
-struct Oldest {
-  uint32_t step = kFreeStep;
-  uint32_t next = kFreeStep;
-  uint32_t at = 0;
-
-  __device__ __forceinline__ void look_at(uint32_t other, uint32_t its_place) {
-    next = min(next, max(step, other));
-    if (other < step) at = its_place;
-    step = min(step, other);
-  }
-};
-
-__device__ __forceinline__ Oldest oldest_of(const uint32_t* sectors, int number) {
-  uint4 steps[kGroupSectors];
-#pragma unroll
-  for (int k = 0; k < kGroupSectors; ++k) {
-    steps[k] = uint4{kFreeStep, kFreeStep, kFreeStep, 0};
-    if (k < number) steps[k] = load_vector_l2(sectors + k * kSectorWords);
-  }
-  Oldest oldest;
-#pragma unroll
-  for (int k = 0; k < kGroupSectors; ++k) {
-    oldest.look_at(steps[k].x, k * kSectorSlots);
-    oldest.look_at(steps[k].y, k * kSectorSlots + 1);
-    oldest.look_at(steps[k].z, k * kSectorSlots + 2);
-  }
-  return oldest;
-}
-
-// Claims the place of the oldest entry in both buckets, where scores are last steps. Mostly one
-// group of slots is looked at, that whose oldest entry is said to be the oldest of all: if no other
-// group can have an older one, it is. By one thread. What a table says of its groups is never
-// wrong, since last steps only grow; where it is no longer right, it is put right here.
-__device__ __forceinline__ Place claim_oldest(const TableView& table, const BucketChoice& choice,
-                                              uint32_t now, uint32_t pinned_from) {
-  for (;;) {
-    uint32_t bounds[2 * kGroups];
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const uint4 of_bucket = load_vector_l2(
-          table.oldest + static_cast<int64_t>(b == 0 ? choice.first : choice.second) * kGroups);
-      bounds[b * kGroups] = of_bucket.x;
-      bounds[b * kGroups + 1] = of_bucket.y;
-      bounds[b * kGroups + 2] = of_bucket.z;
-      bounds[b * kGroups + 3] = of_bucket.w;
-    }
-    int group = 0;
-    uint32_t least = bounds[0];
-#pragma unroll
-    for (int g = 1; g < 2 * kGroups; ++g) {
-      if (bounds[g] < least) group = g;
-      least = min(least, bounds[g]);
-    }
-    const uint32_t bucket = group < kGroups ? choice.first : choice.second;
-    const int first_sector = group % kGroups * kGroupSectors;
-    const Oldest oldest = oldest_of(table.entries.sectors_of(bucket) + first_sector * kSectorWords,
-                                    table.entries.bucket_sectors - first_sector);
-    // Among equals that of the first bucket is taken, and there the first.
-    const bool pinned = oldest.step >= pinned_from;
-    bool decided = true;
-#pragma unroll
-    for (int g = 0; g < 2 * kGroups; ++g) {
-      const uint32_t below = pinned ? pinned_from : oldest.step + (g < group ? 1 : 0);
-      decided &= g == group || bounds[g] >= below;
-    }
-    uint32_t* const bound = table.oldest + static_cast<int64_t>(bucket) * kGroups + group % kGroups;
-    if (!decided || pinned) {
-      atomicMax(bound, min(oldest.step, now));
-      if (decided) return Place{kNoRoom, kNoSlot, 0};
-      continue;
-    }
-    const uint32_t position = first_sector * kSectorSlots + oldest.at;
-    if (atomicCAS(entry_at(table, bucket, position).step(), oldest.step, now) == oldest.step) {
-      atomicMax(bound, min(oldest.next, now));
-      return Place{kReplaced, static_cast<int64_t>(bucket) * table.bucket_slots + position,
-                   oldest.step};
-    }
-  }
-}
-
 // What a lane asks a tile for, and what it gets.
 struct Claim {
   const TableView* table;
@@ -146,51 +64,135 @@ struct Claim {
   Place place;
 };
 
-// Has the scores in both buckets of the id with this number brought near, of `busy` ids that want a
+// Has the ranks in both buckets of the id with this number brought near, of `busy` ids that want a
 // place: shortly before they are read, since what the ids of all warps need does not fit the
-// second-level cache. By a tile, whose first two lanes see to a bucket each.
-__device__ __forceinline__ void prefetch_scores(const Claim* claims, int at, int busy, int lane) {
+// second-level cache. By a tile, whose first two lanes see to a bucket each. kOldest: as in
+// claim_oldest.
+template <bool kOldest>
+__device__ __forceinline__ void prefetch_ranks(const Claim* claims, int at, int busy, int lane) {
   if (lane > 1 || at >= busy) return;
-  const Claim& claim = claims[at];
-  const TableView& table = *claim.table;
+  const TableView& table = *claims[at].table;
   // A prefetch begins at sixteen bytes.
-  if (table.scores == nullptr || table.bucket_slots != kBucketDigests) return;
-  const int64_t bucket = lane == 0 ? claim.choice.first : claim.choice.second;
-  prefetch_l2(table.scores + bucket * kBucketDigests, kBucketDigests * sizeof(uint64_t));
+  if (!kOldest && table.bucket_slots != kBucketDigests) return;
+  const BucketChoice& choice = claims[at].choice;
+  const int64_t first =
+      static_cast<int64_t>(lane == 0 ? choice.first : choice.second) * kBucketDigests;
+  prefetch_l2(table.last_steps + first, kBucketDigests * sizeof(uint32_t));
+  if (!kOldest && table.scores != nullptr) {
+    prefetch_l2(table.scores + first, kBucketDigests * sizeof(uint64_t));
+  }
 }
 
-// The places of the first `busy` lanes' ids, each by a tile. What is lowest of the next id's scores
-// is looked for while the present one's last steps are on their way.
+// The last steps in both buckets of an id, of 64 slots each, that a lane of a tile looks at.
+struct Steps {
+  static constexpr int kVectors = kBucketDigests / 4 / kVictimLanes;  // of a bucket
+  uint4 v[2 * kVectors];
+
+  __device__ __forceinline__ Steps(const TableView& table, const BucketChoice& choice, int lane) {
+#pragma unroll
+    for (int k = 0; k < 2 * kVectors; ++k) {
+      const int64_t bucket = k < kVectors ? choice.first : choice.second;
+      v[k] = load_vector_l2(table.last_steps + bucket * kBucketDigests +
+                            (k % kVectors * kVictimLanes + lane) * 4);
+    }
+  }
+  // All lanes of a warp: the lowest of the tile, and its place: 0 to 63 in the first bucket, 64 to
+  // 127 in the second; of equal ones the first.
+  __device__ __forceinline__ uint32_t lowest(int lane, uint32_t* place) const {
+    uint32_t least = kFreeStep;
+#pragma unroll
+    for (const uint4& four : v) {
+      least = min(min(least, four.x), four.y);
+      least = min(min(least, four.z), four.w);
+    }
+#pragma unroll
+    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
+      least = min(least, __shfl_xor_sync(kAllLanes, least, offset));
+    }
+    uint32_t at = 2 * kBucketDigests;
+#pragma unroll
+    for (int k = 2 * kVectors - 1; k >= 0; --k) {
+      const uint32_t first =
+          k / kVectors * kBucketDigests + (k % kVectors * kVictimLanes + lane) * 4;
+      if (v[k].w == least) at = first + 3;
+      if (v[k].z == least) at = first + 2;
+      if (v[k].y == least) at = first + 1;
+      if (v[k].x == least) at = first;
+    }
+#pragma unroll
+    for (int offset = kVictimLanes / 2; offset; offset /= 2) {
+      at = min(at, __shfl_xor_sync(kAllLanes, at, offset));
+    }
+    *place = at;
+    return least;
+  }
+};
+
+// The places of the first `busy` lanes' ids, each by a tile, where scores are last steps and
+// buckets have 64 slots. The next id's steps are read while the present one's are decided on. All
+// lanes.
+__device__ __forceinline__ void claim_oldest(Claim* claims, int busy, const Visit& visit) {
+  constexpr int kTiles = kWarp / kVictimLanes;
+  const int lane = threadIdx.x % kVictimLanes;
+  const int tile = threadIdx.x % kWarp / kVictimLanes;
+  const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
+  const uint32_t now = visit.now(), pinned_from = visit.pinned_from();
+  const auto steps_of = [&](int at) {
+    const Claim& claim = claims[min(at, busy - 1)];
+    return Steps(*claim.table, claim.choice, lane);
+  };
+  Steps steps = steps_of(tile);
+  prefetch_ranks<true>(claims, tile + kTiles, busy, lane);
+#pragma unroll 1
+  for (int at = tile; at - tile < busy; at += kTiles) {
+    Claim& mine = claims[min(at, busy - 1)];
+    bool working = at < busy;
+    prefetch_ranks<true>(claims, at + 2 * kTiles, busy, lane);
+    for (;;) {
+      uint32_t place = 0;
+      const uint32_t least = steps.lowest(lane, &place);
+      if (at - tile + kTiles < busy) steps = steps_of(at + kTiles);
+      bool lost = false;
+      if (working && lane == 0) {
+        mine.place = Place{kNoRoom, kNoSlot, 0};
+        if (least < pinned_from) {
+          const int64_t bucket = place < kBucketDigests ? mine.choice.first : mine.choice.second;
+          const int64_t slot = bucket * kBucketDigests + place % kBucketDigests;
+          lost = atomicCAS(&mine.table->last_steps[slot], least, now) != least;
+          if (!lost) {
+            store_l2(&mine.table->digests[slot], mine.choice.digest);
+            mine.place = Place{kReplaced, slot, least};
+          }
+        }
+      }
+      const unsigned losers = __ballot_sync(kAllLanes, lost);
+      if (losers == 0) break;
+      working = (losers & lanes) != 0;
+      steps = steps_of(at);
+    }
+  }
+}
+
+// The same of any tables.
 __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visit& visit,
                                              bool refuse_lower) {
   constexpr int kTiles = kWarp / kVictimLanes;
   const int lane = threadIdx.x % kVictimLanes;
   const int tile = threadIdx.x % kWarp / kVictimLanes;
   const unsigned lanes = ((1ull << kVictimLanes) - 1) << (tile * kVictimLanes);
-  const auto lowest_of = [&](int at) {
-    const Claim& claim = claims[at];
-    LowestScore lowest(*claim.table, claim.choice, lanes, lane);
-    lowest.prefetch_steps(*claim.table, claim.choice, lane);
-    return lowest;
-  };
-  prefetch_scores(claims, tile, busy, lane);
-  prefetch_scores(claims, tile + kTiles, busy, lane);
-  LowestScore next;
-  if (tile < busy) next = lowest_of(tile);
+  prefetch_ranks<false>(claims, tile, busy, lane);
 #pragma unroll 1
   for (int base = tile; base < busy; base += kTiles) {
     Claim& mine = claims[base];
-    prefetch_scores(claims, base + 2 * kTiles, busy, lane);
-    const LowestScore lowest = next;
-    if (base + kTiles < busy) next = lowest_of(base + kTiles);
-    const Place place = claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower,
-                                     lowest, lanes, lane);
+    prefetch_ranks<false>(claims, base + kTiles, busy, lane);
+    const Place place =
+        claim_victim(*mine.table, mine.choice, mine.score, visit, refuse_lower, lanes, lane);
     if (lane == 0) mine.place = place;
   }
 }
 
-// kLeavers: what leaves or is refused is noted. kScores: tables may have scores.
-template <NewRows kRows, bool kOneTable, bool kLeavers, bool kScores>
+// kLeavers: what leaves or is refused is noted. kPacked: ids and steps are; of one table.
+template <NewRows kRows, bool kOneTable, bool kLeavers, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
@@ -226,9 +228,10 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       const TableView& table = kOneTable ? only : *mine;
       misses.add(mine, listed && !chosen);
       bool busy = chosen || (listed && is_missing(was));
+      int64_t id = 0;
       BucketChoice choice{};
       if (busy) {
-        const int64_t id = batch.ids[position];
+        id = batch.ids[position];
         choice = choose_buckets(id, table.num_buckets);
         if (!chosen && !deduplicated) {
           const int64_t other =
@@ -240,35 +243,47 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
           }
         }
       }
-      if (__ballot_sync(kAllLanes, busy) == 0) continue;
       uint64_t score = 0;
+      Place place{kNoRoom, kNoSlot, 0};
+      const unsigned lanes = __ballot_sync(kAllLanes, busy);
+      if (lanes == 0) continue;
       if (busy) {
         score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
       }
-      Place place{kNoRoom, kNoSlot, 0};
-      if (kScores) {
-        const unsigned lanes = __ballot_sync(kAllLanes, busy);
+      if (kPacked) {
+        // Whose score, the step, is never too low.
+        if (busy) place = claim_oldest_packed(table, choice, visit.now(), visit.pinned_from());
+        __syncwarp();
+      } else {
+        const int asked = __popc(lanes);
         Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
         if (busy) {
           claim.table = mine;
           claim.score = score;
           claim.choice = choice;
         }
+        const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
         __syncwarp();
-        claim_lowest(claims, __popc(lanes), visit, placement.refuse_lower);
+        if (__all_sync(kAllLanes, oldest || !busy)) {
+          claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
+        } else {
+          claim_lowest(claims, asked, visit, placement.refuse_lower);
+        }
         __syncwarp();
         if (busy) place = claim.place;
-      } else if (busy) {  // whose score, the step, is never too low
-        place = claim_oldest(table, choice, visit.now(), visit.pinned_from());
+        __syncwarp();
       }
-      __syncwarp();  // rows may be written where claims were
-      // Read again, for want of registers to keep it in.
-      const int64_t id = busy ? batch.ids[position] : 0;
-      __syncwarp();
       const bool placed = busy && place.slot != kNoSlot;
+      if (kPacked && busy) id = batch.ids[position];  // rather than kept in registers
       // Read here and used behind the counts: a load that nothing waits for.
       const bool remembers = placed && table.evicted.marks != nullptr;
-      const int64_t leaver = (kLeavers && placed) || remembers ? id_of_slot(table, place.slot) : 0;
+      int64_t leaver = 0;
+      if (kPacked) {
+        // The digest, which tells a part of it, is still the leaver's.
+        if (remembers || (kLeavers && placed)) leaver = packed_id_of(table, place.slot);
+      } else if (remembers) {
+        leaver = table.ids[place.slot];
+      }
       inserted.add(mine, placed);
       evicted.add(mine, placed);
       refused.add(mine, busy && !placed);
@@ -277,7 +292,9 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       if (kLeavers) {
         int64_t leaver_at = leaver_number(placement.leavers, busy);
         if (busy) {
-          placement.leavers.ids[leaver_at] = placed ? leaver : id;
+          placement.leavers.ids[leaver_at] = !placed   ? id
+                                             : kPacked ? leaver
+                                                       : table.ids[place.slot];
           placement.leavers.scores[leaver_at] = placed ? place.replaced_score : score;
           if (!kOneTable) placement.leavers.tables[leaver_at] = static_cast<int32_t>(mine - tables);
         } else {
@@ -289,9 +306,12 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         slots[position] = table.first_slot + place.slot;
         if (writer != nullptr) writer[position] = true;
         if (missing.placed != nullptr) missing.placed[position] = true;
-        const uint64_t hash = hash_of_id(id);
-        store_l2(digest_of_slot(table, place.slot), digest_of(raw_digest(hash)));
-        write_id(entry_of(table, place.slot), hash);
+        if (kPacked) {
+          store_l2(digest_of_slot(table, place.slot), choice.digest);
+          write_packed_id(entry_of(table, place.slot), hash_of_id(id));
+        } else {
+          table.ids[place.slot] = id;
+        }
         if (table.scores != nullptr) table.scores[place.slot] = score;
         if (remembers) {
           const EvictedMemory::Place to = table.evicted.place_of(leaver);
@@ -313,27 +333,24 @@ using EvictKernel = void (*)(const TableView, const TableView*, const Batch, con
                              const Placement, int64_t*, bool*, const Missing, bool);
 
 // What leaves is given back only where rows are assigned, so that none are initialised.
-template <bool kOneTable, bool kScores>
+template <bool kOneTable, bool kPacked>
 EvictKernel choose_evict_kernel(const Placement& placement) {
   if (placement.leavers.number != nullptr) {
-    return evict_kernel<NewRows::kUntouched, kOneTable, true, kScores>;
+    return evict_kernel<NewRows::kUntouched, kOneTable, true, kPacked>;
   }
   switch (placement.rows) {
     case NewRows::kUntouched:
-      return evict_kernel<NewRows::kUntouched, kOneTable, false, kScores>;
+      return evict_kernel<NewRows::kUntouched, kOneTable, false, kPacked>;
     case NewRows::kUniform:
-      return evict_kernel<NewRows::kUniform, kOneTable, false, kScores>;
+      return evict_kernel<NewRows::kUniform, kOneTable, false, kPacked>;
     default:
-      return evict_kernel<NewRows::kInitial, kOneTable, false, kScores>;
+      return evict_kernel<NewRows::kInitial, kOneTable, false, kPacked>;
   }
 }
-EvictKernel choose_evict_kernel(bool one_table, const Placement& placement) {
-  if (one_table) {
-    return placement.scored ? choose_evict_kernel<true, true>(placement)
-                            : choose_evict_kernel<true, false>(placement);
-  }
-  return placement.scored ? choose_evict_kernel<false, true>(placement)
-                          : choose_evict_kernel<false, false>(placement);
+EvictKernel choose_evict_kernel(const TableView* only, const Placement& placement) {
+  if (only == nullptr) return choose_evict_kernel<false, false>(placement);
+  return only->entries.words != nullptr ? choose_evict_kernel<true, true>(placement)
+                                        : choose_evict_kernel<true, false>(placement);
 }
 
 }  // namespace
@@ -341,7 +358,7 @@ EvictKernel choose_evict_kernel(bool one_table, const Placement& placement) {
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, bool deduplicated, cudaStream_t stream) {
-  const EvictKernel evict = choose_evict_kernel(only != nullptr, placement);
+  const EvictKernel evict = choose_evict_kernel(only, placement);
   launch_chained(evict, std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
                  only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots,
                  writer, missing, deduplicated);

@@ -164,18 +164,20 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
   return false;
 }
 
-// kOneTable: the view comes with the launch and not from memory. early: last steps are tested
-// before they are written. That gains where the ids of many tables are spread. Elsewhere they are
-// written untested: waiting for a hot id's step, which many write, costs more than the writes that
-// are saved. Of a block's threads that touch one slot mostly one writes.
-template <bool kTouch, bool kOneTable>
+// kOneTable: the view comes with the launch and not from memory. early: last steps are brought near
+// before it is known that their ids are the right ones, and tested before they are written. That
+// gains where the ids of many tables are spread. Elsewhere they are written untested: waiting for a
+// hot id's step, which many write, costs more than the writes that are saved. Of a block's threads
+// that touch one slot mostly one writes. kPacked: ids and steps are; of one table.
+template <bool kTouch, bool kOneTable, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
                 const Found found, const Missing missing, bool early, bool begun) {
   __shared__ Look looks_of_block[kThreads];
-  // By thread: its hash, which would take registers; later, of those that touch, the slot.
-  __shared__ uint64_t of_thread[kThreads];
+  // By thread: its id, packed its hash, which would take registers; later, of those that touch, the
+  // slot.
+  __shared__ int64_t of_thread[kThreads];
   // By slot, modulo their number: of the threads that touch it, one.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
   __shared__ BlockParts parts;
@@ -184,8 +186,9 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
-  const uint64_t hash = hash_of_id(given ? batch.ids[at] : 0);
-  of_thread[threadIdx.x] = hash;
+  const int64_t id = given ? batch.ids[at] : 0;
+  const uint64_t hash = hash_of_id(id);
+  of_thread[threadIdx.x] = kPacked ? static_cast<int64_t>(hash) : id;
   // The scratch of the kernels to come, which has at most four entries a thread.
   if (kTouch && at * 4 <= missing.mask) {
     reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
@@ -207,11 +210,22 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         room |= free > 0;
         if (turn == 0) room_first = prefers_first(table.bucket_slots, free, kBucketDigests);
       }
+      const int64_t first_slot = static_cast<int64_t>(bucket) * table.bucket_slots;
       for (Matches matches(answer); matches.any(); matches.drop()) {
         const uint32_t candidate = matches.position();
+        const int64_t slot = first_slot + candidate;
+        if (kPacked) {
+          const auto wanted = static_cast<uint64_t>(of_thread[threadIdx.x]);
+          if (is_entry_of<!kTouch>(entry_at(table, bucket, candidate), wanted)) {
+            position = candidate;
+            break;
+          }
+          continue;
+        }
         // A find in one table gains 4 % if its ids leave L1 to the lines.
-        if (is_entry_of < kOneTable &&
-            !kTouch > (entry_at(table, bucket, candidate), of_thread[threadIdx.x])) {
+        const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
+        if (kTouch && early) prefetch_l2(&table.last_steps[slot]);  // most are hits
+        if (stored == of_thread[threadIdx.x]) {
           position = candidate;
           break;
         }
@@ -229,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch) {
     if (begun) wait_for_kernel_before();  // for the clock and the flags
     if (there) {
-      of_thread[threadIdx.x] = static_cast<uint64_t>(table.first_slot + slot);
+      of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
     }
     any_listed = count_listed(parts, missing, listed, full);
@@ -241,9 +255,10 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     result = table.first_slot + slot;
     if (kTouch) {
       const uint32_t toucher = touchers[static_cast<uint32_t>(slot) % kTouchers];
-      if (toucher == threadIdx.x || of_thread[toucher] != static_cast<uint64_t>(result)) {
-        writer = write_step(entry_at(table, bucket, position).step(), visit.now(), early,
-                            found.writer != nullptr);
+      if (toucher == threadIdx.x || of_thread[toucher] != result) {
+        uint32_t* const step =
+            kPacked ? entry_at(table, bucket, position).step() : &table.last_steps[slot];
+        writer = write_step(step, visit.now(), early, found.writer != nullptr);
       }
       if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
     }
@@ -272,11 +287,13 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
     }
   };
   if (only != nullptr) {
-    launch(find_kernel<kTouch, true>, *only, static_cast<const TableView*>(nullptr), batch, visit,
-           slots, found, missing, false, begun);
+    const bool packed = only->entries.words != nullptr;
+    launch(packed ? find_kernel<kTouch, true, true> : find_kernel<kTouch, true, false>, *only,
+           static_cast<const TableView*>(nullptr), batch, visit, slots, found, missing, false,
+           begun);
   } else {
-    launch(find_kernel<kTouch, false>, TableView{}, tables, batch, visit, slots, found, missing,
-           spread, begun);
+    launch(find_kernel<kTouch, false, false>, TableView{}, tables, batch, visit, slots, found,
+           missing, spread, begun);
   }
 }
 

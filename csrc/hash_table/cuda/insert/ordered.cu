@@ -15,6 +15,7 @@
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/oldest.cuh"
 #include "hash_table/cuda/insert/ordered.cuh"
 #include "hash_table/cuda/insert/place.cuh"
 #include "hash_table/kernels.h"
@@ -178,8 +179,9 @@ __device__ __forceinline__ Place choose_place(const TableView& table, const Buck
     const int position = __ffsll(static_cast<long long>(free)) - 1;
     return Place{kPlaced, static_cast<int64_t>(bucket) * table.bucket_slots + position, 0};
   }
-  const Victim victim = lowest_rank(table, choice, visit.pinned_from(),
-                                    LowestScore(table, choice, tile, lane), tile, lane);
+  const Victim victim = is_packed(table)
+                            ? oldest_packed(table, choice, visit.pinned_from(), tile, lane)
+                            : lowest_rank(table, choice, visit.pinned_from(), tile, lane);
   if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
   if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
   return Place{kReplaced, victim.slot, victim.rank.score};
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(kThreads)
       slot = slots[position] - its->first_slot;
       if (missing.placed != nullptr) missing.placed[position] = true;
       if (order.replaced != nullptr) order.replaced[position] = fate == kReplaced;
-      write_id(entry_of(*its, slot), hash_of_id(id));
+      write_id(*its, slot, id);
       if (its->scores != nullptr) {
         its->scores[slot] =
             first_score(its->eviction, visit.now(), visit.epoch(), visit.given(position));
