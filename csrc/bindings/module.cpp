@@ -114,6 +114,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "mix64", [](uint64_t x) { return mix64(x); }, py::arg("x"),
       "SplitMix64's finaliser, a bijection of 64 bits.");
   m.def(
+      "packed_again",
+      [](int64_t id) {
+        const uint64_t hash = hash_of_id(id);
+        return id_of_hash(hash_table::unpack_hash(hash_table::pack_hash(hash),
+                                                  choose_buckets_of_hash(hash, 1).digest));
+      },
+      py::arg("id"), "An id, packed as a GPU's table does and unpacked: the same.");
+  m.def(
       "geometry",
       [](int64_t capacity, std::optional<int64_t> initial_capacity) {
         const hash_table::Geometry geometry = checked_geometry(capacity, initial_capacity);
@@ -148,10 +156,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "index_bytes",
       [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity) {
-        return hash_table::index_bytes(checked_geometry(capacity, initial_capacity), scores);
+        return hash_table::index_bytes(checked_geometry(capacity, initial_capacity), scores,
+                                       /*packed=*/false);
       },
       py::arg("capacity"), py::arg("scores"), py::arg("initial_capacity") = py::none(),
-      "Bytes of a table's index: all it takes beside rows and states.");
+      "Bytes of a table's index: all it takes beside rows and states. One that is packed takes "
+      "less, "
+      "unless it has few slots.");
+  m.def(
+      "set_packed_from", &set_packed_from, py::arg("slots"),
+      "For tests: from how many slots on ids and last steps of a table are packed, where they can "
+      "be; of groups that are made later. Returns the number before.");
 
   py::enum_<Eviction>(m, "Eviction")
       .value("LRU", Eviction::kLru)

@@ -77,17 +77,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slot
   const TableView& view = group->view(table);
   check_given(slots, "slots", at::kLong, {slots.numel()}, group->device());
   const auto options = slots.options();
-  const at::Tensor last_steps =
-      at::from_blob(view.last_steps, {view.num_slots}, options.dtype(at::kInt));
   return group->order().run(kReadAll, [&] {
     at::Tensor scores = at::empty({0}, options);
     if (view.scores != nullptr) {
       scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
     }
-    return std::make_tuple(group->ids(table).index_select(0, slots),
-                           gather(view, view.rows, group->row_dtype(table), slots),
-                           last_steps.index_select(0, slots), scores,
-                           gather(view, view.states, at::kFloat, slots));
+    const auto [ids, last_steps] = group->ids_and_steps(table, slots);
+    return std::make_tuple(ids, gather(view, view.rows, group->row_dtype(table), slots), last_steps,
+                           scores, gather(view, view.states, at::kFloat, slots));
   });
 }
 

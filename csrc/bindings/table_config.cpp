@@ -2,10 +2,18 @@
 
 #include <c10/util/Exception.h>
 
+#include <atomic>
+
 #include "hash_table/frames.h"
 #include "hash_table/geometry.h"
 
 namespace torchrec_hkv::bindings {
+namespace {
+
+// From so many slots on an index is several times a GPU's second-level cache.
+std::atomic<int64_t> packed_from{int64_t{1} << 24};
+
+}  // namespace
 
 void check_config(const TableConfig& config, bool cuda) {
   const auto& name = config.name;
@@ -43,6 +51,15 @@ void check_config(const TableConfig& config, bool cuda) {
                     "table '", name, "': remember_evicted is ", config.remember_evicted,
                     ", but must be from 1 to 2^32, or 0 for none.");
 }
+
+bool can_be_packed(const std::vector<TableConfig>& configs) {
+  if (configs.size() != 1 || keeps_scores(configs[0].eviction)) return false;
+  const hash_table::Geometry geometry =
+      hash_table::geometry_of(configs[0].capacity, configs[0].initial_capacity);
+  return geometry.doublings == 0 && geometry.num_slots() >= packed_from;
+}
+
+int64_t set_packed_from(int64_t slots) { return packed_from.exchange(slots); }
 
 int64_t evicted_bytes(const TableConfig& config) {
   return config.remember_evicted * static_cast<int64_t>(sizeof(uint16_t));

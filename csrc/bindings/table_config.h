@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "bindings/group_admission.h"
 #include "bindings/initial_rows.h"
@@ -34,6 +35,14 @@ struct TableConfig {
 // Throws ValueError, naming the table, for a config that makes no sense. cuda: whether it is on a
 // GPU.
 void check_config(const TableConfig& config, bool cuda);
+
+// Whether the ids and last steps of a GPU's group of these tables are packed
+// (hash_table/packed_entries.h): of one large table under LRU that does not grow. Kernels of
+// several tables and plain finds in tables that may grow know nothing of it; there, and where
+// scores decide, it would be slower.
+bool can_be_packed(const std::vector<TableConfig>& configs);
+// For tests: how many slots are large. Returns the number before.
+int64_t set_packed_from(int64_t slots);
 
 // Of the marks that remember what the table evicted.
 int64_t evicted_bytes(const TableConfig& config);

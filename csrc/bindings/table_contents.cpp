@@ -9,6 +9,7 @@
 #include "hash_table/frames_kernels.h"
 #include "hash_table/grow.h"
 #include "hash_table/kernels.h"
+#include "hash_table/packed_entries_kernels.h"
 
 namespace torchrec_hkv::bindings {
 namespace {
@@ -33,9 +34,30 @@ at::Tensor TableGroup::occupied(int64_t table) const {
   return usable.ne(static_cast<int16_t>(kEmptyDigest)).reshape({-1});
 }
 
-at::Tensor TableGroup::last_steps(int64_t table) const {
+std::pair<at::Tensor, at::Tensor> TableGroup::ids_and_steps(
+    int64_t table, const std::optional<at::Tensor>& slots) const {
   check_index(table);
-  return memory_[table].last_steps.tensor.to(at::kLong).bitwise_and(0xFFFFFFFFll);
+  const TableMemory& memory = memory_[table];
+  if (!packed_) {
+    if (!slots) return {memory.ids.tensor, memory.last_steps.tensor};
+    return {memory.ids.tensor.index_select(0, *slots),
+            memory.last_steps.tensor.index_select(0, *slots)};
+  }
+  const int64_t n = slots ? slots->numel() : memory.num_slots();
+  const auto options = at::dtype(at::kLong).device(device_);
+  at::Tensor ids = at::empty({n}, options), last_steps = at::empty({n}, options.dtype(at::kInt));
+  HKV_ON_DEVICE(device_, ,
+                hash_table::cuda::read_entries(
+                    host_views_[table], slots ? slots->const_data_ptr<int64_t>() : nullptr, n,
+                    ids.data_ptr<int64_t>(),
+                    reinterpret_cast<uint32_t*>(last_steps.data_ptr<int32_t>()), stream));
+  return {ids, last_steps};
+}
+
+at::Tensor TableGroup::ids(int64_t table) const { return ids_and_steps(table, std::nullopt).first; }
+
+at::Tensor TableGroup::last_steps(int64_t table) const {
+  return ids_and_steps(table, std::nullopt).second.to(at::kLong).bitwise_and(0xFFFFFFFFll);
 }
 
 at::Tensor TableGroup::scores(int64_t table) const {
@@ -87,12 +109,13 @@ TableState TableGroup::export_table(int64_t table) const {
     present.masked_fill_(present.dim() > 1 ? free.unsqueeze(1) : free, 0);
     return out;
   };
+  const auto [ids, last_steps] = ids_and_steps(table, std::nullopt);
   TableState state;
   state.occupied = whole(there);
-  state.ids = whole(memory.ids.tensor);
+  state.ids = whole(ids);
   state.rows = whole(present_vectors(table, /*states=*/false));
   state.states = whole(present_vectors(table, /*states=*/true));
-  state.last_steps = whole(memory.last_steps.tensor);
+  state.last_steps = whole(last_steps);
   state.scores = memory.scores.most() ? whole(memory.scores.tensor)
                                       : at::empty({0}, at::dtype(at::kLong).device(device_));
   state.optimizer_step = optimizer_steps_.slice(0, table, table + 1).clone();
@@ -129,10 +152,14 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.empty_frames(clock_->now());
   const auto present = [&](const at::Tensor& all) { return all.slice(0, 0, memory.num_slots()); };
   memory.digests.tensor.copy_(digests);
-  memory.ids.tensor.copy_(present(state.ids));
-  memory.last_steps.tensor.copy_(present(state.last_steps));
-  memory.last_steps.tensor.masked_fill_(present(state.occupied).to(device_).logical_not(),
-                                        static_cast<int32_t>(hash_table::kFreeStep));
+  if (!packed_) {
+    memory.ids.tensor.copy_(present(state.ids));
+    memory.last_steps.tensor.copy_(present(state.last_steps));
+    memory.last_steps.tensor.masked_fill_(present(state.occupied).to(device_).logical_not(),
+                                          static_cast<int32_t>(hash_table::kFreeStep));
+  } else {
+    load_entries(table, present(state.ids), present(state.last_steps));
+  }
   if (memory.scores.most()) memory.scores.tensor.copy_(present(state.scores));
   memory.row_homes().tensor.copy_(present(state.rows));
   memory.state_homes().tensor.copy_(present(state.states));
@@ -146,6 +173,20 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   const int64_t newest =
       slots ? state.last_steps.to(at::kLong).bitwise_and(0xFFFFFFFFll).max().item<int64_t>() : 0;
   clock_->set_at_least(newest);
+}
+
+void TableGroup::load_entries([[maybe_unused]] int64_t table,
+                              [[maybe_unused]] const at::Tensor& ids,
+                              [[maybe_unused]] const at::Tensor& last_steps) {
+#ifdef TORCHREC_HKV_CUDA
+  const at::Tensor its_ids = ids.to(device_).contiguous();
+  const at::Tensor its_steps = last_steps.to(device_).contiguous();
+  HKV_ON_DEVICE(
+      device_, ,
+      hash_table::cuda::load_entries(
+          host_views_[table], its_ids.const_data_ptr<int64_t>(),
+          reinterpret_cast<const uint32_t*>(its_steps.const_data_ptr<int32_t>()), stream));
+#endif
 }
 
 void TableGroup::clear_table(int64_t table) {

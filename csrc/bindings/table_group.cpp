@@ -75,6 +75,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   TORCH_CHECK_VALUE(total_dim_ <= std::numeric_limits<int32_t>::max(),
                     "the features' columns add up to ", total_dim_,
                     ", but must not exceed 2^31 - 1.");
+  packed_ = device.is_cuda() && can_be_packed(configs_);
   check_memory(available);
   c10::OptionalDeviceGuard guard(device);
   growth_.resize(configs_.size());
@@ -206,7 +207,8 @@ TableLayout TableGroup::layout(const TableConfig& config) const {
                      state_width_of(config),
                      keeps_scores(config.eviction),
                      config.hbm_slots,
-                     config.all_states_in_hbm};
+                     config.all_states_in_hbm,
+                     packed_};
 }
 
 void TableGroup::check_memory(const AvailableMemory& available) const {
@@ -236,8 +238,15 @@ TableView TableGroup::make_view(int64_t table) const {
   const TableMemory& memory = memory_[table];
   TableView view{};
   view.digests = reinterpret_cast<uint16_t*>(memory.digests.data());
-  view.ids = reinterpret_cast<int64_t*>(memory.ids.data());
-  view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
+  view.entries = hash_table::PackedEntries::make(
+      packed_ ? reinterpret_cast<uint32_t*>(memory.entries.data()) : nullptr,
+      memory.geometry().bucket_slots);
+  if (packed_) {
+    view.oldest = reinterpret_cast<uint32_t*>(memory.oldest.data());
+  } else {
+    view.ids = reinterpret_cast<int64_t*>(memory.ids.data());
+    view.last_steps = reinterpret_cast<uint32_t*>(memory.last_steps.data());
+  }
   view.scores =
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
   view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),

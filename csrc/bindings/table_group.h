@@ -138,7 +138,10 @@ class TableGroup {
   at::Tensor occupied(int64_t table) const;    // bool
   at::Tensor scores(int64_t table) const;      // int64
   at::Tensor last_steps(int64_t table) const;  // int64
-  at::Tensor ids(int64_t table) const { return memory_.at(table).ids.tensor; }
+  at::Tensor ids(int64_t table) const;         // int64; of free slots they mean nothing
+  // (ids, last steps as int32) of slots, counted from the table's first; no slots: of all.
+  std::pair<at::Tensor, at::Tensor> ids_and_steps(int64_t table,
+                                                  const std::optional<at::Tensor>& slots) const;
   // Occupied slots of each table, int64 [tables], on the device.
   at::Tensor sizes() const;
   int64_t hbm_bytes(int64_t table) const;
@@ -179,6 +182,8 @@ class TableGroup {
   hash_table::TableView make_view(int64_t table) const;
   // Rows or states of the slots that there are, wherever they are; [slots, width].
   at::Tensor present_vectors(int64_t table, bool states) const;
+  // On a GPU, once the digests are those of the slots with these ids.
+  void load_entries(int64_t table, const at::Tensor& ids, const at::Tensor& last_steps);
   // Before a table grows to so many buckets: where it then has its rows in host memory they go
   // there, and its view has no frames. Returns whether that is so.
   bool bring_home(int64_t table, int64_t num_buckets);
@@ -215,6 +220,7 @@ class TableGroup {
   bool needs_scores_ = false;
   hash_table::MovingRows moving_rows_;
   bool remembers_evicted_ = false;
+  bool packed_ = false;  // whether ids and last steps are, of the only table
   bool deterministic_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
   std::vector<hash_table::TableView> host_views_;

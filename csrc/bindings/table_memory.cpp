@@ -77,7 +77,7 @@ MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device
   present.num_buckets = num_buckets;
   const int64_t row_bytes = layout.dim * static_cast<int64_t>(at::elementSize(layout.row_dtype));
   const int64_t state_bytes = layout.state_width * static_cast<int64_t>(sizeof(float));
-  const int64_t index = hash_table::index_bytes(present, layout.scores);
+  const int64_t index = hash_table::index_bytes(present, layout.scores, layout.packed);
   const int64_t slots = present.num_slots();
   if (device.is_cpu()) return {0, index + slots * (row_bytes + state_bytes)};
   const int64_t in_hbm = std::min(slots, layout.hbm_slots);
@@ -91,8 +91,16 @@ MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device
 TableMemory::TableMemory(const TableLayout& layout, at::Device device)
     : digests(
           make_array(layout, device, at::kShort, {kBucketDigests}, layout.geometry.num_buckets)),
-      ids(make_array(layout, device, at::kLong, {}, layout.geometry.num_slots())),
-      last_steps(make_array(layout, device, at::kInt, {}, layout.geometry.num_slots())),
+      ids(make_array(layout, device, at::kLong, {},
+                     layout.packed ? 0 : layout.geometry.num_slots())),
+      last_steps(make_array(layout, device, at::kInt, {},
+                            layout.packed ? 0 : layout.geometry.num_slots())),
+      entries(make_array(
+          layout, device, at::kInt,
+          {hash_table::sectors_of_bucket(layout.geometry.bucket_slots) * hash_table::kSectorWords},
+          layout.packed ? layout.geometry.num_buckets : 0)),
+      oldest(make_array(layout, device, at::kInt, {hash_table::kGroups},
+                        layout.packed ? layout.geometry.num_buckets : 0)),
       scores(make_array(layout, device, at::kLong, {},
                         layout.scores ? layout.geometry.num_slots() : 0)),
       rows(make_array(layout, device, layout.row_dtype, {layout.dim}, layout.hbm_slots)),
@@ -115,8 +123,10 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device)
 void TableMemory::back(int64_t num_buckets) {
   const int64_t slots = num_buckets * geometry().bucket_slots;
   digests.back(num_buckets);
-  ids.back(slots);
-  last_steps.back(slots);
+  ids.back(std::min(slots, ids.most()));
+  last_steps.back(std::min(slots, last_steps.most()));
+  entries.back(std::min(num_buckets, entries.most()));
+  oldest.back(std::min(num_buckets, oldest.most()));
   scores.back(std::min(slots, scores.most()));
   rows.back(in_hbm(slots));
   states.back(states_in_hbm(slots));
@@ -128,8 +138,10 @@ void TableMemory::resize(int64_t num_buckets) {
   const int64_t slots = num_buckets * geometry().bucket_slots;
   num_buckets_ = num_buckets;
   digests.resize(num_buckets);
-  ids.resize(slots);
-  last_steps.resize(slots);
+  ids.resize(std::min(slots, ids.most()));
+  last_steps.resize(std::min(slots, last_steps.most()));
+  entries.resize(std::min(num_buckets, entries.most()));
+  oldest.resize(std::min(num_buckets, oldest.most()));
   scores.resize(std::min(slots, scores.most()));
   rows.resize(in_hbm(slots));
   states.resize(states_in_hbm(slots));
@@ -146,6 +158,8 @@ void TableMemory::clear() {
   } else {
     digests.tensor.zero_();
     last_steps.tensor.fill_(static_cast<int32_t>(hash_table::kFreeStep));
+    entries.tensor.fill_(static_cast<int32_t>(hash_table::kFreeStep));
+    oldest.tensor.zero_();
   }
   if (geometry().bucket_slots < kBucketDigests) {
     digests.tensor.slice(1, geometry().bucket_slots).fill_(static_cast<int16_t>(kClosedDigest));
@@ -160,8 +174,8 @@ void TableMemory::empty_frames(int64_t step) {
 
 int64_t TableMemory::hbm_bytes() const {
   if (device_.is_cpu()) return 0;
-  return digests.bytes() + ids.bytes() + last_steps.bytes() + scores.bytes() + rows.bytes() +
-         states.bytes() + tags.bytes() + crowded.bytes();
+  return digests.bytes() + ids.bytes() + last_steps.bytes() + entries.bytes() + oldest.bytes() +
+         scores.bytes() + rows.bytes() + states.bytes() + tags.bytes() + crowded.bytes();
 }
 
 int64_t TableMemory::host_bytes() const {

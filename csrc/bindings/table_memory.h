@@ -53,6 +53,7 @@ struct TableLayout {
   int64_t hbm_slots;  // whose rows and states fit in HBM; where there are more slots, these are
                       // frames (hash_table/frames.h), or 0. CUDA only
   bool all_states_in_hbm;  // the states of all slots are in HBM, by slot
+  bool packed;             // ids and last steps are (hash_table/packed_entries.h). CUDA only
 };
 
 struct MemoryBytes {
@@ -107,9 +108,12 @@ class TableMemory {
   // No frame is taken any more. step: what `crowded` of each set becomes.
   void empty_frames(int64_t step);
 
-  SlotArray digests;     // int16 [num_buckets, 64]
+  SlotArray digests;  // int16 [num_buckets, 64]
+  // Where they are packed both lie in `entries`.
   SlotArray ids;         // int64 [num_slots]
   SlotArray last_steps;  // int32 [num_slots]
+  SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
+  SlotArray oldest;      // int32 [num_buckets, 4], packed
   SlotArray scores;      // int64 [num_slots] or empty
   SlotArray rows;        // [slots or frames in HBM, dim]
   SlotArray states;      // the same, or [num_slots, width] where all are in HBM

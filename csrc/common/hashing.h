@@ -19,6 +19,14 @@ HKV_HOST_DEVICE uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+HKV_HOST_DEVICE uint64_t unmix64(uint64_t x) {
+  x ^= x >> 31 ^ x >> 62;
+  x *= 0x319642b2d24d8ec3ull;
+  x ^= x >> 27 ^ x >> 54;
+  x *= 0x96de1b173f119089ull;
+  return x ^ x >> 30 ^ x >> 60;
+}
+
 // Slots of a bucket have one digest each; a bucket's 64 digests fill one 128-byte line.
 constexpr int kBucketDigests = 64;
 constexpr uint16_t kEmptyDigest = 0;        // the slot is free
@@ -31,17 +39,37 @@ struct BucketChoice {
   uint16_t digest;
 };
 
-HKV_HOST_DEVICE BucketChoice choose_buckets(int64_t id, uint32_t num_buckets) {
-  const uint64_t hash = mix64(static_cast<uint64_t>(id) ^ 0x6a09e667f3bcc909ull);
+constexpr uint64_t kTableSeed = 0x6a09e667f3bcc909ull;
+
+// What a table knows an id by; a bijection.
+HKV_HOST_DEVICE uint64_t hash_of_id(int64_t id) {
+  return mix64(static_cast<uint64_t>(id) ^ kTableSeed);
+}
+HKV_HOST_DEVICE int64_t id_of_hash(uint64_t hash) {
+  return static_cast<int64_t>(unmix64(hash) ^ kTableSeed);
+}
+
+// The digest before two of its values give way to those that mean something else.
+HKV_HOST_DEVICE uint16_t raw_digest(uint64_t hash) {
+  return static_cast<uint16_t>(hash ^ (hash >> 32));
+}
+HKV_HOST_DEVICE uint16_t digest_of(uint16_t raw) {
+  return raw == kEmptyDigest ? 1 : raw == kClosedDigest ? 0xFFFE : raw;
+}
+
+HKV_HOST_DEVICE BucketChoice choose_buckets_of_hash(uint64_t hash, uint32_t num_buckets) {
   BucketChoice choice;
   choice.first = static_cast<uint32_t>(((hash >> 32) * num_buckets) >> 32);
   choice.second = static_cast<uint32_t>(((hash & 0xffffffffull) * num_buckets) >> 32);
   if (choice.second == choice.first && num_buckets > 1) {
     choice.second = choice.first + 1 == num_buckets ? 0 : choice.first + 1;
   }
-  const uint16_t digest = static_cast<uint16_t>(hash ^ (hash >> 32));
-  choice.digest = digest == kEmptyDigest ? 1 : digest == kClosedDigest ? 0xFFFE : digest;
+  choice.digest = digest_of(raw_digest(hash));
   return choice;
+}
+
+HKV_HOST_DEVICE BucketChoice choose_buckets(int64_t id, uint32_t num_buckets) {
+  return choose_buckets_of_hash(hash_of_id(id), num_buckets);
 }
 
 // An id belongs to one of 2^16 owner buckets; ranks own contiguous ranges of them. The mix differs

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/hashing.h"
+#include "hash_table/packed_entries.h"
 
 namespace torchrec_hkv::hash_table {
 
@@ -36,8 +37,14 @@ inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
   }
 }
 
-// Bytes of digests, ids, steps and, where the policy keeps them, scores.
-inline int64_t index_bytes(const Geometry& geometry, bool scores) {
+// Bytes of digests, ids, steps and, where the policy keeps them, scores. packed: packed_entries.h.
+inline int64_t index_bytes(const Geometry& geometry, bool scores, bool packed) {
+  if (packed) {
+    const int64_t bucket = kBucketDigests * sizeof(uint16_t) +
+                           sectors_of_bucket(geometry.bucket_slots) * kSectorBytes +
+                           kGroups * sizeof(uint32_t);
+    return geometry.num_buckets * bucket;
+  }
   const int64_t slot = sizeof(int64_t) + sizeof(uint32_t) + (scores ? sizeof(uint64_t) : 0);
   return geometry.num_buckets * kBucketDigests * 2 + geometry.num_slots() * slot;
 }

@@ -3,9 +3,9 @@
 // Layout. A table is an array of buckets. A bucket has up to 64 slots; its 64 digests of 16 bits
 // fill one 128-byte line, so that one line tells which slots may hold an id. A slot's id, step,
 // score, row and optimizer state lie in arrays of their own at the slot's number,
-// bucket * bucket_slots + position. Every id has two candidate buckets; nothing moves once placed,
-// so a slot number stays valid until its id is evicted. Emptiness is told by the digest, never by
-// an id: every 64-bit id is legal.
+// bucket * bucket_slots + position; on a GPU ids and steps are packed (packed_entries.h). Every id
+// has two candidate buckets; nothing moves once placed, so a slot number stays valid until its id
+// is evicted. Emptiness is told by the digest, never by an id: every 64-bit id is legal.
 //
 // Slots of a group's tables are numbered through: slot + first_slot is unique in the group.
 #pragma once
@@ -21,6 +21,7 @@
 #include "hash_table/clock.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
+#include "hash_table/packed_entries.h"
 #include "hash_table/row_matrix.h"
 
 namespace torchrec_hkv::hash_table {
@@ -66,9 +67,13 @@ struct RowStore {
 
 struct TableView {
   uint16_t* digests;     // [num_buckets][64]
-  int64_t* ids;          // [num_slots]
-  uint32_t* last_steps;  // [num_slots] step of the last training lookup
-  uint64_t* scores;      // [num_slots]; null under LRU, whose scores are the last steps
+  int64_t* ids;          // [num_slots]; null: packed
+  uint32_t* last_steps;  // [num_slots] step of the last training lookup; null: packed
+  // Both, of a GPU's table whose entries are packed: only the only one of its group, under LRU.
+  PackedEntries entries;
+  uint32_t*
+      oldest;  // [num_buckets][kGroups] no entry of the group has an earlier last step; packed
+  uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps
   RowStore rows;
   RowStore states;  // optimizer state, float32
   Frames frames;

@@ -1,4 +1,4 @@
-// Scanning, touching and counting on the GPU.
+// Loads, digests and counting on the GPU.
 #pragma once
 
 #include <cstdint>
@@ -59,6 +59,11 @@ __device__ __forceinline__ uint32_t load_l2(const uint32_t* from) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ uint16_t load_l2(const uint16_t* from) {
+  uint16_t v;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
+  return v;
+}
 __device__ __forceinline__ unsigned long long load_l2(const unsigned long long* from) {
   unsigned long long v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
@@ -112,46 +117,6 @@ __device__ __forceinline__ uint32_t match_vector(uint4 digests, uint16_t wanted)
 
 __device__ __forceinline__ const uint16_t* digest_line(const TableView& table, uint32_t bucket) {
   return table.digests + static_cast<int64_t>(bucket) * kBucketDigests;
-}
-
-__device__ __forceinline__ void touch_score(const TableView& table, int64_t slot,
-                                            const Visit& visit, uint64_t given) {
-  auto* score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
-  unsigned long long old = load_l2(score);
-  for (;;) {
-    const unsigned long long next =
-        next_score(table.eviction, old, visit.now(), visit.epoch(), given);
-    if (next == old) return;
-    const unsigned long long seen = atomicCAS(score, old, next);
-    if (seen == old) return;
-    old = seen;
-  }
-}
-
-// Whether an id of several positions is touched by this one first is worth an atomic exchange only
-// where `exclusive` asks for it; otherwise the answer means nothing.
-__device__ __forceinline__ bool touch(const TableView& table, int64_t slot, const Visit& visit,
-                                      uint64_t given, bool exclusive = false) {
-  bool first = false;
-  // Testing first keeps hot ids from writing one address thousands of times.
-  if (load_l2(&table.last_steps[slot]) != visit.now()) {
-    if (exclusive) {
-      first = atomicExch(&table.last_steps[slot], visit.now()) != visit.now();
-    } else {
-      store_l2(&table.last_steps[slot], visit.now());
-    }
-  }
-  if (table.scores != nullptr) touch_score(table, slot, visit, given);
-  return first;
-}
-
-__device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
-  return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
-}
-
-__device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {
-  const uint32_t step = load_l2(&table.last_steps[slot]);
-  return Rank{table.scores == nullptr ? step : load_score(table, slot), step};
 }
 
 __device__ __forceinline__ void count(const TableView& table, Counter counter, uint64_t by) {

@@ -4,6 +4,7 @@
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/row_matrix.cuh"
 #include "hash_table/kernels.h"
@@ -34,10 +35,8 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= n || slots[i] == kNoSlot) return;
   const TableView& table = kOneTable ? only : tables[table_of_slot(tables, num_tables, slots[i])];
   const int64_t slot = slots[i] - table.first_slot;
-  const int64_t bucket = slot / table.bucket_slots;
-  store_l2(&table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)],
-           kEmptyDigest);
-  store_l2(&table.last_steps[slot], kFreeStep);
+  store_l2(digest_of_slot(table, slot), kEmptyDigest);
+  store_l2(step_of(table, slot), kFreeStep);
 }
 
 // Blocks of one table have one blockIdx.y.
@@ -51,10 +50,8 @@ __global__ void __launch_bounds__(kThreads)
     bool* const out = chosen + selection.starts[t];
     for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
          slot < table.num_slots; slot += static_cast<int64_t>(gridDim.x) * kThreads) {
-      const int64_t bucket = slot / table.bucket_slots;
-      const uint16_t digest =
-          table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)];
-      const uint32_t step = table.last_steps[slot];
+      const uint16_t digest = *digest_of_slot(table, slot);
+      const uint32_t step = *step_of(table, slot);
       const Rank rank{table.scores == nullptr ? step : table.scores[slot], step};
       out[slot] = selection.meets(digest, rank);
     }
@@ -70,8 +67,8 @@ __global__ void __launch_bounds__(kThreads)
   const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
   const int64_t slot = slots[i] - table.first_slot;
   if (lane == 0) {
-    out.ids[i] = table.ids[slot];
-    out.scores[i] = table.scores == nullptr ? table.last_steps[slot] : table.scores[slot];
+    out.ids[i] = id_of_slot(table, slot);
+    out.scores[i] = table.scores == nullptr ? *step_of(table, slot) : table.scores[slot];
   }
   const int64_t frame = table.frames.frame_of(slot);
   copy_to_matrix<kRowLanes>(out.rows, i, table.rows.type, table.rows.at(slot, frame), table.dim(),

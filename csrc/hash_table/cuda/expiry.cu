@@ -3,6 +3,7 @@
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/expiry.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -24,11 +25,12 @@ __global__ void __launch_bounds__(kThreads)
     if (item < sweep_items(sweep, table.num_buckets)) {
       const int64_t bucket = sweep.first + item / kBucketDigests * sweep.every;
       const int32_t position = static_cast<int32_t>(item % kBucketDigests);
-      const int64_t slot = bucket * table.bucket_slots + position;
-      expired = position < table.bucket_slots && is_expired(sweep, visit, table.last_steps[slot]);
+      // A position past the bucket's slots has no step: it is not read.
+      uint32_t* const step = step_of(table, bucket * table.bucket_slots + position);
+      expired = position < table.bucket_slots && is_expired(sweep, visit, *step);
       if (expired) {
         table.digests[bucket * kBucketDigests + position] = kEmptyDigest;
-        table.last_steps[slot] = kFreeStep;
+        *step = kFreeStep;
       }
     }
     const int number = __syncthreads_count(expired);

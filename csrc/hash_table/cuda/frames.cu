@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
       int64_t slot = kNoSlot;
       uint32_t number = lane;
       for (int64_t s = home.first + lane * apart; s < end; s += kWarp * apart, number += kWarp) {
-        const uint32_t step = table.last_steps[s];
+        const uint32_t step = *step_of(table, s);
         if (step == kFreeStep || frames.place_of(tags, number) >= 0) continue;
         const Rank rank{table.scores == nullptr ? step : table.scores[s], step};
         if (slot == kNoSlot || best < rank) {

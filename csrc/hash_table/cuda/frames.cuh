@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -70,7 +71,7 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
     for (int p = 0; p < kMostOfSet; ++p) {
       const uint32_t tag = p < frames.frames_of_set ? frames.tag_at(tags, p) : 0;
       steps[p] =
-          Frames::is_taken(tag) ? load_l2(&table.last_steps[frames.slot_of(home, tag)]) : kFreeStep;
+          Frames::is_taken(tag) ? load_l2(step_of(table, frames.slot_of(home, tag))) : kFreeStep;
     }
     Rank lowest{~0ull, kFreeStep};
     const bool blocked = !kNew && load_l2(&frames.crowded[set]) >= pinned_from;

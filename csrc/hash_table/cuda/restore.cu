@@ -8,6 +8,7 @@
 // gets.
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/restore.cuh"
 #include "hash_table/kernels.h"
 
@@ -49,9 +50,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const int64_t slot = first + i;
-  owners[i] = *digest_at(table, slot) == kEmptyDigest
+  owners[i] = *digest_of_slot(table, slot) == kEmptyDigest
                   ? -1
-                  : static_cast<int32_t>(owner_bucket(table.ids[slot]));
+                  : static_cast<int32_t>(owner_bucket(id_of_slot(table, slot)));
 }
 
 // Claims a free slot; all lanes get the answer.
@@ -59,7 +60,7 @@ __device__ __forceinline__ bool claim_free(const TableView& table, int64_t slot,
   static_assert(sizeof(unsigned short) == sizeof(uint16_t));
   int mine = 0;
   if (threadIdx.x % kWarp == 0) {
-    mine = atomicCAS(reinterpret_cast<unsigned short*>(digest_at(table, slot)), kEmptyDigest,
+    mine = atomicCAS(reinterpret_cast<unsigned short*>(digest_of_slot(table, slot)), kEmptyDigest,
                      digest) == kEmptyDigest;
   }
   return __shfl_sync(kAllLanes, mine, 0) != 0;
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
   if (mine) write_entry(table, slot, entries, i);
   if (threadIdx.x % kWarp == 0) {
     placed[i] = mine;
-    if (mine) table.last_steps[slot] = entries.last_steps[i];
+    if (mine) restore_step(table, slot, entries.last_steps[i]);
   }
 }
 
@@ -88,10 +89,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = warp_index();
   if (i >= entries.n) return;
   const int64_t slot = slots[i];
-  if (slot < 0 || slot >= table.num_slots || table.ids[slot] != entries.ids[i]) return;
-  if (*digest_at(table, slot) == kEmptyDigest) return;
+  if (slot < 0 || slot >= table.num_slots) return;
+  // Ids of free slots mean nothing.
+  if (*digest_of_slot(table, slot) == kEmptyDigest) return;
+  if (id_of_slot(table, slot) != entries.ids[i]) return;
   write_entry(table, slot, entries, i);
-  if (threadIdx.x % kWarp == 0) table.last_steps[slot] = entries.last_steps[i];
+  if (threadIdx.x % kWarp == 0) restore_step(table, slot, entries.last_steps[i]);
 }
 
 // The free positions of a bucket; the same answer in all lanes.
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
   if (slot != kNoSlot) write_entry(table, slot, entries, i);
   if (threadIdx.x % kWarp == 0) {
     waiting[i] = slot == kNoSlot;
-    if (slot != kNoSlot) table.last_steps[slot] = entries.last_steps[i];
+    if (slot != kNoSlot) restore_step(table, slot, entries.last_steps[i]);
   }
 }
 
@@ -175,7 +178,7 @@ __device__ Victim lowest_rank(const TableView& table, const BucketChoice& choice
 __device__ bool claim_victim(const TableView& table, const Victim& victim) {
   int mine = 0;
   if (threadIdx.x % kWarp == 0) {
-    uint32_t* step = &table.last_steps[victim.slot];
+    uint32_t* step = step_of(table, victim.slot);
     mine = atomicCAS(step, victim.rank.last_step, kBusyStep) == victim.rank.last_step;
     __threadfence();
     if (mine && table.scores != nullptr &&
@@ -214,17 +217,16 @@ __global__ void __launch_bounds__(kThreads)
     }
   } while (!claim_victim(table, victim));
   const int64_t slot = victim.slot;
-  note_displaced(
-      table,
-      {static_cast<int64_t>(load_l2(reinterpret_cast<const unsigned long long*>(&table.ids[slot]))),
-       victim.rank, table.row(slot), reinterpret_cast<const char*>(table.state(slot))},
-      displaced);
+  note_displaced(table,
+                 {id_of_slot(table, slot), victim.rank, table.row(slot),
+                  reinterpret_cast<const char*>(table.state(slot))},
+                 displaced);
   __syncwarp();
   write_entry(table, slot, entries, i);
-  if (threadIdx.x % kWarp == 0) store_l2(digest_at(table, slot), choice.digest);
+  if (threadIdx.x % kWarp == 0) store_l2(digest_of_slot(table, slot), choice.digest);
   __threadfence();
   __syncwarp();
-  if (threadIdx.x % kWarp == 0) store_l2(&table.last_steps[slot], own.last_step);
+  if (threadIdx.x % kWarp == 0) restore_step(table, slot, own.last_step);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/frames.cuh"
 #include "hash_table/table_view.h"
 
@@ -25,16 +26,21 @@ struct Widths {
         state(table.states.width * static_cast<int32_t>(sizeof(float))) {}
 };
 
-__device__ __forceinline__ uint16_t* digest_at(const TableView& table, int64_t slot) {
-  const int64_t bucket = slot / table.bucket_slots;
-  return &table.digests[bucket * kBucketDigests + (slot - bucket * table.bucket_slots)];
+// Gives an entry of a file its last step, which may be older than any of its bucket.
+__device__ __forceinline__ void restore_step(const TableView& table, int64_t slot, uint32_t step) {
+  if (is_packed(table)) {
+    const int64_t bucket = table.entries.bucket_of(slot);
+    const int64_t group = (slot - bucket * table.bucket_slots) / (kGroupSectors * kSectorSlots);
+    atomicMin(&table.oldest[bucket * kGroups + group], step);
+  }
+  store_l2(step_of(table, slot), step);
 }
 
 // All but the digest and the last step.
 __device__ inline void write_entry(const TableView& table, int64_t slot, const Entries& entries,
                                    int64_t i) {
   if (threadIdx.x % kWarp == 0) {
-    table.ids[slot] = entries.ids[i];
+    write_id(table, slot, entries.ids[i]);
     if (table.scores != nullptr) table.scores[slot] = entries.scores[i];
   }
   const Widths widths(table);

@@ -6,6 +6,7 @@
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/restore.cuh"
 #include "hash_table/kernels.h"
@@ -95,8 +96,7 @@ __device__ void note_displaced(const TableView& table, const Victim& victim,
                                const Displaced& displaced, int64_t i) {
   const Widths widths(table);
   if (threadIdx.x % kWarp == 0) {
-    displaced.ids[i] = static_cast<int64_t>(
-        load_l2(reinterpret_cast<const unsigned long long*>(&table.ids[victim.slot])));
+    displaced.ids[i] = id_of_slot(table, victim.slot);
     displaced.last_steps[i] = victim.rank.last_step;
     if (table.scores != nullptr) displaced.scores[i] = victim.rank.score;
   }
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(kThreads)
     if (slot != kNoSlot) {
       write_entry(table, slot, entries, i);
       if (lane == 0) {
-        store_l2(&table.last_steps[slot], entries.last_steps[i]);
-        store_l2(digest_at(table, slot), choice.digest);
+        restore_step(table, slot, entries.last_steps[i]);
+        store_l2(digest_of_slot(table, slot), choice.digest);
       }
     }
     __threadfence();

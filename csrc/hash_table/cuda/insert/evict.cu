@@ -1,11 +1,13 @@
 // The part of an insertion on the GPU that evicts: ids whose buckets are full take the places of
-// the lowest ranks. A tile of lanes looks for a victim.
+// the lowest ranks. A tile of lanes looks for a victim, in packed tables a thread (oldest.cuh).
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
+#include "hash_table/cuda/insert/oldest.cuh"
 #include "hash_table/cuda/insert/place.cuh"
 #include "hash_table/cuda/row_matrix.cuh"
 
@@ -189,8 +191,8 @@ __device__ __forceinline__ void claim_lowest(Claim* claims, int busy, const Visi
   }
 }
 
-// kLeavers: what leaves or is refused is noted.
-template <NewRows kRows, bool kOneTable, bool kLeavers>
+// kLeavers: what leaves or is refused is noted. kPacked: ids and steps are; of one table.
+template <NewRows kRows, bool kOneTable, bool kLeavers, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kEvictBlocks)
     evict_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const Visit visit, const Placement placement, int64_t* slots,
@@ -242,30 +244,46 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         }
       }
       uint64_t score = 0;
+      Place place{kNoRoom, kNoSlot, 0};
       const unsigned lanes = __ballot_sync(kAllLanes, busy);
-      const int asked = __popc(lanes);
-      Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
+      if (lanes == 0) continue;
       if (busy) {
         score = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(position));
-        claim.table = mine;
-        claim.score = score;
-        claim.choice = choice;
       }
-      const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
-      __syncwarp();
-      if (asked == 0) continue;
-      if (__all_sync(kAllLanes, oldest || !busy)) {
-        claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
+      if (kPacked) {
+        // Whose score, the step, is never too low.
+        if (busy) place = claim_oldest_packed(table, choice, visit.now(), visit.pinned_from());
+        __syncwarp();
       } else {
-        claim_lowest(claims, asked, visit, placement.refuse_lower);
+        const int asked = __popc(lanes);
+        Claim& claim = claims[__popc(lanes & ((1u << warp_lane) - 1))];
+        if (busy) {
+          claim.table = mine;
+          claim.score = score;
+          claim.choice = choice;
+        }
+        const bool oldest = table.scores == nullptr && table.bucket_slots == kBucketDigests;
+        __syncwarp();
+        if (__all_sync(kAllLanes, oldest || !busy)) {
+          claim_oldest(claims, asked, visit);  // whose score, the step, is never too low
+        } else {
+          claim_lowest(claims, asked, visit, placement.refuse_lower);
+        }
+        __syncwarp();
+        if (busy) place = claim.place;
+        __syncwarp();
       }
-      __syncwarp();
-      const Place place = busy ? claim.place : Place{kNoRoom, kNoSlot, 0};
-      __syncwarp();
       const bool placed = busy && place.slot != kNoSlot;
+      if (kPacked && busy) id = batch.ids[position];  // rather than kept in registers
       // Read here and used behind the counts: a load that nothing waits for.
       const bool remembers = placed && table.evicted.marks != nullptr;
-      const int64_t leaver = remembers ? table.ids[place.slot] : 0;
+      int64_t leaver = 0;
+      if (kPacked) {
+        // The digest, which tells a part of it, is still the leaver's.
+        if (remembers || (kLeavers && placed)) leaver = packed_id_of(table, place.slot);
+      } else if (remembers) {
+        leaver = table.ids[place.slot];
+      }
       inserted.add(mine, placed);
       evicted.add(mine, placed);
       refused.add(mine, busy && !placed);
@@ -274,7 +292,9 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       if (kLeavers) {
         int64_t leaver_at = leaver_number(placement.leavers, busy);
         if (busy) {
-          placement.leavers.ids[leaver_at] = placed ? table.ids[place.slot] : id;
+          placement.leavers.ids[leaver_at] = !placed   ? id
+                                             : kPacked ? leaver
+                                                       : table.ids[place.slot];
           placement.leavers.scores[leaver_at] = placed ? place.replaced_score : score;
           if (!kOneTable) placement.leavers.tables[leaver_at] = static_cast<int32_t>(mine - tables);
         } else {
@@ -286,7 +306,12 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         slots[position] = table.first_slot + place.slot;
         if (writer != nullptr) writer[position] = true;
         if (missing.placed != nullptr) missing.placed[position] = true;
-        table.ids[place.slot] = id;
+        if (kPacked) {
+          store_l2(digest_of_slot(table, place.slot), choice.digest);
+          write_packed_id(entry_of(table, place.slot), hash_of_id(id));
+        } else {
+          table.ids[place.slot] = id;
+        }
         if (table.scores != nullptr) table.scores[place.slot] = score;
         if (remembers) {
           const EvictedMemory::Place to = table.evicted.place_of(leaver);
@@ -308,19 +333,24 @@ using EvictKernel = void (*)(const TableView, const TableView*, const Batch, con
                              const Placement, int64_t*, bool*, const Missing, bool);
 
 // What leaves is given back only where rows are assigned, so that none are initialised.
-template <bool kOneTable>
+template <bool kOneTable, bool kPacked>
 EvictKernel choose_evict_kernel(const Placement& placement) {
   if (placement.leavers.number != nullptr) {
-    return evict_kernel<NewRows::kUntouched, kOneTable, true>;
+    return evict_kernel<NewRows::kUntouched, kOneTable, true, kPacked>;
   }
   switch (placement.rows) {
     case NewRows::kUntouched:
-      return evict_kernel<NewRows::kUntouched, kOneTable, false>;
+      return evict_kernel<NewRows::kUntouched, kOneTable, false, kPacked>;
     case NewRows::kUniform:
-      return evict_kernel<NewRows::kUniform, kOneTable, false>;
+      return evict_kernel<NewRows::kUniform, kOneTable, false, kPacked>;
     default:
-      return evict_kernel<NewRows::kInitial, kOneTable, false>;
+      return evict_kernel<NewRows::kInitial, kOneTable, false, kPacked>;
   }
+}
+EvictKernel choose_evict_kernel(const TableView* only, const Placement& placement) {
+  if (only == nullptr) return choose_evict_kernel<false, false>(placement);
+  return only->entries.words != nullptr ? choose_evict_kernel<true, true>(placement)
+                                        : choose_evict_kernel<true, false>(placement);
 }
 
 }  // namespace
@@ -328,8 +358,7 @@ EvictKernel choose_evict_kernel(const Placement& placement) {
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
                        const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
                        const Missing& missing, bool deduplicated, cudaStream_t stream) {
-  const EvictKernel evict = only != nullptr ? choose_evict_kernel<true>(placement)
-                                            : choose_evict_kernel<false>(placement);
+  const EvictKernel evict = choose_evict_kernel(only, placement);
   launch_chained(evict, std::min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
                  only != nullptr ? *only : TableView{}, tables, batch, visit, placement, slots,
                  writer, missing, deduplicated);

@@ -9,6 +9,7 @@
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/kernels.h"
 
@@ -166,14 +167,15 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
 // position. Steps are exchanged then, and those of many tables are brought near before it is known
 // that their ids are the right ones. Elsewhere they are written untested: waiting for a hot id's
 // step, which many write, costs more than the writes that are saved. Of a block's threads that
-// touch one slot mostly one writes.
-template <bool kTouch, bool kOneTable>
+// touch one slot mostly one writes. kPacked: ids and steps are; of one table.
+template <bool kTouch, bool kOneTable, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
                 const Found found, const Missing missing, bool spread, bool begun) {
   __shared__ Look looks_of_block[kThreads];
-  // By thread: its id, which would take registers; later, of those that touch, the slot.
+  // By thread: its id, packed its hash, which would take registers; later, of those that touch, the
+  // slot.
   __shared__ int64_t of_thread[kThreads];
   // By slot, modulo their number: of the threads that touch it, one.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
@@ -184,14 +186,15 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
   const int64_t id = given ? batch.ids[at] : 0;
-  of_thread[threadIdx.x] = id;
+  const uint64_t hash = hash_of_id(id);
+  of_thread[threadIdx.x] = kPacked ? static_cast<int64_t>(hash) : id;
   // The scratch of the kernels to come, which has at most four entries a thread.
   if (kTouch && at * 4 <= missing.mask) {
     reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
   }
   const TableView& table =
       kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
-  const BucketChoice choice = choose_buckets(id, table.num_buckets);
+  const BucketChoice choice = choose_buckets_of_hash(hash, table.num_buckets);
   uint32_t bucket = choice.first;
   uint32_t position = kNowhere;
   bool searching = given;
@@ -210,6 +213,14 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       for (Matches matches(answer); matches.any(); matches.drop()) {
         const uint32_t candidate = matches.position();
         const int64_t slot = first_slot + candidate;
+        if (kPacked) {
+          const auto wanted = static_cast<uint64_t>(of_thread[threadIdx.x]);
+          if (is_entry_of<!kTouch>(entry_at(table, bucket, candidate), wanted)) {
+            position = candidate;
+            break;
+          }
+          continue;
+        }
         // A find in one table gains 4 % if its ids leave L1 to the lines.
         const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
         if (kTouch && !kOneTable && spread) {
@@ -246,7 +257,9 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     if (kTouch) {
       const uint32_t toucher = touchers[static_cast<uint32_t>(slot) % kTouchers];
       if (toucher == threadIdx.x || of_thread[toucher] != result) {
-        first = write_step(&table.last_steps[slot], visit.now(), spread || found.writer != nullptr);
+        uint32_t* const step =
+            kPacked ? entry_at(table, bucket, position).step() : &table.last_steps[slot];
+        first = write_step(step, visit.now(), spread || found.writer != nullptr);
       }
       if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
     }
@@ -280,11 +293,13 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
     }
   };
   if (only != nullptr) {
-    launch(find_kernel<kTouch, true>, *only, static_cast<const TableView*>(nullptr), batch, visit,
-           slots, found, missing, spread, begun);
+    const bool packed = only->entries.words != nullptr;
+    launch(packed ? find_kernel<kTouch, true, true> : find_kernel<kTouch, true, false>, *only,
+           static_cast<const TableView*>(nullptr), batch, visit, slots, found, missing, spread,
+           begun);
   } else {
-    launch(find_kernel<kTouch, false>, TableView{}, tables, batch, visit, slots, found, missing,
-           spread, begun);
+    launch(find_kernel<kTouch, false, false>, TableView{}, tables, batch, visit, slots, found,
+           missing, spread, begun);
   }
 }
 

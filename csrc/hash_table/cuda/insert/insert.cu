@@ -117,8 +117,9 @@ __global__ void __launch_bounds__(kThreads)
   count_warp(table, kLookups, wrong, -1);  // insert_kernel counts all positions
 }
 
-// `deduplicated`: every missing id is missing at one position only.
-template <NewRows kRows, bool kOneTable>
+// `deduplicated`: every missing id is missing at one position only. kPacked: as in place.cuh, of
+// one table.
+template <NewRows kRows, bool kOneTable, bool kPacked>
 __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     insert_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                   const Batch batch, const Visit visit, int64_t* slots, bool* writer,
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
                          table.scores == nullptr && number <= table.num_slots / 16 &&
                          visit.now() != kFreeStep;
       if (joins) {
-        const Joined joined = join_first_bucket(table, choice, id, visit.now());
+        const Joined joined = join_first_bucket<kPacked>(table, choice, id, visit.now());
         if (joined.claimed) slot = joined.slot;
         busy = joined.claimed || joined.slot == kNoSlot;
         if (!busy) slots[position] = table.first_slot + joined.slot;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
           }
         }
         if (busy && was != kMissingFromFull) {
-          slot = claim_free_slot(table, choice, id, visit.now());
+          slot = claim_free_slot<kPacked>(table, choice, id, visit.now());
         }
       }
     }
@@ -246,17 +247,20 @@ __global__ void __launch_bounds__(kThreads)
 using InsertKernel = void (*)(const TableView, const TableView*, const Batch, const Visit, int64_t*,
                               bool*, const Missing, bool);
 
-InsertKernel choose_insert_kernel(NewRows rows, bool one_table) {
+template <NewRows kRows>
+InsertKernel choose_insert_kernel(const TableView* only) {
+  if (only == nullptr) return insert_kernel<kRows, false, false>;
+  return only->entries.words != nullptr ? insert_kernel<kRows, true, true>
+                                        : insert_kernel<kRows, true, false>;
+}
+InsertKernel choose_insert_kernel(NewRows rows, const TableView* only) {
   switch (rows) {
     case NewRows::kUntouched:
-      return one_table ? insert_kernel<NewRows::kUntouched, true>
-                       : insert_kernel<NewRows::kUntouched, false>;
+      return choose_insert_kernel<NewRows::kUntouched>(only);
     case NewRows::kUniform:
-      return one_table ? insert_kernel<NewRows::kUniform, true>
-                       : insert_kernel<NewRows::kUniform, false>;
+      return choose_insert_kernel<NewRows::kUniform>(only);
     default:
-      return one_table ? insert_kernel<NewRows::kInitial, true>
-                       : insert_kernel<NewRows::kInitial, false>;
+      return choose_insert_kernel<NewRows::kInitial>(only);
   }
 }
 
@@ -352,7 +356,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
       choose_kernel<<<grid, kThreads, 0, stream>>>(batch.num_ids, slots, missing);
       HKV_CUDA_CHECK_LAUNCH();
     }
-    const InsertKernel insert = choose_insert_kernel(placement.rows, only != nullptr);
+    const InsertKernel insert = choose_insert_kernel(placement.rows, only);
     launch_chained(insert, std::min(grid, resident_blocks(insert)), kThreads, stream,
                    only != nullptr ? *only : TableView{}, tables, batch, visit, slots, writer,
                    missing, by_score);

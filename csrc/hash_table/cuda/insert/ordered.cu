@@ -12,8 +12,10 @@
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/oldest.cuh"
 #include "hash_table/cuda/insert/ordered.cuh"
 #include "hash_table/cuda/insert/place.cuh"
 #include "hash_table/kernels.h"
@@ -177,7 +179,9 @@ __device__ __forceinline__ Place choose_place(const TableView& table, const Buck
     const int position = __ffsll(static_cast<long long>(free)) - 1;
     return Place{kPlaced, static_cast<int64_t>(bucket) * table.bucket_slots + position, 0};
   }
-  const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
+  const Victim victim = is_packed(table)
+                            ? oldest_packed(table, choice, visit.pinned_from(), tile, lane)
+                            : lowest_rank(table, choice, visit.pinned_from(), tile, lane);
   if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
   if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
   return Place{kReplaced, victim.slot, victim.rank.score};
@@ -250,12 +254,12 @@ __global__ void __launch_bounds__(kThreads, kPlaceBlocks)
             choose_place(table, it.choice, it.score, visit, refuse_lower, lanes, lane);
         if (lane == 0) {
           if (place.slot != kNoSlot) {
-            const int64_t bucket = place.slot / table.bucket_slots;
-            store_l2(
-                &table
-                     .digests[bucket * kBucketDigests + (place.slot - bucket * table.bucket_slots)],
-                it.choice.digest);
-            store_l2(&table.last_steps[place.slot], visit.now());
+            // The digest is a part of the id that leaves.
+            if (order.left_ids != nullptr && place.fate == kReplaced) {
+              order.left_ids[it.position] = id_of_slot(table, place.slot);
+            }
+            store_l2(digest_of_slot(table, place.slot), it.choice.digest);
+            store_l2(step_of(table, place.slot), visit.now());
           }
           it.call_next(turns);
           slots[it.position] = place.slot == kNoSlot ? kNoSlot : table.first_slot + place.slot;
@@ -293,9 +297,8 @@ __global__ void __launch_bounds__(kThreads)
       id = batch.ids[position];
       slot = slots[position] - its->first_slot;
       if (missing.placed != nullptr) missing.placed[position] = true;
-      if (order.left_ids != nullptr) order.left_ids[position] = its->ids[slot];
       if (order.replaced != nullptr) order.replaced[position] = fate == kReplaced;
-      its->ids[slot] = id;
+      write_id(*its, slot, id);
       if (its->scores != nullptr) {
         its->scores[slot] =
             first_score(its->eviction, visit.now(), visit.epoch(), visit.given(position));

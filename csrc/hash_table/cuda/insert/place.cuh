@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 
@@ -58,15 +59,24 @@ __device__ __forceinline__ int64_t claim_free(const TableView& table, uint32_t b
   return kNoSlot;
 }
 
-// What joiners of its bucket wait for follows a claim at once.
-__device__ __forceinline__ void write_claimed(const TableView& table, int64_t slot, int64_t id,
-                                              uint32_t now) {
-  table.ids[slot] = id;
-  store_release(&table.last_steps[slot], now);
+// What joiners of its bucket wait for follows a claim at once. kPacked: ids and steps are. So
+// below.
+template <bool kPacked>
+__device__ __forceinline__ void write_claimed(const TableView& table, uint32_t bucket, int64_t slot,
+                                              int64_t id, uint32_t now) {
+  if (kPacked) {
+    const Entry entry = entry_of(table, bucket, slot);
+    write_packed_id(entry, hash_of_id(id));
+    store_release(entry.step(), now);
+  } else {
+    table.ids[slot] = id;
+    store_release(&table.last_steps[slot], now);
+  }
 }
 
 // Claims a free slot of an id's buckets, and writes its id and last step; kNoSlot where there is
 // none. By one thread.
+template <bool kPacked>
 __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
                                                    const BucketChoice& choice, int64_t id,
                                                    uint32_t now) {
@@ -88,7 +98,7 @@ __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
     if (free == 0) continue;
     const int64_t slot = claim_free(table, bucket, free, choice.digest);
     if (slot == kNoSlot) continue;
-    write_claimed(table, slot, id, now);
+    write_claimed<kPacked>(table, bucket, slot, id, now);
     return slot;
   }
 }
@@ -103,6 +113,7 @@ struct Joined {
 // agreement. For all claim the lowest slot that they see free. Of two threads one would have to see
 // the other's slot taken, and look at its id, to claim a higher one; and the lower one can't be
 // claimed once it was seen taken, since no slot becomes free meanwhile. By one thread.
+template <bool kPacked>
 __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
                                                     const BucketChoice& choice, int64_t id,
                                                     uint32_t now) {
@@ -120,9 +131,11 @@ __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
     bool being_written = false;
     for (; same != 0; same &= same - 1) {
       const int64_t slot = first + __ffsll(static_cast<long long>(same)) - 1;
-      if (load_acquire(&table.last_steps[slot]) == kFreeStep) {
+      const Entry entry = kPacked ? entry_of(table, choice.first, slot) : Entry{};
+      if (load_acquire(kPacked ? entry.step() : &table.last_steps[slot]) == kFreeStep) {
         being_written = true;
-      } else if (load_once(&table.ids[slot]) == id) {
+      } else if (kPacked ? is_entry_of<true>(entry, hash_of_id(id))
+                         : load_once(&table.ids[slot]) == id) {
         return Joined{slot, false};
       }
     }
@@ -134,7 +147,7 @@ __device__ __forceinline__ Joined join_first_bucket(const TableView& table,
     if (free == 0) continue;
     const int64_t slot = claim_free(table, choice.first, free, choice.digest);
     if (slot != kNoSlot) {
-      write_claimed(table, slot, id, now);
+      write_claimed<kPacked>(table, choice.first, slot, id, now);
       return Joined{slot, true};
     }
   }

@@ -6,6 +6,7 @@
 #include "common/optimizers.h"
 #include "common/rounding.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/frames.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 
@@ -229,7 +230,7 @@ __device__ __forceinline__ void finish_row(const TableView& table, int64_t slot,
   row.by_chance = optimizer.stochastic_rounding && row.type != RowType::kFloat32;
   row.first_column = static_cast<uint32_t>(table.column_offset);
   row.key = row.by_chance ? rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
-                                         table.ids[slot], step)
+                                         id_of_slot(table, slot), step)
                           : 0;
   const RowTerms terms =
       terms_of<kWidth>(row, optimizer, learning_rate, step, early.old_square, gradient);

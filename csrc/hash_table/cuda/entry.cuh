@@ -1,0 +1,153 @@
+// A slot's id and last step on the GPU (packed_entries.h), and its score.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/packed_entries.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// The entry of a slot. Its address takes a few instructions: keep it rather than the slot where
+// both its id and its step are asked for.
+struct Entry {
+  uint32_t* word;  // the step's
+  uint32_t at;     // of the sector's slots
+
+  __device__ __forceinline__ uint32_t* step() const { return word; }
+  __device__ __forceinline__ uint32_t* low() const { return word + kLowWord; }
+  __device__ __forceinline__ uint16_t* high() const {
+    return reinterpret_cast<uint16_t*>(word) + kHighHalf - static_cast<int32_t>(at);
+  }
+  __device__ __forceinline__ uint32_t* flags() const {
+    return word + kFlagWord - static_cast<int32_t>(at);
+  }
+  __device__ __forceinline__ uint32_t flag() const { return 1u << (kFlagShift + at); }
+};
+
+// position: in the bucket.
+__device__ __forceinline__ Entry entry_at(const TableView& table, int64_t bucket,
+                                          uint32_t position) {
+  const uint32_t third = position * 171 >> 9;  // of fewer than 128 exactly position / 3
+  return Entry{
+      table.entries.sectors_of(bucket) + (position + third * (kSectorWords - kSectorSlots)),
+      position - third * kSectorSlots};
+}
+__device__ __forceinline__ Entry entry_of(const TableView& table, int64_t bucket, int64_t slot) {
+  return entry_at(table, bucket, static_cast<uint32_t>(slot - bucket * table.bucket_slots));
+}
+__device__ __forceinline__ Entry entry_of(const TableView& table, int64_t slot) {
+  return entry_of(table, table.entries.bucket_of(slot), slot);
+}
+__device__ __forceinline__ uint16_t* digest_of_slot(const TableView& table, int64_t slot) {
+  const int64_t bucket = table.entries.bucket_of(slot);
+  return table.digests + bucket * kBucketDigests + (slot - bucket * table.bucket_slots);
+}
+
+// Whether an entry whose digest is that of the id is the id's. kOnce: what is read is not worth a
+// place in L1.
+template <bool kOnce>
+__device__ __forceinline__ bool is_entry_of(const Entry& entry, uint64_t hash) {
+  uint32_t low;
+  uint16_t high;
+  if (kOnce) {
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(low) : "l"(entry.low()));
+    asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(high) : "l"(entry.high()));
+  } else {
+    low = *entry.low();
+    high = *entry.high();
+  }
+  const PackedId mine = pack_hash(hash);
+  if (low != mine.low || high != mine.high) return false;
+  if (!is_flagged_digest(digest_of(raw_digest(hash)))) return true;
+  return ((load_l2(entry.flags()) & entry.flag()) != 0) == mine.flag;
+}
+
+// Writes the id. Its digest and its step are others' to write.
+__device__ __forceinline__ void write_packed_id(const Entry& entry, uint64_t hash) {
+  const PackedId mine = pack_hash(hash);
+  *entry.low() = mine.low;
+  *entry.high() = mine.high;
+  if (!is_flagged_digest(digest_of(raw_digest(hash)))) return;
+  // The sector's other slots may be claimed at the same time.
+  if (mine.flag) {
+    atomicOr(entry.flags(), entry.flag());
+  } else {
+    atomicAnd(entry.flags(), ~entry.flag());
+  }
+}
+
+// The hash of the id of an entry with this digest. From L2: others may just have written it.
+__device__ __forceinline__ uint64_t hash_of_entry(const Entry& entry, uint16_t digest) {
+  const uint16_t high = load_l2(entry.high());
+  const uint32_t low = load_l2(entry.low());
+  const bool flag = is_flagged_digest(digest) && (load_l2(entry.flags()) & entry.flag()) != 0;
+  return unpack_hash(PackedId{low, high, flag}, digest);
+}
+__device__ __forceinline__ int64_t packed_id_of(const TableView& table, int64_t slot) {
+  return id_of_hash(hash_of_entry(entry_of(table, slot), load_l2(digest_of_slot(table, slot))));
+}
+
+// The same of any table.
+__device__ __forceinline__ bool is_packed(const TableView& table) {
+  return table.entries.words != nullptr;
+}
+__device__ __forceinline__ uint32_t* step_of(const TableView& table, int64_t slot) {
+  return is_packed(table) ? entry_of(table, slot).step() : &table.last_steps[slot];
+}
+__device__ __forceinline__ int64_t id_of_slot(const TableView& table, int64_t slot) {
+  if (is_packed(table)) return packed_id_of(table, slot);
+  return static_cast<int64_t>(
+      load_l2(reinterpret_cast<const unsigned long long*>(&table.ids[slot])));
+}
+__device__ __forceinline__ void write_id(const TableView& table, int64_t slot, int64_t id) {
+  if (is_packed(table)) {
+    write_packed_id(entry_of(table, slot), hash_of_id(id));
+  } else {
+    table.ids[slot] = id;
+  }
+}
+
+__device__ __forceinline__ void touch_score(const TableView& table, int64_t slot,
+                                            const Visit& visit, uint64_t given) {
+  auto* score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
+  unsigned long long old = load_l2(score);
+  for (;;) {
+    const unsigned long long next =
+        next_score(table.eviction, old, visit.now(), visit.epoch(), given);
+    if (next == old) return;
+    const unsigned long long seen = atomicCAS(score, old, next);
+    if (seen == old) return;
+    old = seen;
+  }
+}
+
+// Whether an id of several positions is touched by this one first is worth an atomic exchange only
+// where `exclusive` asks for it; otherwise the answer means nothing.
+__device__ __forceinline__ bool touch(const TableView& table, int64_t slot, const Visit& visit,
+                                      uint64_t given, bool exclusive = false) {
+  uint32_t* const step = step_of(table, slot);
+  bool first = false;
+  // Testing first keeps hot ids from writing one address thousands of times.
+  if (load_l2(step) != visit.now()) {
+    if (exclusive) {
+      first = atomicExch(step, visit.now()) != visit.now();
+    } else {
+      store_l2(step, visit.now());
+    }
+  }
+  if (table.scores != nullptr) touch_score(table, slot, visit, given);
+  return first;
+}
+
+__device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
+  return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
+}
+
+__device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {
+  const uint32_t step = load_l2(step_of(table, slot));
+  return Rank{table.scores == nullptr ? step : load_score(table, slot), step};
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda
