@@ -79,7 +79,7 @@ def test_the_oldest_of_both_buckets_leaves():
         before = _C.set_packed_from(packed_from)
         group = TableGroup([TableSpec("t", 1000, 2, "lru", deterministic=True)], [0], device="cuda")
         _C.set_packed_from(before)
-        pool = random_ids(4000, seed=5).to("cuda")
+        pool = random_ids(4000, torch.Generator().manual_seed(5)).to("cuda")
         generator = torch.Generator().manual_seed(1)
         slots = []
         for _ in range(300):
@@ -99,7 +99,7 @@ def test_one_id_at_a_time_takes_the_same_places():
         before = _C.set_packed_from(packed_from)
         group = TableGroup([TableSpec("t", 500, 2, "lru")], [0], device="cuda")
         _C.set_packed_from(before)
-        pool = random_ids(1500, seed=6).to("cuda")
+        pool = random_ids(1500, torch.Generator().manual_seed(6)).to("cuda")
         generator = torch.Generator().manual_seed(2)
         at = torch.randint(len(pool), (3000,), generator=generator).to("cuda")
         return torch.cat([insert(group, Bags.flat(id_)) for id_ in pool[at].split(1)]).tolist()

@@ -18,7 +18,7 @@ from torchrec_hkv import _C
     ]
 )
 def device_type(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As the fixture of all tests; and a GPU whose small tables are packed, too, as far as can be."""
+    """As the fixture of all tests, and GPUs whose tables are packed where they can be."""
     device = request.param.split(",")[0]
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
