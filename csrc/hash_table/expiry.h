@@ -2,7 +2,7 @@
 //
 // Each counted call sweeps a part of the buckets, every one in its turn of so many calls: an entry
 // leaves when its age is more than expire_after calls, and at most a turn more. A sweep reads the
-// last steps of its buckets: 4 bytes a slot, on a GPU 11.
+// last steps of its buckets, 4 bytes a slot.
 #pragma once
 
 #include <algorithm>

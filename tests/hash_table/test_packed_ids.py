@@ -1,11 +1,15 @@
-"""A GPU's table keeps of an id what its digest does not tell; every id comes back from that."""
+"""A packed table keeps of an id what its digest does not tell; every id comes back from that."""
 
 import pytest
 import torch
 
 from tests.support.batches import Bags, find, insert, random_ids, rows_by_id
+from tests.support.gpu import needs_gpu
+from tests.support.layouts import device_type
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table import TableGroup, TableSpec
+
+__all__ = ["device_type"]
 
 _BITS = (1 << 64) - 1
 _SEED = 0x6A09E667F3BCC909
@@ -65,3 +69,39 @@ def test_ids_of_one_digest_are_told_apart(device_type, eviction):
     other = TableGroup([TableSpec("t", 2000, 2, eviction)], [0], device=device_type)
     other.load_table(0, state)
     assert torch.equal(find(other, Bags.flat(ids)), everything)
+
+
+@needs_gpu
+def test_the_oldest_of_both_buckets_leaves():
+    """In packed tables as in others: the same slots for the same calls."""
+
+    def run(packed_from: int) -> list[torch.Tensor]:
+        before = _C.set_packed_from(packed_from)
+        group = TableGroup([TableSpec("t", 1000, 2, "lru", deterministic=True)], [0], device="cuda")
+        _C.set_packed_from(before)
+        pool = random_ids(4000, torch.Generator().manual_seed(5)).to("cuda")
+        generator = torch.Generator().manual_seed(1)
+        slots = []
+        for _ in range(300):
+            at = torch.randint(len(pool), (16,), generator=generator)
+            slots.append(insert(group, Bags.flat(pool[at.to("cuda")])))
+        return slots
+
+    for packed, apart in zip(run(0), run(1 << 40), strict=True):
+        assert torch.equal(packed, apart)
+
+
+@needs_gpu
+def test_one_id_at_a_time_takes_the_same_places():
+    """Where nothing depends on chance anyhow, also without the order of the batch."""
+
+    def run(packed_from: int) -> list[int]:
+        before = _C.set_packed_from(packed_from)
+        group = TableGroup([TableSpec("t", 500, 2, "lru")], [0], device="cuda")
+        _C.set_packed_from(before)
+        pool = random_ids(1500, torch.Generator().manual_seed(6)).to("cuda")
+        generator = torch.Generator().manual_seed(2)
+        at = torch.randint(len(pool), (3000,), generator=generator).to("cuda")
+        return torch.cat([insert(group, Bags.flat(id_)) for id_ in pool[at].split(1)]).tolist()
+
+    assert run(0) == run(1 << 40)
