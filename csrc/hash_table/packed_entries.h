@@ -1,6 +1,6 @@
-// Where a GPU's table under LRU, if it is large and the only one of its group, keeps ids and last
-// steps: those of three slots of a bucket in one sector of
-// 32 bytes, so that a find, its touch and a new entry take one access to memory.
+// Where a GPU's table under LRU, if it is large, does not grow and is the only one of its group,
+// keeps ids and last steps: those of three slots of a bucket in one sector of 32 bytes, so that a
+// find, its touch and a new entry take one access to memory.
 //
 // A bucket has sectors of its own; places past its slots hold kFreeStep, and never anything else.
 // Of a sector's eight words the first three are last steps. Of an id it has what its digest does

@@ -17,7 +17,8 @@ class TableMemory:
         initial_slots: slots it begins with.
         bucket_slots: slots of one bucket, at most 64.
         index_bytes: digests, ids, steps, scores, the counts of ids that are not admitted and the
-            marks of evicted ones; always in HBM on a GPU.
+            marks of evicted ones; always in HBM on a GPU. A large table that is alone in its group
+            may take a little less there.
         row_bytes: one row with its optimizer state.
         state_bytes: of these, the state.
     """
