@@ -155,14 +155,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("SET_BYTES") = hash_table::kSetBytes;
   m.def(
       "index_bytes",
-      [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity) {
+      [](int64_t capacity, bool scores, std::optional<int64_t> initial_capacity, bool packed) {
         return hash_table::index_bytes(checked_geometry(capacity, initial_capacity), scores,
-                                       /*packed=*/false);
+                                       packed);
       },
       py::arg("capacity"), py::arg("scores"), py::arg("initial_capacity") = py::none(),
-      "Bytes of a table's index: all it takes beside rows and states. One that is packed takes "
-      "less, "
-      "unless it has few slots.");
+      py::arg("packed") = false,
+      "Bytes of a table's index: all it takes beside rows and states. One that is packed "
+      "(hash_table/packed_entries.h) takes less, unless it has few slots.");
   m.def(
       "set_packed_from", &set_packed_from, py::arg("slots"),
       "For tests: from how many slots on ids and last steps of a table are packed, where they can "

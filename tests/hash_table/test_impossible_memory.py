@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.gpu import needs_gpu
+from torchrec_hkv import _C
 from torchrec_hkv.hash_table import HashTable, TableGroup, TableSpec, available_memory, table_memory
 
 
@@ -51,7 +52,10 @@ def test_more_gpu_memory_than_there_is(initial):
     with pytest.raises(ValueError, match=r"table 'table' takes .* of GPU memory .* bytes") as error:
         HashTable(dim, capacity, device="cuda", initial_capacity=initial)
     needed, there = figures(str(error.value))
-    assert needed == table_memory(capacity, dim, 0, "lru", initial_capacity=initial).bytes
+    expected = table_memory(capacity, dim, 0, "lru", initial_capacity=initial)
+    # The only table of its group, of so many slots and not to grow, has its ids packed.
+    index = _C.index_bytes(capacity, False, initial, packed=initial is None)
+    assert needed == index + expected.num_slots * expected.row_bytes
     assert there == total if initial else abs(there - free) < 1 << 30
     assert torch.cuda.mem_get_info()[0] == before
 

@@ -49,6 +49,11 @@ __device__ __forceinline__ uint4 load_vector_once(const void* from) {
                : "l"(from));
   return v;
 }
+__device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
+  uint32_t v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
 __device__ __forceinline__ int64_t load_once(const int64_t* from) {
   int64_t v;
   asm volatile("ld.global.L1::no_allocate.b64 %0, [%1];" : "=l"(v) : "l"(from));
