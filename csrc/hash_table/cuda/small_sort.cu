@@ -17,69 +17,70 @@ constexpr int64_t kMostTiles = 2048;
 // Chunks of a tile, all of whose keys may have one digit, which is counted in 16 bits.
 constexpr int64_t kMostChunks = 0xffff / SmallSort::kChunk;
 
-// A block sorts its tile by one digit: into places that the digits of all tiles tell.
+// A block sorts its tiles by one digit: into places that the digits of all tiles tell.
 __global__ void __launch_bounds__(kSortThreads)
     sort_pass_kernel(const Pairs from, const Pairs to, const uint32_t* __restrict__ number,
                      const SmallSort sort, int pass) {
   __shared__ uint32_t places[kSortWarps][kDigits];
   __shared__ typename cub::BlockScan<uint32_t, kSortThreads>::TempStorage scan;
   const uint32_t n = *number;
-  const uint32_t tile = blockIdx.x;
-  const uint32_t begin = tile * sort.tile;
-  if (begin >= n) return;
-  const uint32_t end = min(n, begin + sort.tile);
   const uint32_t used = (n + sort.tile - 1) / sort.tile;
   const uint16_t* const digits = sort.counts(pass, 0);
   const bool last = pass + 1 == sort.passes;
-  // Where this tile's keys of the thread's digit go: behind those of lower digits, and of tiles
-  // before.
-  uint32_t before = 0, all = 0;
+  for (uint32_t tile = blockIdx.x; tile < used; tile += gridDim.x) {
+    const uint32_t begin = tile * sort.tile;
+    const uint32_t end = min(n, begin + sort.tile);
+    // Where this tile's keys of the thread's digit go: behind those of lower digits, and of tiles
+    // before.
+    uint32_t before = 0, all = 0;
 #pragma unroll 8
-  for (uint32_t t = 0; t < used; ++t) {
-    const uint32_t those = digits[static_cast<size_t>(t) * kDigits + threadIdx.x];
-    all += those;
-    if (t < tile) before += those;
-  }
-  uint32_t place;
-  cub::BlockScan<uint32_t, kSortThreads>(scan).ExclusiveSum(all, place);
-  place += before;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  for (uint32_t chunk = begin; chunk < end; chunk += SmallSort::kChunk) {
-    for (int d = lane; d < kDigits; d += kWarp) places[warp][d] = 0;
-    __syncwarp();
-    Pair pair[kSortOfThread];
-    uint32_t rank[kSortOfThread];
-#pragma unroll
-    for (int k = 0; k < kSortOfThread; ++k) {
-      const uint32_t at = chunk + (warp * kSortOfThread + k) * kWarp + lane;
-      pair[k] = at < end ? from.load(at) : Pair{};
+    for (uint32_t t = 0; t < used; ++t) {
+      const uint32_t those = digits[static_cast<size_t>(t) * kDigits + threadIdx.x];
+      all += those;
+      if (t < tile) before += those;
     }
-#pragma unroll
-    for (int k = 0; k < kSortOfThread; ++k) {
-      const bool given = chunk + (warp * kSortOfThread + k) * kWarp + lane < end;
-      const uint32_t digit = SmallSort::digit_of(from.key_of(pair[k]), pass);
-      const unsigned peers = __match_any_sync(kAllLanes, given ? digit : kDigits);
-      rank[k] = given ? places[warp][digit] + __popc(peers & ((1u << lane) - 1)) : 0;
+    uint32_t place;
+    cub::BlockScan<uint32_t, kSortThreads>(scan).ExclusiveSum(all, place);
+    place += before;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    for (uint32_t chunk = begin; chunk < end; chunk += SmallSort::kChunk) {
+      for (int d = lane; d < kDigits; d += kWarp) places[warp][d] = 0;
       __syncwarp();
-      if (given && lane == __ffs(static_cast<int>(peers)) - 1) places[warp][digit] += __popc(peers);
-      __syncwarp();
-    }
-    __syncthreads();
-    for (int w = 0; w < kSortWarps; ++w) {
-      const uint32_t those = places[w][threadIdx.x];
-      places[w][threadIdx.x] = place;
-      place += those;
-    }
-    __syncthreads();
+      Pair pair[kSortOfThread];
+      uint32_t rank[kSortOfThread];
 #pragma unroll
-    for (int k = 0; k < kSortOfThread; ++k) {
-      if (chunk + (warp * kSortOfThread + k) * kWarp + lane >= end) continue;
-      const uint64_t key = from.key_of(pair[k]);
-      const uint32_t at = places[warp][SmallSort::digit_of(key, pass)] + rank[k];
-      to.store(at, pair[k]);
-      if (!last) sort.count(pass + 1, at, key);
+      for (int k = 0; k < kSortOfThread; ++k) {
+        const uint32_t at = chunk + (warp * kSortOfThread + k) * kWarp + lane;
+        pair[k] = at < end ? from.load(at) : Pair{};
+      }
+#pragma unroll
+      for (int k = 0; k < kSortOfThread; ++k) {
+        const bool given = chunk + (warp * kSortOfThread + k) * kWarp + lane < end;
+        const uint32_t digit = SmallSort::digit_of(from.key_of(pair[k]), pass);
+        const unsigned peers = __match_any_sync(kAllLanes, given ? digit : kDigits);
+        rank[k] = given ? places[warp][digit] + __popc(peers & ((1u << lane) - 1)) : 0;
+        __syncwarp();
+        if (given && lane == __ffs(static_cast<int>(peers)) - 1)
+          places[warp][digit] += __popc(peers);
+        __syncwarp();
+      }
+      __syncthreads();
+      for (int w = 0; w < kSortWarps; ++w) {
+        const uint32_t those = places[w][threadIdx.x];
+        places[w][threadIdx.x] = place;
+        place += those;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < kSortOfThread; ++k) {
+        if (chunk + (warp * kSortOfThread + k) * kWarp + lane >= end) continue;
+        const uint64_t key = from.key_of(pair[k]);
+        const uint32_t at = places[warp][SmallSort::digit_of(key, pass)] + rank[k];
+        to.store(at, pair[k]);
+        if (!last) sort.count(pass + 1, at, key);
+      }
+      __syncthreads();
     }
-    __syncthreads();
   }
 }
 
@@ -98,10 +99,10 @@ SmallSort SmallSort::of(int64_t most, int bits) {
 }
 
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
-                cudaStream_t stream) {
+                cudaStream_t stream, unsigned most_blocks) {
   for (int pass = 0; pass < sort.passes; ++pass) {
-    sort_pass_kernel<<<sort.tiles, kSortThreads, 0, stream>>>(pairs->pairs, pairs->other, number,
-                                                              sort, pass);
+    sort_pass_kernel<<<std::min(sort.tiles, most_blocks), kSortThreads, 0, stream>>>(
+        pairs->pairs, pairs->other, number, sort, pass);
     HKV_CUDA_CHECK_LAUNCH();
     std::swap(pairs->pairs, pairs->other);
   }

@@ -50,9 +50,10 @@ struct SmallSort {
 };
 
 // Sorts the first *number pairs, whose keys the caller has counted for the first pass. Whether they
-// are in the other half then depends on the number of passes alone.
+// are in the other half then depends on the number of passes alone. most_blocks: of a pass, where
+// few pairs are expected and blocks with nothing to do are in the way of what runs beside.
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
-                cudaStream_t stream);
+                cudaStream_t stream, unsigned most_blocks = ~0u);
 
 // How the blocks of a listing know what those before them have listed. All zeros at first.
 struct BlockOrder {

@@ -1,6 +1,5 @@
 // Rows that stand at one position of the batch, updated in the order of the batch. Marks of slots
 // tell which; what split.cu makes of them is a bit a position.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/pool/bag_tile.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
@@ -18,7 +17,6 @@ __global__ void __launch_bounds__(kThreads, 2)
                  const BagTiling tiling) {
   using Gradient = typename Updater::Gradient;
   constexpr int kLanes = Updater::kLanes;
-  wait_for_kernel_before();
   const Batch& batch = update.batch;
   const BagTile<kLanes> tile(batch, tiling);
   if (tile.feature < batch.num_features && !is_refused(batch)) {
@@ -90,8 +88,9 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
     const auto kernel = prefetch ? alone_kernel<Updater, Element, kAhead, !Updater::kColumnStates>
                                  : alone_kernel<Updater, Element, kAhead, false>;
     const BagTiling tiling(update.batch, Updater::kLanes);
-    launch_chained(kernel, grid_for(tiling.tiles(batch) * Updater::kLanes), kThreads, stream,
-                   tables, update, slots, scratch, tiling);
+    kernel<<<grid_for(tiling.tiles(batch) * Updater::kLanes), kThreads, 0, stream>>>(
+        tables, update, slots, scratch, tiling);
+    HKV_CUDA_CHECK_LAUNCH();
   };
   const auto choose = [&]<typename Updater>() {
     choose_element(update.grad.type,

@@ -9,7 +9,8 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kRunBlocks = 2;  // of a multiprocessor
+constexpr int kRunBlocks = 2;   // of a multiprocessor
+constexpr int kListBlocks = 2;  // of one, where others run beside
 
 // Positions from `at` on that have its key, found by one thread.
 __device__ __forceinline__ int64_t length_of_run(const Pairs& sorted, int64_t at, int64_t n,
@@ -33,42 +34,46 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t n = scratch.sorted == nullptr ? batch.num_ids : *scratch.sorted;
-  if (static_cast<int64_t>(blockIdx.x) * kThreads >= n) return;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const Pairs& sorted = scratch.pairs.pairs;
-  const uint64_t key = at < n ? sorted.key(at) : no_slot;
-  const bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
-  const int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
-  const bool is_short = begins && length <= kLongest;
-  const unsigned lists[2] = {__ballot_sync(kAllLanes, length == 1),
-                             __ballot_sync(kAllLanes, is_short && length > 1)};
-  if (lane < 2) places[lane][warp] = __popc(lists[lane]);
-  __syncthreads();
-  if (threadIdx.x < 2) {
-    uint32_t* const mine = places[threadIdx.x];
-    uint32_t sum = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      const uint32_t before = sum;
-      sum += mine[w];
-      mine[w] = before;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads; first < n;
+       first += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t at = first + threadIdx.x;
+    const uint64_t key = at < n ? sorted.key(at) : no_slot;
+    const bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
+    const int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
+    const bool is_short = begins && length <= kLongest;
+    const unsigned lists[2] = {__ballot_sync(kAllLanes, length == 1),
+                               __ballot_sync(kAllLanes, is_short && length > 1)};
+    if (lane < 2) places[lane][warp] = __popc(lists[lane]);
+    __syncthreads();
+    if (threadIdx.x < 2) {
+      uint32_t* const mine = places[threadIdx.x];
+      uint32_t sum = 0;
+      for (int w = 0; w < kWarps; ++w) {
+        const uint32_t before = sum;
+        sum += mine[w];
+        mine[w] = before;
+      }
+      uint32_t* const number = threadIdx.x == 0 ? scratch.runs.singles : scratch.runs.number;
+      const uint32_t begin = sum > 0 ? atomicAdd(number, sum) : 0;
+      for (int w = 0; w < kWarps; ++w) mine[w] += begin;
     }
-    uint32_t* const number = threadIdx.x == 0 ? scratch.runs.singles : scratch.runs.number;
-    const uint32_t begin = sum > 0 ? atomicAdd(number, sum) : 0;
-    for (int w = 0; w < kWarps; ++w) mine[w] += begin;
-  }
-  __syncthreads();
-  const unsigned lower = (1u << lane) - 1;
-  if (length == 1) {
-    const uint32_t place = places[0][warp] + __popc(lists[0] & lower);
-    *(scratch.runs.last - place) = static_cast<uint32_t>(at);
-  } else if (is_short) {
-    const uint32_t place = places[1][warp] + __popc(lists[1] & lower);
-    scratch.runs.longer[place] = Part{static_cast<uint32_t>(at), static_cast<uint32_t>(length)};
-  }
-  for (unsigned longs = __ballot_sync(kAllLanes, begins && !is_short); longs; longs &= longs - 1) {
-    const int source = __ffs(static_cast<int>(longs)) - 1;
-    note_long_run<kWarp>(scratch.long_runs, __shfl_sync(kAllLanes, at, source),
-                         __shfl_sync(kAllLanes, length, source));
+    __syncthreads();
+    const unsigned lower = (1u << lane) - 1;
+    if (length == 1) {
+      const uint32_t place = places[0][warp] + __popc(lists[0] & lower);
+      *(scratch.runs.last - place) = static_cast<uint32_t>(at);
+    } else if (is_short) {
+      const uint32_t place = places[1][warp] + __popc(lists[1] & lower);
+      scratch.runs.longer[place] = Part{static_cast<uint32_t>(at), static_cast<uint32_t>(length)};
+    }
+    for (unsigned longs = __ballot_sync(kAllLanes, begins && !is_short); longs;
+         longs &= longs - 1) {
+      const int source = __ffs(static_cast<int>(longs)) - 1;
+      note_long_run<kWarp>(scratch.long_runs, __shfl_sync(kAllLanes, at, source),
+                           __shfl_sync(kAllLanes, length, source));
+    }
+    __syncthreads();  // the next turn writes there
   }
 }
 
@@ -236,7 +241,11 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
 }  // namespace
 
 void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cudaStream_t stream) {
-  list_runs_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(batch, no_slot, scratch);
+  // Of a part of the positions, whose number is not known here, no more blocks than may be
+  // resident: they run beside others.
+  const unsigned blocks = scratch.sorted == nullptr ? grid_for(batch.num_ids)
+                                                    : resident_grid(kListBlocks, batch.num_ids);
+  list_runs_kernel<<<blocks, kThreads, 0, stream>>>(batch, no_slot, scratch);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -138,10 +138,10 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
 
 void Scratch::mark_few(const UpdateSize& size) {
   constexpr int64_t kFewOfPosition = 4;
+  if (repeats.exact) return;
   const size_t before = aligned(repeats.words() * sizeof(uint32_t));
-  const int64_t few = std::min<int64_t>(kFewOfPosition * size.num_ids, repeats.number);
-  repeats.exact = repeats.exact && few == repeats.number;
-  repeats.number = static_cast<uint32_t>(few);
+  repeats.number =
+      static_cast<uint32_t>(std::min<int64_t>(kFewOfPosition * size.num_ids, repeats.number));
   zero_bytes -= before - aligned(repeats.words() * sizeof(uint32_t));
 }
 

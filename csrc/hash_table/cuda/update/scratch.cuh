@@ -157,7 +157,7 @@ struct Scratch {
   // Places all but the lists of runs in memory from `base` on, which is aligned to 256 bytes.
   // Returns how many bytes that takes; `base` may be null to ask for no more than that.
   size_t place(const UpdateSize& size, char* base);
-  // Where few positions are marked: fewer marks, which soon are zeros and stay near.
+  // Where few positions are marked: fewer marks, unless there is one a slot.
   void mark_few(const UpdateSize& size);
   // When the pairs are sorted, whichever half they are in: places the lists in what is free then.
   void begin_runs(const UpdateSize& size);

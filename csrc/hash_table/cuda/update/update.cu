@@ -13,7 +13,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
@@ -79,7 +78,6 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(const TableView* tables, int32_t num_tables, const Batch batch,
                  const __grid_constant__ Scratch scratch, bool lists_follow) {
-  let_next_kernel_start();  // one that is launched so reads nothing before it waits
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
   *scratch.ticket = 0;
@@ -402,7 +400,8 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     // Rows that stand alone are most of the work, and bound by memory; what sorts the others waits
     // for one small kernel after the other.
     SideStream side(stream);
-    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream());
+    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream(),
+               resident_grid(1, batch.num_ids));
     scratch.begin_runs(size);
     list_runs(batch, update.no_slot, scratch, side.stream());
     update_runs(tables, update, scratch, shape, side.stream());
