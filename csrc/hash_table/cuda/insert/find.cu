@@ -155,8 +155,7 @@ __device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t a
 }
 
 // exclusive: returns whether this position is the first of the call to touch the slot. That takes
-// an atomic exchange, which where ids are spread is quicker than a write besides: it is carried out
-// where the sector is, and no part of one waits for the rest.
+// an atomic exchange, which, where ids are spread, takes less time than a write.
 __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool exclusive) {
   if (exclusive) return atomicExch(last_step, now) != now;
   store_l2(last_step, now);
