@@ -1,3 +1,4 @@
+// The launches of radix_sort.cuh: one sets counts to zero, one a digit moves the keys.
 #include "common/cuda_check.h"
 #include "tensor_train/block_digits.cuh"
 #include "tensor_train/radix_sort.cuh"
@@ -6,12 +7,12 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocks = 2;  // of a multiprocessor
+constexpr int kBlocks = 1;  // of a multiprocessor
 constexpr int kItems = 10;  // of a thread
 constexpr int kTile = kThreads * kItems;
-constexpr int kAhead = 16;  // predecessors that are looked at at once
+constexpr int kAhead = 8;  // predecessors that are looked at at once
 static_assert(kRadix == kDigits && kThreads >= kRadix);
 
 // A state: what it says in the upper two bits.

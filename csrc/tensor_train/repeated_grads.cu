@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kJoinThreads = 256;
 constexpr int kJoinWarps = kJoinThreads / 32;
-constexpr int kTouching = 8;  // blocks of a multiprocessor that set flags
+constexpr int kTouching = 2;  // blocks of a multiprocessor that set flags
 
 // What a block leaves for join_runs.
 struct BlockEnds {

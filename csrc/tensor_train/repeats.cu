@@ -1,4 +1,5 @@
-// What kernels know of repeated ids, and the rows of ids outside of their tables.
+// What kernels know of repeated ids, and what lookups set to zero: outputs that rows are added to,
+// and the rows of ids outside of their tables.
 #include "common/cuda_check.h"
 #include "tensor_train/repeats.cuh"
 #include "tensor_train/tensor_core.cuh"
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(kThreads) clear_outside_rows(RepeatsInput in, 
   for (int column = 0; column < in.dim; ++column) to[column] = 0.0f;
 }
 
+// Zeros for an output that rows are added to. Where bags gather they write all of it.
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(const Counts* counts, int64_t values, float* out) {
   wait_for_kernel_before();

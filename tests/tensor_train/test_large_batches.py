@@ -77,10 +77,10 @@ ORDERS = {
     [(4, 4, 4), (16, 16, 15), (100, 90, 100), (300, 300, 300), (1600, 1600, 1600)],
     ids=["7 bits", "12", "20", "25", "32"],
 )
-@pytest.mark.parametrize("size", [140_001, 28 * 5120, 28 * 5120 + 1, 400_000])
+@pytest.mark.parametrize("size", [140_001, 14 * 10_240, 14 * 10_240 + 1, 400_000])
 @pytest.mark.parametrize("order", ORDERS)
 def test_sorts_of_large_batches(p, size, order):
-    """By one to four digits, in tiles of 5120."""
+    """By one to four digits, in tiles of 10,240."""
     shape = TTShape(math.prod(p) - 1, 8, p, (2, 2, 2), (3, 3))  # the last id is outside
     cores = [core.requires_grad_() for core in tt.random_cores(shape, "cuda")]
     ids = ORDERS[order](shape.num_embeddings, size).to("cuda")
