@@ -15,7 +15,7 @@ from torchrec_hkv.tensor_train import TTGroup, TTShape
 pytestmark = NEEDS_GPU
 
 #: Row factors of tables of different sizes.
-SIZES = [(100, 110, 120), (10, 12, 14), (90, 60, 80), (5, 4, 6)]
+SIZES = [(100, 110, 120), (10, 12, 14), (90, 60, 80), (8, 4, 8)]
 
 
 def rows_by_slices(shape, cores, ids):
@@ -110,7 +110,7 @@ def test_prefixes_of_some_tables_have_more_ids(size, precision):
     rows = [rows_by_slices(s, c, i) for s, c, i in zip(shapes, cores, ids, strict=True)]
     expected = torch.cat([r.reshape(size // 10, 10, -1).sum(dim=1) for r in rows], dim=1)
     bound = 1e-3 if precision == "tf32" else 1e-5
-    assert float((out - expected).norm() / expected.norm()) < bound
+    assert float((out - expected).detach().norm() / expected.detach().norm()) < bound
     grad = torch.randn_like(out)
     wanted = torch.autograd.grad(expected, flat, grad.double())
     for one, other in zip(torch.autograd.grad(out, flat, grad), wanted, strict=True):

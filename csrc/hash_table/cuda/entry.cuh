@@ -52,13 +52,8 @@ __device__ __forceinline__ bool is_entry_of(const Entry& entry, uint64_t hash) {
   uint32_t low;
   uint16_t high;
   if (kOnce) {
-    // The second half of the sector has all but the first slot's low word: mostly one request of
-    // the second-level cache, where two loads would be two.
-    static_assert(kSectorSlots == 3 && kSectorWords == 8 && kLowWord == 3 && kHighHalf == 12);
-    const uint4 half =
-        load_vector_once(entry.word - static_cast<int32_t>(entry.at) + kSectorWords / 2);
-    low = entry.at == 0 ? load_once(entry.low()) : entry.at == 1 ? half.x : half.y;
-    high = static_cast<uint16_t>(entry.at == 0 ? half.z : entry.at == 1 ? half.z >> 16 : half.w);
+    low = load_once(entry.low());
+    asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(high) : "l"(entry.high()));
   } else {
     low = *entry.low();
     high = *entry.high();
