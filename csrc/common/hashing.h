@@ -19,6 +19,7 @@ HKV_HOST_DEVICE uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// The inverse of mix64: each constant is that of mix64 to the power of -1, modulo 2^64.
 HKV_HOST_DEVICE uint64_t unmix64(uint64_t x) {
   x ^= x >> 31 ^ x >> 62;
   x *= 0x319642b2d24d8ec3ull;

@@ -36,11 +36,6 @@ __device__ __forceinline__ uint4 load_vector_cached(const void* from) {
                : "l"(from));
   return v;
 }
-__device__ __forceinline__ uint32_t load_cached(const uint32_t* from) {
-  uint32_t v;
-  asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(v) : "l"(from));
-  return v;
-}
 // The same for data that nobody changes but that is not worth a place in L1.
 __device__ __forceinline__ uint4 load_vector_once(const void* from) {
   uint4 v;

@@ -41,10 +41,10 @@ __device__ __forceinline__ Oldest oldest_of(const uint32_t* sectors, int number)
   return oldest;
 }
 
-// Claims the place of the oldest entry in both buckets. Mostly one
-// group of slots is looked at, that whose oldest entry is said to be the oldest of all: if no other
-// group can have an older one, it is. By one thread. What a table says of its groups is never
-// wrong, since last steps only grow; where it is no longer right, it is put right here.
+// Claims the place of the oldest entry in both buckets. Mostly one group of slots is looked at,
+// that with the lowest bound: if no other group's bound is lower than what is found there, that is
+// the oldest entry. By one thread. Bounds stay bounds, since last steps only grow; one that has
+// become too low is raised here.
 __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
                                                      const BucketChoice& choice, uint32_t now,
                                                      uint32_t pinned_from) {
