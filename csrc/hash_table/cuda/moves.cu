@@ -16,7 +16,7 @@ constexpr int kScanThreads = 1024;
 
 // In the scratch.
 struct Layout {
-  size_t list;  // behind the counts of stretches, and the number of all
+  size_t list;  // behind the counts of stretches, and the numbers of all and of those taken
   size_t bytes;
   Moves moves;
 
@@ -29,6 +29,7 @@ struct Layout {
     bytes = list + num_ids * (2 * sizeof(Move) + sizeof(uint8_t));
     moves.stretches = reinterpret_cast<uint32_t*>(memory);
     moves.number = moves.stretches + 4 * moves.vectors;
+    moves.taken = moves.number + 1;
     moves.claimed = reinterpret_cast<Move*>(memory + list);
     moves.ordered = moves.claimed + num_ids;
     moves.new_places = reinterpret_cast<uint8_t*>(moves.ordered + num_ids);
@@ -200,15 +201,14 @@ Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& vis
 
 void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
                const MovingRows& moving, cudaStream_t stream) {
-  // Blocks on half of the multiprocessors have the link as busy as more do, and leave room to
-  // kernels on other streams, such as the backward of the batch before.
-  const unsigned blocks = (processors() + 1) / 2;
   // Not chained: the stream may have to wait for other streams in between.
   if (moving.bulk_bytes > 0 && compute_capability() >= 9) {
-    move_in_bulk(tables, moves, moving.bulk_bytes, blocks, stream);
+    move_in_bulk(tables, moves, moving.bulk_bytes, processors(), stream);
   } else {
-    exchange_kernel<<<std::min(grid_for(batch.num_ids), blocks), kThreads, 0, stream>>>(tables,
-                                                                                        moves);
+    // Blocks on half of the multiprocessors have the link as busy as more do, and leave room to
+    // kernels on other streams, such as the backward of the batch before.
+    exchange_kernel<<<std::min(grid_for(batch.num_ids), (processors() + 1) / 2), kThreads, 0,
+                      stream>>>(tables, moves);
     HKV_CUDA_CHECK_LAUNCH();
   }
 }

@@ -58,6 +58,7 @@ struct MoveAt {
 struct Moves {
   uint32_t* stretches;  // [4 * vectors] moves of each; later, where the next of each belongs
   uint32_t* number;     // of all
+  uint32_t* taken;      // of these, by warps that move in bulk
   Move* claimed;        // [ids]
   Move* ordered;        // [ids]
   uint8_t* new_places;  // [ids] of a new id 1 + the frame's place in its set; 0: it has none

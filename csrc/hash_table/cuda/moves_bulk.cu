@@ -10,21 +10,37 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kStages = 2;
-// What comes into a stage, of which as much leaves.
-constexpr int kStageBytes = 4096;
+// What comes into a stage, of which as much leaves: with two stages on each multiprocessor enough
+// for the link. More under way would be of pages further apart, and in the way of other kernels.
+constexpr int kStageBytes = 1024;
 
 #if __CUDA_ARCH__ >= 900
-// What comes into a frame, and what leaves it, in a stage.
+// A row that comes into a frame, and one that leaves it.
 struct Passing {
-  char* in = nullptr;   // the frame; null: nothing comes
-  char* out = nullptr;  // at home; null: nothing leaves
-  uint32_t bytes = 0;
+  const char* home = nullptr;  // of what comes; null: nothing does
+  char* out = nullptr;         // home of what leaves; null: nothing does
+  char* frame = nullptr;
+  uint32_t bytes = 0;  // of each; 0: there is no move
+
+  Passing() = default;
+  __device__ __forceinline__ explicit Passing(const MoveAt& move) {
+    const RowStore& rows = move.table->rows;
+    bytes = static_cast<uint32_t>(rows.bytes());
+    frame = rows.at(0, move.frame);
+    if (move.leaver != kNoSlot) out = rows.at(move.leaver, kNoFrame);
+    if (move.slot != kNoSlot) home = rows.at(move.slot, kNoFrame);
+  }
+  __device__ __forceinline__ uint32_t all_bytes() const {
+    return ((home != nullptr ? 1 : 0) + (out != nullptr ? 1 : 0)) * bytes;
+  }
 };
 #endif
 
-// A warp a block. A lane below `rows` has one row of each stage, and room for what comes and what
-// leaves; while a stage's copies from host memory and frames are under way, those of the stage
-// before, which have arrived, go on to frames and host memory.
+// A warp a block. It takes `rows` moves for a stage, the next of all that no warp has taken: so
+// what is under way at a time is of neighbours, however unlike the warps' shares of their
+// multiprocessors are, and all end together. A lane below `rows` has one row of each stage, and
+// room for what comes and what leaves; while a stage's copies from host memory and frames are under
+// way, those of the stage before, which have arrived, go on to frames and host memory.
 __global__ void __launch_bounds__(kWarp)
     bulk_kernel(const TableView* __restrict__ tables, const Moves moves, uint32_t rows,
                 uint32_t room) {
@@ -37,51 +53,54 @@ __global__ void __launch_bounds__(kWarp)
     fence_barriers();
   }
   __syncwarp();
-  const uint32_t number = *moves.number, of_turn = gridDim.x * rows;
-  const uint32_t turns = (number + of_turn - 1) / of_turn;
+  const uint32_t number = *moves.number;
   const auto place = [&](int stage) { return memory + (stage * rows + lane) * 2 * room; };
-  const auto begin = [&](uint32_t turn, int stage) {
-    const uint32_t at = turn * of_turn + blockIdx.x * rows + lane;
+  // Two turns ahead the warp takes moves, one turn ahead it loads them.
+  uint32_t taken = 0;  // by lane 0
+  bool loaded = false;
+  Move ahead(0, 0, true, 0);
+  const auto take = [&] {
+    if (lane == 0) taken = atomicAdd(moves.taken, rows);
+  };
+  const auto load = [&] {
+    const uint32_t at = __shfl_sync(kAllLanes, taken, 0) + lane;
+    loaded = lane < rows && at < number;
+    if (loaded) ahead = moves.ordered[at];
+    take();
+  };
+  const auto begin = [&](int stage) {
     Passing row;
-    const char *home = nullptr, *frame = nullptr;
-    if (lane < rows && at < number) {
-      const MoveAt move(tables, moves.num_tables, moves.ordered[at]);
-      const RowStore& of = move.table->rows;
-      row.bytes = static_cast<uint32_t>(of.bytes());
-      frame = of.at(0, move.frame);
-      if (move.leaver != kNoSlot) row.out = of.at(move.leaver, kNoFrame);
-      if (move.slot != kNoSlot) {
-        row.in = of.at(0, move.frame);
-        home = of.at(move.slot, kNoFrame);
-      }
-    }
-    const uint32_t rows_of_lane = (row.in != nullptr ? 1 : 0) + (row.out != nullptr ? 1 : 0);
-    const uint32_t bytes = __reduce_add_sync(kAllLanes, rows_of_lane * row.bytes);
+    if (loaded) row = Passing(MoveAt(tables, moves.num_tables, ahead));
+    load();
+    const uint32_t bytes = __reduce_add_sync(kAllLanes, row.all_bytes());
     if (lane == 0) arrived[stage].expect_bytes(bytes);
     __syncwarp();
-    if (row.in != nullptr) copy_bulk(place(stage), home, row.bytes, &arrived[stage]);
-    if (row.out != nullptr) copy_bulk(place(stage) + room, frame, row.bytes, &arrived[stage]);
+    if (row.home != nullptr) copy_bulk(place(stage), row.home, row.bytes, &arrived[stage]);
+    if (row.out != nullptr) copy_bulk(place(stage) + room, row.frame, row.bytes, &arrived[stage]);
     return row;
   };
+  take();
+  load();
   Passing passing[kStages];
-  if (turns > 0) passing[0] = begin(0, 0);
-  for (uint32_t first = 0; first < turns; first += kStages) {
+  passing[0] = begin(0);
+  for (uint32_t phase = 0;; phase ^= 1) {
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
-      const uint32_t turn = first + stage;
-      if (turn >= turns) break;
       const int next = (stage + 1) % kStages;
+      const Passing& row = passing[stage];
+      if (!__any_sync(kAllLanes, row.bytes > 0)) {
+        wait_for_bulk_copies_out();
+        return;
+      }
       wait_for_bulk_reads();  // of the next stage's room, by the turn before
       __syncwarp();
-      if (turn + 1 < turns) passing[next] = begin(turn + 1, next);
-      arrived[stage].wait(turn / kStages & 1);
-      const Passing& row = passing[stage];
+      passing[next] = begin(next);
+      arrived[stage].wait(phase);
       if (row.out != nullptr) copy_bulk_out(row.out, place(stage) + room, row.bytes);
-      if (row.in != nullptr) copy_bulk_out(row.in, place(stage), row.bytes);
+      if (row.home != nullptr) copy_bulk_out(row.frame, place(stage), row.bytes);
       end_bulk_copies_out();
     }
   }
-  wait_for_bulk_copies_out();
 #endif
 }
 
