@@ -39,8 +39,13 @@ __global__ void __launch_bounds__(kThreads)
        first += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t at = first + threadIdx.x;
     const uint64_t key = at < n ? sorted.key(at) : no_slot;
-    const bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
-    const int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
+    bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
+    int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
+    if (begins && scratch.sorted != nullptr &&
+        scratch.chains.has_updated(key, length, static_cast<uint32_t>(n))) {
+      begins = false;
+      length = 0;
+    }
     const bool is_short = begins && length <= kLongest;
     const unsigned lists[2] = {__ballot_sync(kAllLanes, length == 1),
                                __ballot_sync(kAllLanes, is_short && length > 1)};
