@@ -410,13 +410,14 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     // nothing to do.
     SideStream side(stream);
     update_chains(tables, update, scratch, shape, side.stream());
+    // Before the launches that mostly have nothing to do, so that it does not wait for the host.
+    update_alone(tables, update, slots, scratch, shape, stream);
     sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream(),
                resident_grid(1, batch.num_ids));
     scratch.begin_runs(size);
     list_runs(batch, update.no_slot, scratch, side.stream());
     update_runs(tables, update, scratch, shape, side.stream());
     update_long_runs(side.stream());
-    update_alone(tables, update, slots, scratch, shape, stream);
     side.join();
     return;
   }
