@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
@@ -260,6 +261,7 @@ template <bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_run_kernel(const TableView* __restrict__ tables, const Update update,
                     const Scratch scratch, UpdateHint* hint) {
+  wait_for_kernel_before();
   if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
     set_hint(hint, *scratch.runs.singles, update.batch.num_ids);
   }
@@ -400,9 +402,8 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   const auto update_long_runs = [&](cudaStream_t on) {
     if (batch.num_ids <= kLongest) return;
     const auto kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
-    kernel<<<blocks, kThreads, 0, on>>>(tables, update, scratch,
-                                        size.quick && !batch_order ? hint : nullptr);
-    HKV_CUDA_CHECK_LAUNCH();
+    launch_chained(kernel, blocks, kThreads, on, tables, update, scratch,
+                   size.quick && !batch_order ? hint : nullptr);
   };
   if (batch_order) {
     // Rows that stand alone are most of the work, and bound by memory. Most others go by their
