@@ -1,7 +1,8 @@
 """Batches of any kind follow each other: how rows are updated changes no bit of them.
 
 A GPU updates rows that stand at one position in the order of the batch where most rows do, as the
-batches before have shown, and sorts only the others.
+batches before have shown. Others go by chains, and only what stands at more than a few positions is
+sorted.
 """
 
 import pytest
@@ -78,6 +79,16 @@ def draw(kind, lengths, device):
         ids = torch.randperm(ROWS, device=device)[:n]
         ids[torch.rand(n, device=device) < 0.03] = int(torch.randint(ROWS, ()))
         return ids
+    if kind in ("pairs", "eights", "runs"):  # less than an eighth of the batch is repeated
+        ids = torch.randperm(ROWS, device=device)[:n]
+        again = torch.randperm(n, device=device)[: n // (18 if kind == "pairs" else 10)]
+        number = torch.arange(len(again), device=device)
+        if kind == "eights":
+            number = number // 7
+        if kind == "runs":  # of 2 to 80 positions
+            number = ((number + 1).double().log() * 20).long()
+        ids[again] = ids[number]
+        return ids
     if kind == "one id":
         return torch.full((n,), 7, device=device)
     return torch.randint(300, (n,), device=device)  # "repeated"
@@ -85,7 +96,9 @@ def draw(kind, lengths, device):
 
 @pytest.mark.parametrize("pooling", ["sum", "weighted mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["alone", "few repeated", "repeated", "one id"])
+@pytest.mark.parametrize(
+    "kind", ["alone", "few repeated", "pairs", "eights", "runs", "repeated", "one id"]
+)
 def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, pooling):
     device = torch.device(device_type)
     groups = [make_group(optimizer, device) for _ in range(2)]
@@ -104,7 +117,7 @@ def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, pooling):
         assert torch.equal(mine, other)  # gradients of zero have left no trace
 
 
-@pytest.mark.parametrize("kind", ["few repeated", "repeated", "one id"])
+@pytest.mark.parametrize("kind", ["few repeated", "pairs", "runs", "repeated", "one id"])
 def test_batches_after_batches_of_rows_that_stand_alone(device_type, kind):
     """Against the sum of gradients in double precision, and the formula of row-wise Adagrad."""
     device = torch.device(device_type)

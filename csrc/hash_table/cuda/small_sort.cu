@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/small_sort.cuh"
 
@@ -23,6 +24,7 @@ __global__ void __launch_bounds__(kSortThreads)
                      const SmallSort sort, int pass) {
   __shared__ uint32_t places[kSortWarps][kDigits];
   __shared__ typename cub::BlockScan<uint32_t, kSortThreads>::TempStorage scan;
+  wait_for_kernel_before();
   const uint32_t n = *number;
   const uint32_t used = (n + sort.tile - 1) / sort.tile;
   const uint16_t* const digits = sort.counts(pass, 0);
@@ -101,9 +103,8 @@ SmallSort SmallSort::of(int64_t most, int bits) {
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
                 cudaStream_t stream, unsigned most_blocks) {
   for (int pass = 0; pass < sort.passes; ++pass) {
-    sort_pass_kernel<<<std::min(sort.tiles, most_blocks), kSortThreads, 0, stream>>>(
-        pairs->pairs, pairs->other, number, sort, pass);
-    HKV_CUDA_CHECK_LAUNCH();
+    launch_chained(sort_pass_kernel, std::min(sort.tiles, most_blocks), kSortThreads, stream,
+                   pairs->pairs, pairs->other, number, sort, pass);
     std::swap(pairs->pairs, pairs->other);
   }
 }

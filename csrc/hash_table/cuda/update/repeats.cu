@@ -21,15 +21,15 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(const __grid_constant__
   let_next_kernel_start();  // it reads nothing before it waits
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   constexpr int64_t kVector = sizeof(uint4);
-  static_assert(Scratch::kWordBytes % kVector == 0);
   const uint4 zeros{0, 0, 0, 0};
-  if (first < static_cast<int64_t>(Scratch::kWordBytes) / kVector) {
-    static_cast<uint4*>(scratch.words)[first] = zeros;
-  }
-  const auto vectors = static_cast<int64_t>(scratch.zero_bytes) / kVector;
-  for (int64_t i = first; i < vectors; i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    reinterpret_cast<uint4*>(scratch.zeros)[i] = zeros;
-  }
+  const auto clear = [&](void* memory, size_t bytes) {
+    const auto vectors = static_cast<int64_t>(bytes) / kVector;
+    for (int64_t i = first; i < vectors; i += static_cast<int64_t>(gridDim.x) * kThreads) {
+      static_cast<uint4*>(memory)[i] = zeros;
+    }
+  };
+  clear(scratch.words, scratch.word_bytes);
+  clear(scratch.zeros, scratch.zero_bytes);
 }
 
 // A slot stands at a position, or at several.

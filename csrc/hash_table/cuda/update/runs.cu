@@ -1,6 +1,7 @@
 // Updates of the rows of the sorted order, for quick groups: the runs are listed, and tiles of
 // lanes take one after the other. What a tile needs of the next run is under way while it works on
 // one.
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     list_runs_kernel(const Batch batch, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
   constexpr int kWarps = kThreads / kWarp;
   __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
+  wait_for_kernel_before();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t n = scratch.sorted == nullptr ? batch.num_ids : *scratch.sorted;
   const Pairs& sorted = scratch.pairs.pairs;
@@ -39,8 +41,13 @@ __global__ void __launch_bounds__(kThreads)
        first += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t at = first + threadIdx.x;
     const uint64_t key = at < n ? sorted.key(at) : no_slot;
-    const bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
-    const int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
+    bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
+    int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
+    if (begins && scratch.sorted != nullptr &&
+        scratch.chains.has_updated(key, length, static_cast<uint32_t>(n))) {
+      begins = false;
+      length = 0;
+    }
     const bool is_short = begins && length <= kLongest;
     const unsigned lists[2] = {__ballot_sync(kAllLanes, length == 1),
                                __ballot_sync(kAllLanes, is_short && length > 1)};
@@ -146,6 +153,7 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   constexpr uint32_t kLanes = Updater::kLanes;
   const Tile<kLanes> tile;
   const uint32_t lane = tile.lane();
+  wait_for_kernel_before();
   if (is_refused(update.batch)) return;
   const LongRuns& long_runs = scratch.long_runs;
   // Pieces come first, as they take longest.
@@ -245,8 +253,7 @@ void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cud
   // resident: they run beside others.
   const unsigned blocks = scratch.sorted == nullptr ? grid_for(batch.num_ids)
                                                     : resident_grid(kListBlocks, batch.num_ids);
-  list_runs_kernel<<<blocks, kThreads, 0, stream>>>(batch, no_slot, scratch);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(list_runs_kernel, blocks, kThreads, stream, batch, no_slot, scratch);
 }
 
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
@@ -260,14 +267,13 @@ void update_runs(const TableView* tables, const Update& update, const Scratch& s
       HKV_CUDA_CHECK_LAUNCH();
     }
     const auto kernel = run_kernel < Updater, Element, Updater::kColumnStates ? 4 : 8 > ;
-    kernel<<<resident_grid(kRunBlocks, n / 2 * Updater::kLanes), kThreads, 0, stream>>>(
-        tables, update, scratch);
+    launch_chained(kernel, resident_grid(kRunBlocks, n / 2 * Updater::kLanes), kThreads, stream,
+                   tables, update, scratch);
   };
   choose_updater(update.optimizer, shape, [&]<typename Updater>() {
     choose_element(update.grad.type,
                    [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
   });
-  HKV_CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -42,15 +42,23 @@ Pairs place_half(const UpdateSize& size, char* base) {
   return Pairs{keys, carver.take<char>(size.num_ids * format.value_bytes()), format};
 }
 
-// Marks enough for few slots to share one, and yet no more than the second half holds with keys and
-// values of six bytes; as far as 32 bits number them.
+// Marks enough for few slots to share one, and yet, with what follows in chains, no more than the
+// second half holds with keys and values of six bytes; as far as 32 bits number them.
 Repeats repeats_of(const UpdateSize& size) {
-  constexpr int64_t kMarksOfPosition = 24;
+  constexpr int64_t kMarksOfPosition = 22;
   Repeats repeats{};
   const int64_t most = std::min<int64_t>(kMarksOfPosition * size.num_ids, 0xffffffff);
   repeats.number = static_cast<uint32_t>(std::min(size.num_slots, most));
   repeats.exact = repeats.number == size.num_slots;
   return repeats;
+}
+
+// Where at most an eighth of the positions is repeated, chains know all of them: a batch of another
+// kind goes by the batch order only if those before it were like that.
+Chains chains_of(const UpdateSize& size) {
+  Chains chains{};
+  chains.most = static_cast<uint32_t>(std::max<int64_t>(size.num_ids / 8, 1));
+  return chains;
 }
 
 struct RunLists {
@@ -88,8 +96,10 @@ PairFormat UpdateSize::format() const {
 size_t Scratch::place(const UpdateSize& size, char* base) {
   *this = Scratch{};
   Carver carver(base);
-  auto* const counts = carver.take<uint32_t>(8);
+  constexpr size_t kCounts = 64;  // with what aligns them
+  auto* const counts = carver.take<uint32_t>(kCounts);
   words = counts;
+  word_bytes = kCounts * sizeof(uint32_t);
   bad_bag = reinterpret_cast<int64_t*>(counts + 6);
   runs.number = counts;
   runs.singles = counts + 1;
@@ -99,6 +109,10 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   long_runs.widest = size.widest;
   if (size.batch_order) {
     sorted = counts + 4;
+    split = counts + 8;
+    chains = chains_of(size);
+    chains.heads = carver.take<uint32_t>(chains.most);
+    word_bytes += aligned(chains.most * sizeof(uint32_t));
     repeated_positions = carver.take<uint32_t>((size.num_ids + 31) / 32);
   }
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
@@ -125,7 +139,8 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   middle = carver.take<char>(in_middle);
   repeats = repeats_of(size);
   const size_t of_repeats = size.batch_order ? aligned(repeats.words() * sizeof(uint32_t)) : 0;
-  char* const second = carver.take<char>(std::max(half, of_repeats));
+  const size_t of_nexts = aligned(chains.most * sizeof(uint32_t));
+  char* const second = carver.take<char>(std::max(half, of_repeats + of_nexts));
   if (base == nullptr) return carver.used();
 
   pairs = SortedPairs{place_half(size, first), place_half(size, second)};
@@ -133,6 +148,7 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   zeros = second - of_sort;
   zero_bytes = of_sort + of_repeats;
   repeats.marks = reinterpret_cast<uint32_t*>(second);
+  chains.nexts = reinterpret_cast<uint32_t*>(second + of_repeats);
   return carver.used();
 }
 

@@ -3,14 +3,16 @@
 // by those that then update rows, which may be much later:
 //
 //                      batch order                          everything sorted
-//             marks  split  sort  lists  rows        prepares  cub sorts  lists  rows
-//   marks       w      r      .     .     .              .         .        .      .
-//   digits      .      w     r w    .     .              .         .        .      .
-//   cub's       .      .      .     .     .              .        r w       .      .
-//   a half      .      w     r w    r     r              w        r w       r      r
-//   the other   .      .     r w    .     .              .        r w       .      .
-//   run lists   .      .      .     w     r              .         .        w      r
-//   sums        .      .      .     .    r w             .         .        .     r w
+//             marks  split  chains  sort  lists  rows    prepares  cub sorts  lists  rows
+//   marks       w      r      .      .     .     .          .         .        .      .
+//   heads       .      w     r w     .     r     .          .         .        .      .
+//   nexts       .      w      r      .     .     .          .         .        .      .
+//   digits      .      w      .     r w    .     .          .         .        .      .
+//   cub's       .      .      .      .     .     .          .        r w       .      .
+//   a half      .      w      r     r w    r     r          w        r w       r      r
+//   the other   .      .      .     r w    .     .          .        r w       .      .
+//   run lists   .      .      .      .     w     r          .         .        w      r
+//   sums        .      .      .      .     .    r w         .         .        .     r w
 //
 // Halves are the pairs of slot and bag that are sorted; a sort moves them from one to the other and
 // back, pass by pass, and needs its own scratch, digits or cub's, beside both. So three spans
@@ -18,12 +20,13 @@
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// The second half has the marks until the sort begins; what they say of the batch's positions is
-// kept, a bit each. Digits and marks begin as zeros and are neighbours, for one memset. After the
-// sort its scratch and one of the halves are free, and whichever half that is, both are one span:
-// the lists of runs and the sums of their pieces lie there. So the middle is as long as the sort
-// needs, or longer, where runs need more than it and a half. A few words, the bits, and the bags of
-// positions where values are positions, are alive all the time and stand apart.
+// The second half has the marks, and what follows in chains, until the sort begins; what marks say
+// of the batch's positions is kept, a bit each. Digits and marks begin as zeros and are neighbours,
+// so that they are cleared at once. After the sort its scratch and one of the halves are free, and
+// whichever half that is, both are one span: the lists of runs and the sums of their pieces lie
+// there. So the middle is as long as the sort needs, or longer, where runs need more than it and a
+// half. A few words, the heads of chains, the bits, and the bags of positions where values are
+// positions, are alive all the time and stand apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -107,6 +110,36 @@ struct Repeats {
 #endif
 };
 
+// The positions split off by slot, as chains: a table of heads, by a hash of the slot, and for each
+// position, by its place among those split off, the next one of its chain, in any order. There is
+// room for the first `most` places; where there are more, chains say nothing.
+struct Chains {
+  static constexpr uint32_t kLongest = 16;        // that is followed
+  static constexpr uint32_t kMostPositions = 8;   // of a slot that goes by its chain
+  static constexpr uint32_t kTooLong = 1u << 31;  // in a head: the chain is not followed
+  static_assert(kMostPositions <= kLongest);
+
+  uint32_t* heads;  // [most], places counted from 1; 0: none. Zeros at first
+  uint32_t* nexts;  // [most], the same
+  uint32_t most;
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ uint32_t* head_of(uint64_t slot) const {
+    const uint64_t mixed = slot * 0x9e3779b97f4a7c15ull;
+    return &heads[__umulhi(static_cast<uint32_t>(mixed >> 32), most)];
+  }
+  __device__ __forceinline__ void add(uint32_t place, uint64_t slot) const {
+    if (place < most) nexts[place] = atomicExch(head_of(slot), place + 1);
+  }
+  // Whether the row of a slot that stands at so many positions has been updated by its chain: of so
+  // many places at all.
+  __device__ __forceinline__ bool has_updated(uint64_t slot, int64_t positions,
+                                              uint32_t places) const {
+    return places <= most && positions <= kMostPositions && (*head_of(slot) & kTooLong) == 0;
+  }
+#endif
+};
+
 // What an update is, as far as its scratch depends on it.
 struct UpdateSize {
   int64_t num_ids;
@@ -130,13 +163,16 @@ struct UpdateSize {
 struct Scratch {
   SortedPairs pairs;
   uint32_t* bags;  // by position; null where values are bags
-  void* words;     // these, and those of the lists: zeros at first
-  static constexpr size_t kWordBytes = 32;
+  void* words;     // these, those of the lists, and heads of chains: zeros at first
+  size_t word_bytes;
   int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
-  // How many positions are sorted; null: all.
+  // In batch order: how many positions are split off, and how many of these are sorted: all, or
+  // none where all of them are in short chains. Null otherwise: all positions are sorted.
+  uint32_t* split;
   uint32_t* sorted;
   uint32_t* ticket;  // of stream.cu: tasks that have been begun, but for the first ones
   Repeats repeats;
+  Chains chains;
   uint32_t* repeated_positions;  // in batch order: a bit each, whether it was split off
   // Of the sort of the repeated positions (split.cu).
   SmallSort small_sort;

@@ -72,10 +72,11 @@ __global__ void __launch_bounds__(kSplitThreads, 4)
     scratch.pairs.pairs.set(place, key, scratch.bags == nullptr ? bag : static_cast<uint32_t>(at));
     if (scratch.bags != nullptr) scratch.bags[at] = bag;
     sort.count(0, place, key);
+    scratch.chains.add(place, key);
   };
   list_in_order<kOfThread, kSplitThreads>(
       batch.num_ids, block, scratch.split_order, wanted, emit,
-      [&](uint32_t number) { *scratch.sorted = number; },
+      [&](uint32_t number) { *scratch.split = number; },
       [&](int64_t at, unsigned listed) { scratch.repeated_positions[at / kWarp] = listed; });
 }
 

@@ -7,12 +7,14 @@
 // each id. Deterministic: all ways add up the same numbers in the same order.
 //
 // What takes no gradients, and must be done before the first row is updated, is group_positions: it
-// can be done as soon as slots are known, beside the forward. In batch order the others are sorted,
-// listed and updated beside the rows that stand alone.
+// can be done as soon as slots are known, beside the forward. In batch order the rows of slots at a
+// few positions are updated beside those that stand alone, by chains (chains.cu), and if others are
+// left, these are sorted, listed and updated there, too.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
@@ -74,13 +76,20 @@ __global__ void __launch_bounds__(kThreads)
   count_update(tables, num_tables);
 }
 
-// lists_follow: the kernels to come list long runs themselves.
+// Says how the next batch is to be updated, from how many positions of this one stand alone.
+__device__ __forceinline__ void set_hint(UpdateHint* hint, int64_t alone, int64_t num_ids) {
+  hint->batch_order = 8 * alone >= 7 * num_ids ? 1 : 0;
+}
+
+// lists_follow: the kernels to come list long runs themselves. hint: null where it is not known
+// yet.
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(const TableView* tables, int32_t num_tables, const Batch batch,
-                 const __grid_constant__ Scratch scratch, bool lists_follow) {
+                 const __grid_constant__ Scratch scratch, bool lists_follow, UpdateHint* hint) {
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
   *scratch.ticket = 0;
+  if (hint != nullptr) set_hint(hint, batch.num_ids - *scratch.split, batch.num_ids);
   if (lists_follow) *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
   // The host may have been told since the positions were grouped, and gone on.
   const int64_t bad = *scratch.bad_bag;
@@ -247,15 +256,14 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 // A block a long run: its warps add up shares of the pieces, the first one the shares, and it
-// updates the row. Says how the next batch is to be updated.
+// updates the row. hint: where it is known only now.
 template <bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_run_kernel(const TableView* __restrict__ tables, const Update update,
                     const Scratch scratch, UpdateHint* hint) {
+  wait_for_kernel_before();
   if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-    const int64_t n = update.batch.num_ids;
-    const int64_t alone = scratch.sorted == nullptr ? *scratch.runs.singles : n - *scratch.sorted;
-    hint->batch_order = 8 * alone >= 7 * n ? 1 : 0;
+    set_hint(hint, *scratch.runs.singles, update.batch.num_ids);
   }
   if (is_refused(update.batch)) return;
   constexpr int kWarps = kThreads / kWarp;
@@ -347,7 +355,7 @@ Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNo
     split_repeated(batch, slots, scratch, stream);
     return Grouping{true, false};
   }
-  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, Scratch::kWordBytes, stream));
+  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
   prepare_update(batch, slots, no_slot, scratch, stream);
   sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
            stream);
@@ -385,7 +393,8 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
                       no_slot_of(size),
                       shape.four_wide && grad.stride % 4 == 0};
   begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch,
-                                           /*lists_follow=*/!size.quick);
+                                           /*lists_follow=*/!size.quick,
+                                           batch_order ? hint : nullptr);
   HKV_CUDA_CHECK_LAUNCH();
   const bool column_states = has_column_states(optimizer);
   const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
@@ -393,20 +402,23 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   const auto update_long_runs = [&](cudaStream_t on) {
     if (batch.num_ids <= kLongest) return;
     const auto kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
-    kernel<<<blocks, kThreads, 0, on>>>(tables, update, scratch, size.quick ? hint : nullptr);
-    HKV_CUDA_CHECK_LAUNCH();
+    launch_chained(kernel, blocks, kThreads, on, tables, update, scratch,
+                   size.quick && !batch_order ? hint : nullptr);
   };
   if (batch_order) {
-    // Rows that stand alone are most of the work, and bound by memory; what sorts the others waits
-    // for one small kernel after the other.
+    // Rows that stand alone are most of the work, and bound by memory. Most others go by their
+    // chains; what sorts the rest waits for one small kernel after the other, and mostly finds
+    // nothing to do.
     SideStream side(stream);
+    update_chains(tables, update, scratch, shape, side.stream());
+    // Before the launches that mostly have nothing to do, so that it does not wait for the host.
+    update_alone(tables, update, slots, scratch, shape, stream);
     sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream(),
                resident_grid(1, batch.num_ids));
     scratch.begin_runs(size);
     list_runs(batch, update.no_slot, scratch, side.stream());
     update_runs(tables, update, scratch, shape, side.stream());
     update_long_runs(side.stream());
-    update_alone(tables, update, slots, scratch, shape, stream);
     side.join();
     return;
   }

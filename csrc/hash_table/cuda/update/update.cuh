@@ -208,12 +208,16 @@ void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* no
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
-// In place of prepare_update, after mark_repeats: splits the positions of repeated slots off, which
-// sort_small then sorts, and says which these are (split.cu).
+// In place of prepare_update, after mark_repeats: splits the positions of repeated slots off,
+// chains them by slot, and says which these are (split.cu).
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
                     cudaStream_t stream);
-// Lists the runs of the sorted order, and cuts long ones. Where all positions are sorted, counts
-// those that stand alone (runs.cu).
+// Updates rows of slots that stand at a few positions, by their chains, and says whether there are
+// other rows left (chains.cu).
+void update_chains(const TableView* tables, const Update& update, const Scratch& scratch,
+                   const GroupShape& shape, cudaStream_t stream);
+// Lists the runs of the sorted order whose rows are not updated yet, and cuts long ones. Where all
+// positions are sorted, counts those that stand alone (runs.cu).
 void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cudaStream_t stream);
 // Updates the rows of the listed runs, but for long ones, whose pieces it adds up.
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
