@@ -247,16 +247,11 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 // A block a long run: its warps add up shares of the pieces, the first one the shares, and it
-// updates the row. Says how the next batch is to be updated.
+// updates the row.
 template <bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_run_kernel(const TableView* __restrict__ tables, const Update update,
-                    const Scratch scratch, UpdateHint* hint) {
-  if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-    const int64_t n = update.batch.num_ids;
-    const int64_t alone = scratch.sorted == nullptr ? *scratch.runs.singles : n - *scratch.sorted;
-    hint->batch_order = 8 * alone >= 7 * n ? 1 : 0;
-  }
+                    const Scratch scratch) {
   if (is_refused(update.batch)) return;
   constexpr int kWarps = kThreads / kWarp;
   const LongRuns& runs = scratch.long_runs;
@@ -387,15 +382,6 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch,
                                            /*lists_follow=*/!size.quick);
   HKV_CUDA_CHECK_LAUNCH();
-  const bool column_states = has_column_states(optimizer);
-  const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
-  const unsigned blocks = resident_grid(4, threads);
-  const auto update_long_runs = [&](cudaStream_t on) {
-    if (batch.num_ids <= kLongest) return;
-    const auto kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
-    kernel<<<blocks, kThreads, 0, on>>>(tables, update, scratch, size.quick ? hint : nullptr);
-    HKV_CUDA_CHECK_LAUNCH();
-  };
   if (batch_order) {
     // Rows that stand alone are most of the work, and bound by memory; what sorts the others waits
     // for one small kernel after the other.
@@ -405,30 +391,35 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     scratch.begin_runs(size);
     list_runs(batch, update.no_slot, scratch, side.stream());
     update_runs(tables, update, scratch, shape, side.stream());
-    update_long_runs(side.stream());
+    update_long_runs(tables, update, scratch, hint, side.stream());
     update_alone(tables, update, slots, scratch, shape, stream);
     side.join();
     return;
   }
-  if (streams_runs(optimizer, shape)) {
-    stream_runs(tables, update, scratch, shape, stream);
-  } else if (size.quick) {
-    update_runs(tables, update, scratch, shape, stream);
-  } else {
-    choose_element(grad.type, [&]<typename Element>() {
-      const auto kernel =
-          column_states ? update_kernel<true, Element> : update_kernel<false, Element>;
-      kernel<<<grid_for(threads), kThreads, 0, stream>>>(tables, update, scratch);
-    });
-    HKV_CUDA_CHECK_LAUNCH();
+  if (size.quick) {
+    if (streams_runs(optimizer, shape)) {
+      stream_runs(tables, update, scratch, shape, stream);
+    } else {
+      update_runs(tables, update, scratch, shape, stream);
+    }
+    update_long_runs(tables, update, scratch, hint, stream);
+    return;
   }
-  if (batch.num_ids > kLongest && !size.quick) {
-    choose_element(grad.type, [&]<typename Element>() {
-      piece_kernel<Element><<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
-    });
+  const bool column_states = has_column_states(optimizer);
+  const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
+  const unsigned blocks = resident_grid(4, threads);
+  choose_element(grad.type, [&]<typename Element>() {
+    const auto kernel =
+        column_states ? update_kernel<true, Element> : update_kernel<false, Element>;
+    kernel<<<grid_for(threads), kThreads, 0, stream>>>(tables, update, scratch);
     HKV_CUDA_CHECK_LAUNCH();
-  }
-  update_long_runs(stream);
+    if (batch.num_ids <= kLongest) return;
+    piece_kernel<Element><<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+    const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
+    long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+  });
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -219,6 +219,11 @@ void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cud
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
 
+// Updates the rows of long runs, whose pieces have been added up, and says in the hint how the next
+// batch is to be updated (long_runs.cu). For quick groups.
+void update_long_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                      UpdateHint* hint, cudaStream_t stream);
+
 // Whether there is stream_runs for an optimizer and such tables.
 bool streams_runs(const OptimizerConfig& optimizer, const GroupShape& shape);
 // list_runs and update_runs where all positions are sorted, as a stream, for which only long runs
