@@ -223,9 +223,9 @@ struct Grouped {
   // notes: of the lookup that gave the slots, or null.
   void fill(const TableGroup& group, const Batch& batch, bool weighted, const int64_t* slots,
             const hash_table::TouchNotes* notes, cudaStream_t stream) {
-    how = hash_table::cuda::group_positions(batch, slots, notes, weighted, group.optimizer(),
-                                            group.num_slots(), group.shape(), how.batch_order,
-                                            memory.data_ptr(), stream);
+    how = hash_table::cuda::group_positions(
+        group.views(), batch, slots, notes, weighted, group.optimizer(), group.num_slots(),
+        group.shape(), how.batch_order, group.update_hint(), memory.data_ptr(), stream);
   }
 };
 #endif

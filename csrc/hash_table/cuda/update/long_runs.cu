@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     const int64_t n = update.batch.num_ids;
     const int64_t alone = scratch.sorted == nullptr ? *scratch.runs.singles : n - *scratch.sorted;
     hint->batch_order = 8 * alone >= 7 * n ? 1 : 0;
+    if (scratch.longest_feature != nullptr) hint->longest_feature = *scratch.longest_feature;
   }
   if (is_refused(update.batch)) return;
   const LongRuns& runs = scratch.long_runs;

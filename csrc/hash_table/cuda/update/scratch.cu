@@ -100,6 +100,8 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   if (size.batch_order) {
     sorted = counts + 4;
     repeated_positions = carver.take<uint32_t>((size.num_ids + 31) / 32);
+  } else {
+    longest_feature = counts + 4;
   }
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 

@@ -135,7 +135,8 @@ struct Scratch {
   int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
   // How many positions are sorted; null: all.
   uint32_t* sorted;
-  uint32_t* ticket;  // of stream.cu: tasks that have been begun, but for the first ones
+  uint32_t* longest_feature;  // positions of the feature with most, where all are sorted
+  uint32_t* ticket;           // of stream.cu: tasks that have been begun, but for the first ones
   Repeats repeats;
   uint32_t* repeated_positions;  // in batch order: a bit each, whether it was split off
   // Of the sort of the repeated positions (split.cu).

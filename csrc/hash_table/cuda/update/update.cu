@@ -324,10 +324,10 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                          nullptr);
 }
 
-Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
-                         bool weighted, const OptimizerConfig& optimizer, int64_t num_slots,
-                         const GroupShape& shape, bool batch_order, void* memory,
-                         cudaStream_t stream) {
+Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
+                         const TouchNotes* notes, bool weighted, const OptimizerConfig& optimizer,
+                         int64_t num_slots, const GroupShape& shape, bool batch_order,
+                         const UpdateHint* hint, void* memory, cudaStream_t stream) {
   if (batch.num_ids == 0) return Grouping{batch_order, false};
   const UpdateSize size =
       size_of(batch.num_ids, batch.num_bags, num_slots, shape, weighted, batch_order);
@@ -344,8 +344,12 @@ Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNo
   }
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, Scratch::kWordBytes, stream));
   prepare_update(batch, slots, no_slot, scratch, stream);
-  sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
-           stream);
+  if (size.quick && sorts_by_table(shape, batch, size.format(), hint)) {
+    sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, stream);
+  } else {
+    sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
+             stream);
+  }
   scratch.begin_runs(size);
   if (streams_runs(optimizer, shape)) {
     list_long_runs(batch, no_slot, scratch, stream);

@@ -184,6 +184,15 @@ __device__ __forceinline__ void prefetch_update(const TableView& table, const Ne
 void prepare_update(const Batch& batch, const int64_t* slots, uint64_t no_slot,
                     const Scratch& scratch, cudaStream_t stream);
 
+// Whether sort_by_table sorts such a batch, and is the fastest to do so, as far as batches before
+// tell (sort_by_table.cu).
+bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairFormat& format,
+                    const UpdateHint* hint);
+// Brings pairs of equal slots together, those of each table apart and in the order of the batch.
+// The pairs may end in the other half. most_slots: of one table.
+void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
+                   int64_t most_slots, cudaStream_t stream);
+
 // Has a row and its state brought into the second-level cache. Two lanes, 0 and 1.
 __device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slot, int lane) {
   const int64_t frame = table.frames.frame_of(slot);
