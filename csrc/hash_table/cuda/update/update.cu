@@ -1,10 +1,11 @@
-// The backward on the GPU. A radix sort by slot brings equal slots together. Each run of them is
-// added up in the order of the batch, and its row updated once. Runs that are too long are cut in
-// pieces whose sums are added up by a block. Where most rows stand at one position of the batch
-// only, these are updated before, in the order of the batch, since then the rows of a bag share its
-// gradient (alone.cu). What the last batches were like decides. Plain updaters take the
-// sorted order as a stream (stream.cu), others run by run. No gradient is stored for
-// each id. Deterministic: all ways add up the same numbers in the same order.
+// The backward on the GPU. A radix sort by slot brings equal slots together, one of all positions
+// or, where features have tables of their own, one for each table (sort_by_table.cu). Each run of
+// them is added up in the order of the batch, and its row updated once. Runs that are too long are
+// cut in pieces whose sums are added up at the end (long_runs.cu). Where most rows stand at one
+// position of the batch only, these are updated before, in the order of the batch, since then the
+// rows of a bag share its gradient (alone.cu). What the last batches were like decides. Plain
+// updaters take the sorted order as a stream (stream.cu), others run by run. No gradient is stored
+// for each id. Deterministic: all ways add up the same numbers in the same order.
 //
 // What takes no gradients, and must be done before the first row is updated, is group_positions: it
 // can be done as soon as slots are known, beside the forward. In batch order the others are sorted,
