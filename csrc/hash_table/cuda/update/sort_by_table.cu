@@ -27,16 +27,13 @@ constexpr unsigned kMostBlocks = 8;    // of a cluster, which every GPU that has
 constexpr unsigned kManyBlocks = 264;  // of all clusters: two a multiprocessor
 constexpr unsigned kFewBlocks = 64;    // with fewer, other sorts are faster
 constexpr int64_t kLeastIds = 1 << 16;
-// Of a sample of kWarp positions so many must have one slot for that to get its digit.
-constexpr int kHotOfSample = 8;
-constexpr uint32_t kNoHotSlot = ~0u;
 
 // What a block has in shared memory. Low: the type of pairs' values.
 template <int kBits, typename Low>
 struct SortedShare {
   static constexpr uint32_t kDigits = 1u << kBits;
-  static constexpr uint32_t kHotDigit = kDigits;
-  static constexpr int kCounts = kDigits + kWarp;  // of digits, in whole warps
+  static constexpr uint32_t kHotDigit = kDigits;     // of a slot that leaves the sort
+  static constexpr int kCounts = kHotDigit + kWarp;  // of digits, in whole warps
   static_assert(kCounts <= kSortThreads);
 
   uint32_t keys[kShare];  // staged, in the order of their digits
@@ -49,6 +46,12 @@ struct SortedShare {
   uint32_t num_hot;
 };
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// Of a sample of kWarp positions so many must have one slot for that to get its digit.
+constexpr int kHotOfSample = 8;
+constexpr uint32_t kNoHotSlot = ~0u;
+
 __device__ __forceinline__ uint32_t inclusive_sum(uint32_t value) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -58,8 +61,6 @@ __device__ __forceinline__ uint32_t inclusive_sum(uint32_t value) {
   }
   return value;
 }
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // kBits: of a digit.
 template <int kBits, typename Low>
