@@ -14,6 +14,12 @@
 #include <cuda_runtime.h>
 #endif
 
+#ifdef TORCHREC_HKV_CUDA
+namespace torchrec_hkv {
+class SideStream;
+}
+#endif
+
 namespace torchrec_hkv::hash_table {
 
 // What a GPU says of a group's updates, so that the next is done the quicker way; nothing but speed
@@ -236,11 +242,13 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
 // together, or tells which slots are repeated, in `scratch`, which must be aligned to 256 bytes. It
 // looks at the offsets, and of the tables at how their slots are numbered. notes: those of the
 // find_or_insert that gave these slots, or null; only speed depends on them. weighted: as above;
-// batch_order: what updates_in_batch_order has said. hint: the group's.
+// batch_order: what updates_in_batch_order has said. hint: the group's. beside: where `stream` is
+// that of a SideStream: in a CUDA graph the other may be held until the largest blocks begin.
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          const TouchNotes* notes, bool weighted, const OptimizerConfig& optimizer,
                          int64_t num_slots, const GroupShape& shape, bool batch_order,
-                         const UpdateHint* hint, void* scratch, cudaStream_t stream);
+                         const UpdateHint* hint, void* scratch, cudaStream_t stream,
+                         SideStream* beside = nullptr);
 
 // grouping, scratch: what group_positions has made of the same batch, slots, optimizer and shape;
 // it is used up. hint: the group's, in host memory that the GPU can write.

@@ -25,6 +25,12 @@ namespace {
 constexpr int kNeighbours = 8;         // of the sorted order, a warp's
 constexpr int64_t kManyIds = 1 << 19;  // of one bag each: see updates_in_batch_order
 
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  HKV_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 bool is_quick(const GroupShape& shape) { return shape.four_wide && shape.widest <= kQuickColumns; }
 
 // Sorts all pairs; they may end in the other half. Without memory: how much that takes.
@@ -328,7 +334,8 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          const TouchNotes* notes, bool weighted, const OptimizerConfig& optimizer,
                          int64_t num_slots, const GroupShape& shape, bool batch_order,
-                         const UpdateHint* hint, void* memory, cudaStream_t stream) {
+                         const UpdateHint* hint, void* memory, cudaStream_t stream,
+                         SideStream* beside) {
   if (batch.num_ids == 0) return Grouping{batch_order, false};
   const UpdateSize size =
       size_of(batch.num_ids, batch.num_bags, num_slots, shape, weighted, batch_order);
@@ -346,6 +353,9 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, Scratch::kWordBytes, stream));
   prepare_update(batch, slots, no_slot, scratch, stream);
   if (size.quick && sorts_by_table(shape, batch, size.format(), hint)) {
+    // A graph would begin the other branch first, whose blocks leave no places for large ones.
+    // Where calls follow each other, waiting costs more than it gains.
+    if (beside != nullptr && is_captured(stream)) beside->hold_other();
     sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, stream);
   } else {
     sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
