@@ -222,10 +222,11 @@ struct Grouped {
   }
   // notes: of the lookup that gave the slots, or null.
   void fill(const TableGroup& group, const Batch& batch, bool weighted, const int64_t* slots,
-            const hash_table::TouchNotes* notes, cudaStream_t stream) {
-    how = hash_table::cuda::group_positions(batch, slots, notes, weighted, group.optimizer(),
-                                            group.num_slots(), group.shape(), how.batch_order,
-                                            memory.data_ptr(), stream);
+            const hash_table::TouchNotes* notes, cudaStream_t stream,
+            SideStream* beside = nullptr) {
+    how = hash_table::cuda::group_positions(
+        group.views(), batch, slots, notes, weighted, group.optimizer(), group.num_slots(),
+        group.shape(), how.batch_order, group.update_hint(), memory.data_ptr(), stream, beside);
   }
 };
 #endif
@@ -324,7 +325,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
   group.order().run(kReadPinned, [&] {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
     SideStream side(stream);
-    grouped.fill(group, batch, weighted, at, noted, side.stream());
+    grouped.fill(group, batch, weighted, at, noted, side.stream(), &side);
     hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(), stream);
     side.join();
   });

@@ -66,15 +66,20 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
                       ", but must be from ", least, " to 8192.");
   }
   std::vector<int64_t> columns;
+  std::vector<bool> has_feature(configs_.size());
+  bool features_apart = true;
   for (const int64_t table : feature_table_list_) {
     TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "a feature names table ", table,
                       ", but the group has ", num_tables(), ".");
+    features_apart = features_apart && !has_feature[table];
+    has_feature[table] = true;
     columns.push_back(total_dim_);
     total_dim_ += configs_[table].dim;
   }
   TORCH_CHECK_VALUE(total_dim_ <= std::numeric_limits<int32_t>::max(),
                     "the features' columns add up to ", total_dim_,
                     ", but must not exceed 2^31 - 1.");
+  if (features_apart) shape_.features_apart = static_cast<int32_t>(num_features());
   packed_ = device.is_cuda() && can_be_packed(configs_);
   check_memory(available);
   c10::OptionalDeviceGuard guard(device);
@@ -90,6 +95,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.rows_in_hbm =
         shape_.rows_in_hbm && !memory_.back().rows_on_host(memory_.back().full_slots());
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
+    shape_.most_slots = std::max(shape_.most_slots, memory_.back().full_slots());
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
     deterministic_ = deterministic_ || config.deterministic;

@@ -11,6 +11,7 @@ namespace torchrec_hkv {
 struct SideStream::Kept {
   cudaStream_t stream;
   cudaEvent_t begin;
+  cudaEvent_t held;
   cudaEvent_t end;
 };
 
@@ -26,6 +27,7 @@ SideStream::Kept& SideStream::kept() {
   Kept kept{};
   HKV_CUDA_CHECK(cudaStreamCreateWithPriority(&kept.stream, cudaStreamNonBlocking, greatest));
   HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.begin, cudaEventDisableTiming));
+  HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.held, cudaEventDisableTiming));
   HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.end, cudaEventDisableTiming));
   return by_device->emplace(device, kept).first->second;
 }
@@ -43,6 +45,11 @@ SideStream::~SideStream() {
 }
 
 cudaStream_t SideStream::stream() const { return kept_.stream; }
+
+void SideStream::hold_other() {
+  HKV_CUDA_CHECK(cudaEventRecord(kept_.held, kept_.stream));
+  HKV_CUDA_CHECK(cudaStreamWaitEvent(beside_, kept_.held, 0));
+}
 
 void SideStream::join() {
   joined_ = true;

@@ -21,6 +21,8 @@ class SideStream {
   SideStream& operator=(const SideStream&) = delete;
 
   cudaStream_t stream() const;
+  // What is launched on the other from here on waits for what is on stream() so far.
+  void hold_other();
   void join();
 
  private:

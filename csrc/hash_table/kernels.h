@@ -14,12 +14,19 @@
 #include <cuda_runtime.h>
 #endif
 
+#ifdef TORCHREC_HKV_CUDA
+namespace torchrec_hkv {
+class SideStream;
+}
+#endif
+
 namespace torchrec_hkv::hash_table {
 
 // What a GPU says of a group's updates, so that the next is done the quicker way; nothing but speed
 // depends on it. Zeros at first.
 struct UpdateHint {
-  uint32_t batch_order;  // 1: most rows of a batch stand at one of its positions
+  uint32_t batch_order;      // 1: most rows of a batch stand at one of its positions
+  uint32_t longest_feature;  // positions of the feature with most, of one that was sorted
 };
 
 // What a lookup on a GPU has seen of 32 neighbouring positions of its batch, a bit each.
@@ -233,13 +240,15 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
 
 // The first part of an update, which takes no gradients: brings the positions of equal slots
 // together, or tells which slots are repeated, in `scratch`, which must be aligned to 256 bytes. It
-// looks at the offsets, and at nothing of the tables. notes: those of the find_or_insert that gave
-// these slots, or null; only speed depends on them. weighted: as above; batch_order: what
-// updates_in_batch_order has said.
-Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
-                         bool weighted, const OptimizerConfig& optimizer, int64_t num_slots,
-                         const GroupShape& shape, bool batch_order, void* scratch,
-                         cudaStream_t stream);
+// looks at the offsets, and of the tables at how their slots are numbered. notes: those of the
+// find_or_insert that gave these slots, or null; only speed depends on them. weighted: as above;
+// batch_order: what updates_in_batch_order has said. hint: the group's. beside: where `stream` is
+// that of a SideStream: in a CUDA graph the other may be held until the largest blocks begin.
+Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
+                         const TouchNotes* notes, bool weighted, const OptimizerConfig& optimizer,
+                         int64_t num_slots, const GroupShape& shape, bool batch_order,
+                         const UpdateHint* hint, void* scratch, cudaStream_t stream,
+                         SideStream* beside = nullptr);
 
 // grouping, scratch: what group_positions has made of the same batch, slots, optimizer and shape;
 // it is used up. hint: the group's, in host memory that the GPU can write.

@@ -123,8 +123,10 @@ HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_table
 struct GroupShape {
   int32_t widest;  // columns of the widest table
   bool four_wide;  // dims and state widths are multiples of four, or states have one value or none
-  bool float32_rows;  // of all tables
-  bool rows_in_hbm;   // of a GPU's tables, also at their full capacities
+  bool float32_rows;           // of all tables
+  bool rows_in_hbm;            // of a GPU's tables, also at their full capacities
+  int32_t features_apart = 0;  // features, where each has a table of its own; 0: some share one
+  int64_t most_slots = 0;      // of one table, at its full capacity
 };
 
 // How low an entry ranks: the lowest leaves a full bucket.

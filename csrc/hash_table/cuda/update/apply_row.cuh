@@ -111,32 +111,35 @@ __device__ __forceinline__ RowTerms terms_of(const RowPlace& row, const Optimize
   return terms;
 }
 
-// What a lane reads of a row and its state before it computes: its first columns. So several rows
-// can be on their way at once.
-template <int kWidth, bool kColumnStates>
+// What a lane reads of a row and its state before it computes: its first columns, kEarly times
+// kWidth of them. So they, and several rows, can be on their way at once.
+template <int kWidth, bool kColumnStates, int kEarly = 1>
 struct RowInFlight {
   char* values;
   float* state;
   float old_square;  // of optimizers that adapt by row
-  Columns<kWidth> value;
-  Columns<kWidth> first, second;  // states of the columns
+  Columns<kWidth> value[kEarly];
+  Columns<kWidth> first[kEarly], second[kEarly];  // states of the columns
 };
 
-template <int kWidth, bool kColumnStates>
-__device__ __forceinline__ RowInFlight<kWidth, kColumnStates> load_row(
+template <int kWidth, bool kColumnStates, int kEarly = 1>
+__device__ __forceinline__ RowInFlight<kWidth, kColumnStates, kEarly> load_row(
     const TableView& table, int64_t slot, const OptimizerConfig& optimizer) {
-  RowInFlight<kWidth, kColumnStates> row;
-  const int32_t column = threadIdx.x % kWarp * kWidth;
-  const int64_t frame = frame_to_write(table.frames, slot, column == 0);
+  RowInFlight<kWidth, kColumnStates, kEarly> row;
+  const int32_t mine = threadIdx.x % kWarp * kWidth;
+  const int64_t frame = frame_to_write(table.frames, slot, mine == 0);
   row.values = table.rows.at(slot, frame);
   row.state = reinterpret_cast<float*>(table.states.at(slot, frame));
-  row.value = row.first = row.second = Columns<kWidth>::zero();
-  if (column < table.dim()) {
-    row.value = Columns<kWidth>::load(table.rows.type, row.values, column);
+#pragma unroll
+  for (int i = 0; i < kEarly; ++i) {
+    const int32_t column = mine + i * kWarp * kWidth;
+    row.value[i] = row.first[i] = row.second[i] = Columns<kWidth>::zero();
+    if (column >= table.dim()) continue;
+    row.value[i] = Columns<kWidth>::load(table.rows.type, row.values, column);
     if constexpr (kColumnStates) {
       const int states = column_states(optimizer.kind);
-      if (states >= 1) row.first = Columns<kWidth>::load(row.state + column);
-      if (states >= 2) row.second = Columns<kWidth>::load(row.state + table.dim() + column);
+      if (states >= 1) row.first[i] = Columns<kWidth>::load(row.state + column);
+      if (states >= 2) row.second[i] = Columns<kWidth>::load(row.state + table.dim() + column);
     }
   }
   row.old_square = 0.0f;
@@ -146,33 +149,38 @@ __device__ __forceinline__ RowInFlight<kWidth, kColumnStates> load_row(
   return row;
 }
 
-template <Optimizer kKind, int kWidth, bool kColumnStates, typename Gradient>
-__device__ __forceinline__ void apply_columns(const RowPlace& row, const OptimizerConfig& optimizer,
-                                              const RowTerms& terms, const Gradient& gradient,
-                                              const RowInFlight<kWidth, kColumnStates>& early) {
-  for_my_columns<kWidth>(row.dim, [&](int32_t column) {
+template <Optimizer kKind, int kWidth, bool kColumnStates, int kEarly, typename Gradient>
+__device__ __forceinline__ void apply_columns(
+    const RowPlace& row, const OptimizerConfig& optimizer, const RowTerms& terms,
+    const Gradient& gradient, const RowInFlight<kWidth, kColumnStates, kEarly>& early) {
+  const auto apply = [&](int32_t column, Columns<kWidth> value, Columns<kWidth> first,
+                         Columns<kWidth> second) {
     const Columns<kWidth> raw = gradient(column);
-    const bool loaded = column < kWarp * kWidth;
-    Columns<kWidth> value = loaded ? early.value : row.load<kWidth>(column);
-    Columns<kWidth> first = Columns<kWidth>::zero();
-    Columns<kWidth> second = Columns<kWidth>::zero();
-    float* const first_state = row.state + column;
-    float* const second_state = row.state + row.dim + column;
-    if constexpr (column_states(kKind) >= 1) {
-      first = loaded ? early.first : Columns<kWidth>::load(first_state);
-    }
-    if constexpr (column_states(kKind) >= 2) {
-      second = loaded ? early.second : Columns<kWidth>::load(second_state);
-    }
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       value.v[k] =
           update_column<kKind>(optimizer, terms, value.v[k], raw.v[k], first.v[k], second.v[k]);
     }
-    if constexpr (column_states(kKind) >= 1) first.store(first_state);
-    if constexpr (column_states(kKind) >= 2) second.store(second_state);
+    if constexpr (column_states(kKind) >= 1) first.store(row.state + column);
+    if constexpr (column_states(kKind) >= 2) second.store(row.state + row.dim + column);
     row.store(value, column);
-  });
+  };
+  constexpr int32_t kOfWarp = kWarp * kWidth;
+  const int32_t mine = threadIdx.x % kWarp * kWidth;
+#pragma unroll
+  for (int i = 0; i < kEarly; ++i) {
+    const int32_t column = mine + i * kOfWarp;
+    if (column < row.dim) apply(column, early.value[i], early.first[i], early.second[i]);
+  }
+  for (int32_t column = mine + kEarly * kOfWarp; column < row.dim; column += kOfWarp) {
+    Columns<kWidth> first = Columns<kWidth>::zero();
+    Columns<kWidth> second = Columns<kWidth>::zero();
+    if constexpr (column_states(kKind) >= 1) first = Columns<kWidth>::load(row.state + column);
+    if constexpr (column_states(kKind) >= 2) {
+      second = Columns<kWidth>::load(row.state + row.dim + column);
+    }
+    apply(column, row.load<kWidth>(column), first, second);
+  }
 }
 
 // A lane reads again what it has just written: its columns need not fit into registers.
@@ -216,9 +224,9 @@ __device__ __forceinline__ void apply_lamb(const RowPlace& row, const OptimizerC
 // row's gradient, Columns<kWidth> from this column on; it is called once for each of its columns,
 // once more where clips_by_norm and once more where adapts_by_row, so it should come from registers
 // or shared memory. table.optimizer_step counts this update already.
-template <int kWidth, bool kColumnStates, typename Gradient>
+template <int kWidth, bool kColumnStates, int kEarly, typename Gradient>
 __device__ __forceinline__ void finish_row(const TableView& table, int64_t slot,
-                                           const RowInFlight<kWidth, kColumnStates>& early,
+                                           const RowInFlight<kWidth, kColumnStates, kEarly>& early,
                                            const OptimizerConfig& optimizer, float learning_rate,
                                            const Gradient& gradient) {
   const int64_t step = *table.optimizer_step;
@@ -263,7 +271,7 @@ __device__ __forceinline__ void apply_row(const TableView& table, int64_t slot,
                                           const OptimizerConfig& optimizer, float learning_rate,
                                           const Gradient& gradient) {
   const auto early = load_row<kWidth, kColumnStates>(table, slot, optimizer);
-  finish_row<kWidth, kColumnStates>(table, slot, early, optimizer, learning_rate, gradient);
+  finish_row(table, slot, early, optimizer, learning_rate, gradient);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

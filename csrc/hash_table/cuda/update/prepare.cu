@@ -22,6 +22,12 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t bags[kPrepared];  // counted from the first
   __shared__ int64_t first_bag;
   __shared__ typename cub::BlockScan<uint32_t, kThreads>::TempStorage scan;
+  if (blockIdx.x == 0) {
+    for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
+      const int64_t length = batch.feature_start(f + 1) - batch.feature_start(f);
+      if (length > 0) atomicMax(scratch.longest_feature, static_cast<uint32_t>(length));
+    }
+  }
   note_bad_bag(batch, scratch.bad_bag);  // the first kernel of an update to read offsets
   const int64_t num_bags = batch.num_bags;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPrepared;

@@ -114,6 +114,8 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
     chains.heads = carver.take<uint32_t>(chains.most);
     word_bytes += aligned(chains.most * sizeof(uint32_t));
     repeated_positions = carver.take<uint32_t>((size.num_ids + 31) / 32);
+  } else {
+    longest_feature = counts + 4;
   }
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 

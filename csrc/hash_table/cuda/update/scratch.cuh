@@ -170,7 +170,8 @@ struct Scratch {
   // none where all of them are in short chains. Null otherwise: all positions are sorted.
   uint32_t* split;
   uint32_t* sorted;
-  uint32_t* ticket;  // of stream.cu: tasks that have been begun, but for the first ones
+  uint32_t* longest_feature;  // positions of the feature with most, where all are sorted
+  uint32_t* ticket;           // of stream.cu: tasks that have been begun, but for the first ones
   Repeats repeats;
   Chains chains;
   uint32_t* repeated_positions;  // in batch order: a bit each, whether it was split off

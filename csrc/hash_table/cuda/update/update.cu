@@ -1,10 +1,11 @@
-// The backward on the GPU. A radix sort by slot brings equal slots together. Each run of them is
-// added up in the order of the batch, and its row updated once. Runs that are too long are cut in
-// pieces whose sums are added up by a block. Where most rows stand at one position of the batch
-// only, these are updated before, in the order of the batch, since then the rows of a bag share its
-// gradient (alone.cu). What the last batches were like decides. Plain updaters take the
-// sorted order as a stream (stream.cu), others run by run. No gradient is stored for
-// each id. Deterministic: all ways add up the same numbers in the same order.
+// The backward on the GPU. A radix sort by slot brings equal slots together, one of all positions
+// or, where features have tables of their own, one for each table (sort_by_table.cu). Each run of
+// them is added up in the order of the batch, and its row updated once. Runs that are too long are
+// cut in pieces whose sums are added up at the end (long_runs.cu). Where most rows stand at one
+// position of the batch only, these are updated before, in the order of the batch, since then the
+// rows of a bag share its gradient (alone.cu). What the last batches were like decides. Plain
+// updaters take the sorted order as a stream (stream.cu), others run by run. No gradient is stored
+// for each id. Deterministic: all ways add up the same numbers in the same order.
 //
 // What takes no gradients, and must be done before the first row is updated, is group_positions: it
 // can be done as soon as slots are known, beside the forward. In batch order the rows of slots at a
@@ -25,6 +26,12 @@ namespace {
 
 constexpr int kNeighbours = 8;         // of the sorted order, a warp's
 constexpr int64_t kManyIds = 1 << 19;  // of one bag each: see updates_in_batch_order
+
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  HKV_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
 
 bool is_quick(const GroupShape& shape) { return shape.four_wide && shape.widest <= kQuickColumns; }
 
@@ -74,11 +81,6 @@ __device__ __forceinline__ void count_update(const TableView* tables, int32_t nu
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const TableView* tables, int32_t num_tables) {
   count_update(tables, num_tables);
-}
-
-// Says how the next batch is to be updated, from how many positions of this one stand alone.
-__device__ __forceinline__ void set_hint(UpdateHint* hint, int64_t alone, int64_t num_ids) {
-  hint->batch_order = 8 * alone >= 7 * num_ids ? 1 : 0;
 }
 
 // lists_follow: the kernels to come list long runs themselves. hint: null where it is not known
@@ -256,15 +258,11 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 // A block a long run: its warps add up shares of the pieces, the first one the shares, and it
-// updates the row. hint: where it is known only now.
+// updates the row.
 template <bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_run_kernel(const TableView* __restrict__ tables, const Update update,
-                    const Scratch scratch, UpdateHint* hint) {
-  wait_for_kernel_before();
-  if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-    set_hint(hint, *scratch.runs.singles, update.batch.num_ids);
-  }
+                    const Scratch scratch) {
   if (is_refused(update.batch)) return;
   constexpr int kWarps = kThreads / kWarp;
   const LongRuns& runs = scratch.long_runs;
@@ -337,10 +335,11 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                          nullptr);
 }
 
-Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
-                         bool weighted, const OptimizerConfig& optimizer, int64_t num_slots,
-                         const GroupShape& shape, bool batch_order, void* memory,
-                         cudaStream_t stream) {
+Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
+                         const TouchNotes* notes, bool weighted, const OptimizerConfig& optimizer,
+                         int64_t num_slots, const GroupShape& shape, bool batch_order,
+                         const UpdateHint* hint, void* memory, cudaStream_t stream,
+                         SideStream* beside) {
   if (batch.num_ids == 0) return Grouping{batch_order, false};
   const UpdateSize size =
       size_of(batch.num_ids, batch.num_bags, num_slots, shape, weighted, batch_order);
@@ -357,8 +356,15 @@ Grouping group_positions(const Batch& batch, const int64_t* slots, const TouchNo
   }
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
   prepare_update(batch, slots, no_slot, scratch, stream);
-  sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
-           stream);
+  if (size.quick && sorts_by_table(shape, batch, size.format(), hint)) {
+    // A graph would begin the other branch first, whose blocks leave no places for large ones.
+    // Where calls follow each other, waiting costs more than it gains.
+    if (beside != nullptr && is_captured(stream)) beside->hold_other();
+    sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, stream);
+  } else {
+    sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
+             stream);
+  }
   scratch.begin_runs(size);
   if (streams_runs(optimizer, shape)) {
     list_long_runs(batch, no_slot, scratch, stream);
@@ -396,15 +402,6 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
                                            /*lists_follow=*/!size.quick,
                                            batch_order ? hint : nullptr);
   HKV_CUDA_CHECK_LAUNCH();
-  const bool column_states = has_column_states(optimizer);
-  const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
-  const unsigned blocks = resident_grid(4, threads);
-  const auto update_long_runs = [&](cudaStream_t on) {
-    if (batch.num_ids <= kLongest) return;
-    const auto kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
-    launch_chained(kernel, blocks, kThreads, on, tables, update, scratch,
-                   size.quick && !batch_order ? hint : nullptr);
-  };
   if (batch_order) {
     // Rows that stand alone are most of the work, and bound by memory. Most others go by their
     // chains; what sorts the rest waits for one small kernel after the other, and mostly finds
@@ -418,29 +415,34 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     scratch.begin_runs(size);
     list_runs(batch, update.no_slot, scratch, side.stream());
     update_runs(tables, update, scratch, shape, side.stream());
-    update_long_runs(side.stream());
+    update_long_runs(tables, update, scratch, nullptr, side.stream());
     side.join();
     return;
   }
-  if (streams_runs(optimizer, shape)) {
-    stream_runs(tables, update, scratch, shape, stream);
-  } else if (size.quick) {
-    update_runs(tables, update, scratch, shape, stream);
-  } else {
-    choose_element(grad.type, [&]<typename Element>() {
-      const auto kernel =
-          column_states ? update_kernel<true, Element> : update_kernel<false, Element>;
-      kernel<<<grid_for(threads), kThreads, 0, stream>>>(tables, update, scratch);
-    });
-    HKV_CUDA_CHECK_LAUNCH();
+  if (size.quick) {
+    if (streams_runs(optimizer, shape)) {
+      stream_runs(tables, update, scratch, shape, stream);
+    } else {
+      update_runs(tables, update, scratch, shape, stream);
+    }
+    update_long_runs(tables, update, scratch, hint, stream);
+    return;
   }
-  if (batch.num_ids > kLongest && !size.quick) {
-    choose_element(grad.type, [&]<typename Element>() {
-      piece_kernel<Element><<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
-    });
+  const bool column_states = has_column_states(optimizer);
+  const int64_t threads = (batch.num_ids + kNeighbours - 1) / kNeighbours * kWarp;
+  const unsigned blocks = resident_grid(4, threads);
+  choose_element(grad.type, [&]<typename Element>() {
+    const auto kernel =
+        column_states ? update_kernel<true, Element> : update_kernel<false, Element>;
+    kernel<<<grid_for(threads), kThreads, 0, stream>>>(tables, update, scratch);
     HKV_CUDA_CHECK_LAUNCH();
-  }
-  update_long_runs(stream);
+    if (batch.num_ids <= kLongest) return;
+    piece_kernel<Element><<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+    const auto long_kernel = column_states ? long_run_kernel<true> : long_run_kernel<false>;
+    long_kernel<<<blocks, kThreads, 0, stream>>>(tables, update, scratch);
+    HKV_CUDA_CHECK_LAUNCH();
+  });
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -184,6 +184,15 @@ __device__ __forceinline__ void prefetch_update(const TableView& table, const Ne
 void prepare_update(const Batch& batch, const int64_t* slots, uint64_t no_slot,
                     const Scratch& scratch, cudaStream_t stream);
 
+// Whether sort_by_table sorts such a batch, and is the fastest to do so, as far as batches before
+// tell (sort_by_table.cu).
+bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairFormat& format,
+                    const UpdateHint* hint);
+// Brings pairs of equal slots together, those of each table apart and in the order of the batch.
+// The pairs may end in the other half. most_slots: of one table.
+void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
+                   int64_t most_slots, cudaStream_t stream);
+
 // Has a row and its state brought into the second-level cache. Two lanes, 0 and 1.
 __device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slot, int lane) {
   const int64_t frame = table.frames.frame_of(slot);
@@ -222,6 +231,17 @@ void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cud
 // Updates the rows of the listed runs, but for long ones, whose pieces it adds up.
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
+
+// Says how the next batch is to be updated, from how many positions of this one stand alone.
+__device__ __forceinline__ void set_hint(UpdateHint* hint, int64_t alone, int64_t num_ids) {
+  hint->batch_order = 8 * alone >= 7 * num_ids ? 1 : 0;
+}
+
+// Updates the rows of long runs, whose pieces have been added up, and says in the hint how the next
+// batch is to be updated; null in batch order, where it is known before (long_runs.cu). For quick
+// groups.
+void update_long_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+                      UpdateHint* hint, cudaStream_t stream);
 
 // Whether there is stream_runs for an optimizer and such tables.
 bool streams_runs(const OptimizerConfig& optimizer, const GroupShape& shape);

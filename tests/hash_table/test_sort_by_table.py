@@ -1,0 +1,94 @@
+"""On a GPU positions are sorted table by table where each feature has a table of its own.
+
+A feature that shares a table, though its bags are empty, makes a group sort all positions at once.
+Rows must be the same to the last bit.
+"""
+
+import pytest
+import torch
+
+from tests.support.gpu import NEEDS_GPU
+from torchrec_hkv.hash_table import SGD, Adam, RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+pytestmark = NEEDS_GPU
+
+TABLES = 10
+BATCH = 1024
+IDS = 5000  # of each table
+DIM = 8
+NOWHERE = IDS + 3  # an id that gets no slot
+
+
+def make(capacity, optimizer, shares):
+    specs = [TableSpec(f"t{t}", capacity, DIM, initializer=Uniform(-1, 1)) for t in range(TABLES)]
+    features = [*range(TABLES), 0] if shares else list(range(TABLES))
+    group = TableGroup(specs, features, optimizer, device="cuda")
+    ids = torch.arange(IDS, device="cuda").repeat(TABLES)
+    ends = torch.arange(len(features) + 1, device="cuda").clamp_(max=TABLES) * IDS
+    group.find_or_insert(ids, ends, 1)
+    return group
+
+
+def draw(kind):
+    """Ids and lengths of bags. A fifth of the positions of "missing" get no slot."""
+    lengths = torch.randint(21, (TABLES, BATCH), device="cuda")
+    if kind == "one long feature":
+        lengths[3] = 150
+    if kind == "empty features":
+        lengths[:2] = 0
+        lengths[-1] = 0
+    n = int(lengths.sum())
+    ids = torch.randint(IDS, (n,), device="cuda")
+    if kind == "hot":  # in one table a third of the positions, in others more
+        ids[torch.rand(n, device="cuda") < torch.linspace(0.3, 1, n, device="cuda")] = 7
+    if kind == "missing":
+        ids[torch.rand(n, device="cuda") < 0.2] = NOWHERE
+    return ids, lengths.flatten()
+
+
+def step(group, ids, lengths, weights, mean, grad):
+    bags = group.num_features * BATCH
+    offsets = torch.zeros(bags + 1, dtype=torch.long, device="cuda")
+    offsets[1 : len(lengths) + 1] = lengths.cumsum(0)
+    offsets[len(lengths) + 1 :] = len(ids)
+    anchor = torch.empty(0, device="cuda", requires_grad=True)
+    rate = torch.full((), 0.1, device="cuda")
+    pin = group.pin()
+    slots = group.find_or_insert(ids, offsets, BATCH, pin)
+    slots = slots.where(ids != NOWHERE, -1)
+    out = group.pooled_lookup(anchor, ids, offsets, weights, slots, BATCH, mean, pin, rate)
+    out.backward(grad[:, : out.shape[1]].contiguous())
+    torch.cuda.synchronize()  # what the batch was like is known when the next begins
+
+
+def rows_of(group):
+    entries = []
+    for table in range(TABLES):
+        state = group.export_table(table)
+        order = state.ids[state.occupied].argsort()
+        entries += [state.rows[state.occupied][order], state.states[state.occupied][order]]
+    return entries
+
+
+@pytest.mark.parametrize("kind", ["even", "hot", "missing", "one long feature", "empty features"])
+@pytest.mark.parametrize("capacity", [2 * IDS, 1_000_000, 3_000_000])  # two passes, three, wider
+def test_sort_by_table_changes_no_bit(capacity, kind):
+    compare(capacity, kind, RowWiseAdagrad(eps=1e-8), None, False)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "weighted mean"])
+@pytest.mark.parametrize("optimizer", [SGD(), Adam()])
+def test_other_updates(optimizer, pooling):
+    compare(1_000_000, "hot", optimizer, pooling != "sum", pooling != "sum")
+
+
+def compare(capacity, kind, optimizer, weighted, mean):
+    groups = [make(capacity, optimizer, shares) for shares in (False, True)]
+    for _ in range(3):
+        ids, lengths = draw(kind)
+        weights = torch.rand(len(ids), device="cuda") if weighted else None
+        grad = torch.randn(BATCH, (TABLES + 1) * DIM, device="cuda")
+        for group in groups:
+            step(group, ids, lengths, weights, mean, grad)
+    for mine, other in zip(*(rows_of(group) for group in groups), strict=True):
+        assert torch.equal(mine, other)
