@@ -207,14 +207,16 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
   const int warp_lane = threadIdx.x % kWarp;
   let_next_kernel_start();
   wait_for_kernel_before();
+  const uint4 words = missing.words();
+  if (words.y == 0 && words.z == 0) return;  // full buckets
   Tally<kOneTable, kMisses> misses;
   Tally<kOneTable, kInserted> inserted;
   Tally<kOneTable, kEvicted> evicted;
   Tally<kOneTable, kRefused> refused;
 #pragma unroll 1
   for (const bool second : {true, false}) {
-    if (!second && *missing.chosen == 0) break;
-    const int64_t number = second ? *missing.number_full : *missing.number;
+    if (!second && words.z == 0) break;
+    const int64_t number = second ? words.y : words.x;
     for (Share share(number, even_lanes(number, kWarp / kVictimLanes)); share.more();
          share.next()) {
       bool listed = warp_lane < share.busy();

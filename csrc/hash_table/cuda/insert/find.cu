@@ -184,16 +184,18 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
+  // The id and what is needed of its feature are on their way at once.
   const int64_t id = given ? batch.ids[at] : 0;
+  const TableView& table =
+      kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
+  const uint32_t num_buckets = table.num_buckets;
   const uint64_t hash = hash_of_id(id);
   of_thread[threadIdx.x] = kPacked ? static_cast<int64_t>(hash) : id;
   // The scratch of the kernels to come, which has at most four entries a thread.
   if (kTouch && at * 4 <= missing.mask) {
     reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
   }
-  const TableView& table =
-      kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
-  const BucketChoice choice = choose_buckets_of_hash(hash, table.num_buckets);
+  const BucketChoice choice = choose_buckets_of_hash(hash, num_buckets);
   uint32_t bucket = choice.first;
   uint32_t position = kNowhere;
   bool searching = given;

@@ -37,14 +37,23 @@ namespace {
 // time, so many must be on their way.
 constexpr int kInsertBlocks = 4;
 
-// One block: the clock goes on, and the flags are cleared.
-__global__ void __launch_bounds__(2 * kWarp)
-    begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing) {
+// One block: the clock goes on, and the flags are cleared. Lookups are known without looking; where
+// insertions are not counted in their order, they are counted here, beside the find.
+__global__ void __launch_bounds__(kThreads)
+    begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing,
+                 const TableView* __restrict__ tables, const Batch batch, bool counts) {
   let_next_kernel_start();  // it may read all but the clock and the flags
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
-  } else if (threadIdx.x == kWarp) {
+    return;
+  }
+  if (threadIdx.x == kWarp) {
     *missing.number = *missing.number_full = *missing.chosen = *missing.waiting = 0;
+  }
+  if (!counts) return;
+  for (int32_t f = threadIdx.x - kWarp; f < batch.num_features; f += kThreads - kWarp) {
+    const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
+    if (ids > 0) count(tables[batch.feature_tables[f]], kLookups, ids);
   }
 }
 
@@ -114,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   if (count_listed(parts, missing, listed, false)) {
     append_listed(parts, missing, listed, false, position);
   }
-  count_warp(table, kLookups, wrong, -1);  // insert_kernel counts all positions
+  count_warp(table, kLookups, wrong, -1);  // begin_kernel counts all positions
 }
 
 // `deduplicated`: every missing id is missing at one position only. kPacked: as in place.cuh, of
@@ -126,16 +135,11 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
                   const Missing missing, bool deduplicated) {
   let_next_kernel_start();
   wait_for_kernel_before();
-  if (blockIdx.x == 0) {  // lookups are known without looking
-    for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
-      const int64_t ids = batch.feature_start(f + 1) - batch.feature_start(f);
-      if (ids > 0) count(kOneTable ? only : tables[batch.feature_tables[f]], kLookups, ids);
-    }
-  }
   __shared__ RowToWrite rows_of_block[kThreads];
   RowToWrite* const rows = rows_of_block + threadIdx.x / kWarp * kWarp;
   const uint32_t number = *missing.number;
-  if (kOneTable && blockIdx.x == 0 && threadIdx.x == 0 && number > 0) {
+  if (number == 0) return;
+  if (kOneTable && blockIdx.x == 0 && threadIdx.x == 0) {
     count(only, kMisses, number);
   }
   Tally<kOneTable, kInserted> inserted;
@@ -321,7 +325,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
-  begin_kernel<<<1, 2 * kWarp, 0, stream>>>(clock, tick, missing);
+  begin_kernel<<<1, kThreads, 0, stream>>>(clock, tick, missing, tables, batch, !placement.ordered);
   HKV_CUDA_CHECK_LAUNCH();
   age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);

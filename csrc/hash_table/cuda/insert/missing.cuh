@@ -52,6 +52,8 @@ struct Missing {
   // Whether positions of one id agree on kMissingFromFirst, which admission may undo.
   bool joins = true;
 
+  // The numbers and the flags: number, number_full, chosen, waiting.
+  __device__ __forceinline__ uint4 words() const { return load_vector_l2(number); }
   // A place in one of the lists.
   __device__ __forceinline__ uint32_t& listed(bool second, int64_t at) const {
     return second ? *(last_position - at) : positions[at];

@@ -6,6 +6,7 @@
 //
 // Blocks are small and don't last long: a kernel of another stream, if that has a higher priority,
 // gets its place among them soon.
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/bucket.cuh"
@@ -21,7 +22,9 @@ constexpr int kPoolBlocks = 5;  // of a multiprocessor
 constexpr int kGroup = 4;       // rows
 constexpr int kGroups = 3;      // under way; more take L1 from hot rows
 constexpr int kMostChunks = 3;  // of a tile, about
-constexpr int kTags = 64;       // of the chunk and of the groups under way
+// Of a tile, where all run at once and take three quarters of the room.
+constexpr int kChunksTogether = 4;
+constexpr int kTags = 64;  // of the chunk and of the groups under way
 
 // What a tag says of a position: the number of the bag that ends there, from 1 on, or 0.
 constexpr uint32_t kTagInitial = 1u << 31;  // the row is an initial one, whatever the table's type
@@ -55,6 +58,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
   using Row = Columns<4>;
   __shared__ PoolRing<kLanes, kScaled> rings[kPoolThreads / kLanes];
   PoolRing<kLanes, kScaled>& ring = rings[threadIdx.x / kLanes];
+  wait_for_kernel_before();  // which may have written slots, or what says of bags
   const Tile<kLanes> tile;
   const int lane = tile.lane();
   const BagRange range = tiling.range_of(
@@ -212,14 +216,20 @@ template <int kLanes>
 void launch(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
             Output<char> out, const GroupShape& shape, cudaStream_t stream) {
   // Neighbouring bags share what a tile waits for at first; yet there should be some tiles for
-  // each that has room at a time.
+  // each that has room at a time. Where few chunks are enough for all tiles to run at once, they
+  // do, and leave room for what runs beside.
   int device = 0, processors = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   constexpr int kTilesOfProcessor = kPoolBlocks * kPoolThreads / kLanes;
   constexpr int kRounds = 8;
-  const int64_t positions = batch.num_ids / (kTilesOfProcessor * kRounds * processors);
-  const int64_t chunks = std::clamp<int64_t>(positions / kLanes, 1, kMostChunks);
+  const int64_t at_once = int64_t{kTilesOfProcessor} * processors * kLanes;  // positions
+  const int64_t together =
+      std::max<int64_t>(1, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
+  const int64_t chunks =
+      together <= kChunksTogether
+          ? together
+          : std::clamp<int64_t>(batch.num_ids / (at_once * kRounds), 1, kMostChunks);
   const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   const bool float32_out = out.type == RowType::kFloat32;
@@ -229,8 +239,7 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
                                           : pool_tiles_kernel<kLanes, false, true, true>;
   const int64_t threads = tiling.tiles(batch) * kLanes;
   const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
-  kernel<<<blocks, kPoolThreads, 0, stream>>>(tables, batch, slots, pooling, out, tiling);
-  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(kernel, blocks, kPoolThreads, stream, tables, batch, slots, pooling, out, tiling);
 }
 
 }  // namespace

@@ -93,7 +93,9 @@ void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* no
                    scratch.repeats, scratch.bad_bag);
     return;
   }
-  const int64_t threads = (batch.num_ids + kNotedOfThread - 1) / kNotedOfThread;
+  // So many that none looks at many offsets, one after the other.
+  const int64_t lookers = std::min<int64_t>(batch.num_bags, kClearBlocks * kThreads);
+  const int64_t threads = std::max((batch.num_ids + kNotedOfThread - 1) / kNotedOfThread, lookers);
   launch_chained(mark_noted_kernel, grid_for(threads), kThreads, stream, batch, slots, notes,
                  scratch.repeats, scratch.bad_bag);
 }
