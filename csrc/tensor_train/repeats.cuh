@@ -61,6 +61,15 @@ struct Columns {
       v[0] = *from * factor;
     }
   }
+  __device__ __forceinline__ void read(const float* from) {
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
+    } else if constexpr (kWidth == 2) {
+      *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(from);
+    } else {
+      v[0] = *from;
+    }
+  }
   __device__ __forceinline__ void store(float* to) const {
     if constexpr (kWidth == 4) {
       *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);

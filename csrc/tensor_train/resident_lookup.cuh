@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
     last_units[LastInBlock<Config>::place_of(i)] =
         __ldg(static_cast<const float4*>(table.last) + i);
   }
-  find_share<Config>(in, counts, blockIdx.x * kSubs + sub, gridDim.x * kSubs, thread,
+  find_share<Config, true>(in, counts, blockIdx.x * kSubs + sub, gridDim.x * kSubs, thread,
                      all_bounds[sub]);
   __syncthreads();
   auto wait = [&] {

@@ -9,6 +9,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr unsigned kMostAhead = 2048;  // slices, up to which those that did not occur are read too
 
 // The same sum to all threads of the block.
 __device__ __forceinline__ float block_sum(float value) {
@@ -126,6 +127,52 @@ __device__ __forceinline__ bool quads(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
+// A slice of fp32 for an optimizer without states, read before it is known whether it took part.
+struct SliceAhead {
+  static constexpr int kMine = 4;  // fours of a thread
+  float4 values[kMine], grads[kMine];
+
+  static __device__ __forceinline__ bool fits(const CoreView& core) {
+    return core.type == RowType::kFloat32 && core.slice_size % 4 == 0 &&
+           core.slice_size <= 4 * kMine * kThreads && quads(core.values) && quads(core.grad);
+  }
+  // Runs `use` on the fours of this thread: use(k, where it is in the slice).
+  template <typename Use>
+  static __device__ __forceinline__ void each(const CoreView& core, const Use& use) {
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      if (4 * i < core.slice_size) use(k, i);
+    }
+  }
+  // first: element of the core that the slice begins with.
+  __device__ __forceinline__ void read_values(const CoreView& core, int64_t first) {
+    const auto* const from = reinterpret_cast<const float4*>(core.values) + first / 4;
+    each(core, [&](int k, int i) { values[k] = from[i]; });
+  }
+  __device__ __forceinline__ void read_grads(const CoreView& core, int64_t first) {
+    const auto* const from = reinterpret_cast<const float4*>(core.grad) + first / 4;
+    each(core, [&](int k, int i) { grads[k] = from[i]; });
+  }
+  template <Optimizer kKind>
+  __device__ __forceinline__ void update(const CoreView& core, int64_t first,
+                                         const OptimizerConfig& config, const RowTerms& terms) {
+    auto* const to = reinterpret_cast<float4*>(core.values) + first / 4;
+    auto* const grad_to = reinterpret_cast<float4*>(core.grad) + first / 4;
+    each(core, [&](int k, int i) {
+      float value[4], grad[4], none = 0.0f;
+      *reinterpret_cast<float4*>(value) = values[k];
+      *reinterpret_cast<float4*>(grad) = grads[k];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        value[e] = update_column<kKind>(config, terms, value[e], grad[e], none, none);
+      }
+      to[i] = *reinterpret_cast<float4*>(value);
+      grad_to[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    });
+  }
+};
+
 template <Optimizer kKind>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const CoreView* __restrict__ cores, int32_t num_cores, OptimizerConfig config,
@@ -142,12 +189,20 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const CoreView core = cores[low];
-  enter_chain();
   const int64_t at = number - core.first_slice;
+  const int64_t first = at * core.slice_size;
+  let_next_kernel_start();
+  // Only updates write values, and the one before ended before the gradients of this one began. So
+  // they are read while gradients are made, and these beside the flag.
+  [[maybe_unused]] SliceAhead ahead;
+  const bool is_ahead =
+      kKind == Optimizer::kSgd && gridDim.x <= kMostAhead && SliceAhead::fits(core);
+  if (is_ahead) ahead.read_values(core, first);
+  wait_for_kernel_before();
+  if (is_ahead) ahead.read_grads(core, first);
   if (core.touched[at] == 0) return;
   __syncthreads();  // all have read it
   if (threadIdx.x == 0) core.touched[at] = 0;
-  const int64_t first = at * core.slice_size;
   Slice slice;
   slice.type = core.type;
   slice.values = static_cast<char*>(core.values) + first * element_size(core.type);
@@ -158,6 +213,7 @@ __global__ void __launch_bounds__(kThreads)
   slice.key =
       slice.by_chance ? rounding_key(config.rounding_seed, core.seed, at, *step) : uint64_t{0};
   const RowTerms terms = terms_of(slice, config, *learning_rate, *step);
+  if (is_ahead) return ahead.update<kKind>(core, first, config, terms);
   const bool fours = core.type == RowType::kFloat32 && slice.size % 4 == 0 && quads(slice.values) &&
                      quads(slice.grad) && (column_states(kKind) == 0 || quads(slice.state));
   if (fours) {
