@@ -71,14 +71,14 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   const int group = lane / kLanes;
   const unsigned lanes =
       kTeam == 32 ? kAllLanes : ((1u << (kTeam % 32)) - 1) << (threadIdx.x % 32 / kTeam * kTeam);
-  auto begin = static_cast<int32_t>(bag), end = begin + 1;  // positions are fewer than 2^31
+  auto begin = static_cast<uint32_t>(bag), end = begin + 1;  // positions are fewer than 2^31
   float* to = out + bag * batch.stride;
   int32_t dim = in.widest;
   float scale = 1.0f;
   if (batch.pooled) {
     const uint32_t feature = feature_of(batch, bag);
-    begin = static_cast<int32_t>(batch.offsets[bag]);
-    end = static_cast<int32_t>(batch.offsets[bag + 1]);
+    begin = static_cast<uint32_t>(batch.offsets[bag]);
+    end = static_cast<uint32_t>(batch.offsets[bag + 1]);
     const int64_t sample = bag - static_cast<int64_t>(feature) * batch.batch_size;
     to = out + sample * batch.stride + batch.feature_columns[feature];
     dim = in.tables[batch.feature_tables[feature]].dim;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
     dim = in.tables[0].dim;
   }
   // The first ids are read before rows are waited for.
-  auto read = [&](int32_t at, int32_t* row, float* weight) {
+  auto read = [&](uint32_t at, int32_t* row, float* weight) {
     *row = -1;
     *weight = scale;  // of rows with weights
     if (at >= end) return;
@@ -104,11 +104,11 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
     const auto* const rows = reinterpret_cast<const char*>(in.rows + column);
     const auto step = static_cast<uint32_t>(in.widest) * 4u;  // bytes of a row
     const bool exists = column < dim;
-    for (int32_t base = begin; base < end; base += kTeam) {
+    for (uint32_t base = begin; base < end; base += kTeam) {
       int32_t mine = first_row;
       float weight = first_weight;
       if (base > begin) read(base + lane, &mine, &weight);
-      const int limit = min(kTeam, end - base);
+      const int limit = min(kTeam, static_cast<int>(end - base));
 #pragma unroll 1
       for (int j = 0; j < limit; j += kAhead * kGroups) {  // lanes behind the end have row -1
         Columns<kWidth> ahead[kAhead];
