@@ -17,6 +17,7 @@ struct RepeatsInput {
   int32_t unit;
   int64_t num_ids;
   int32_t multiprocessors;
+  bool clusters;  // the device has them
 };
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index);
 
