@@ -33,8 +33,9 @@ struct Partials {
   float* rows;      // [blocks][2][widest]: of the run that came, of the one that goes on
 };
 
-constexpr int kSumWarps = 16;
+constexpr int kSumWarps = 16;  // of a block of sum_runs
 
+// At least as many as sum_small has.
 int64_t blocks_of(int64_t num_ids) {
   constexpr int64_t kPositions = kSumWarps * kChunk;
   return std::max<int64_t>((num_ids + kPositions - 1) / kPositions, kCluster);
@@ -48,15 +49,17 @@ size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) 
   return carver.used;
 }
 
+// What the warps of a block tell each other. A lane has kWidth neighbouring columns.
 template <int kWidth, int kWarps>
 struct SumShared {
-  float sides[kWarps][2][32 * kWidth];  // of runs that cross a chunk's ends
-  int32_t slots_before[kWarps];         // of the run that came into a chunk, or kNoSlot
-  int32_t slots_behind[kWarps];         // of the one that goes on
-  bool passes[kWarps];                  // a chunk is of one run that came and goes on
+  alignas(16) float sides[kWarps][2][32 * kWidth];  // of runs that cross a chunk's ends
+  int32_t slots_before[kWarps];                     // of the run that came into a chunk, or kNoSlot
+  int32_t slots_behind[kWarps];                     // of the one that goes on
+  bool passes[kWarps];                              // a chunk is of one run that came and goes on
 };
 
-// The chunks of a block of `warps` warps.
+// Adds up the runs in the chunks of a block of `warps` warps; what comes into the block or goes on
+// behind it is left in `partials`.
 template <int kWidth, int kWarps>
 __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* __restrict__ grad,
                                            float* slot_grads, const Partials& partials, int warps,
@@ -149,6 +152,7 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
   }
 }
 
+// All chunks of the grid. join_runs follows.
 template <int kWidth, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32)
     sum_runs(RepeatsInput in, const float* __restrict__ grad, float* slot_grads, Partials partials,
