@@ -16,9 +16,9 @@ namespace {
 
 constexpr int kJoinThreads = 256;
 constexpr int kJoinWarps = kJoinThreads / 32;
-constexpr int kJoinColumns = 64;           // at a time
-constexpr int kCluster = 16;               // blocks that add up a small batch
-constexpr int kFlagBlocks = 3 * kCluster;  // and those that set flags beside them
+constexpr int kJoinColumns = 64;       // at a time
+constexpr int kCluster = 16;           // blocks that add up a small batch
+constexpr int kFlagBlocks = kCluster;  // and those that set flags beside them
 constexpr int kMostSmallWarps = static_cast<int>(kSmallBatch) / kChunk / kCluster;
 constexpr int kTouching = 2;  // blocks of a multiprocessor that set flags
 

@@ -9,7 +9,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr unsigned kMostAhead = 2048;  // slices, up to which those that did not occur are read too
+constexpr int64_t kMostAhead = 2048;  // slices, up to which those that did not occur are read too
 
 // The same sum to all threads of the block.
 __device__ __forceinline__ float block_sum(float value) {
@@ -173,7 +173,8 @@ struct SliceAhead {
   }
 };
 
-template <Optimizer kKind>
+// kAhead: slices are read before it is known whether they took part.
+template <Optimizer kKind, bool kAhead>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const CoreView* __restrict__ cores, int32_t num_cores, OptimizerConfig config,
                   const float* __restrict__ learning_rate, const int64_t* __restrict__ step) {
@@ -191,12 +192,11 @@ __global__ void __launch_bounds__(kThreads)
   const CoreView core = cores[low];
   const int64_t at = number - core.first_slice;
   const int64_t first = at * core.slice_size;
+  [[maybe_unused]] SliceAhead ahead;
+  const bool is_ahead = kAhead && SliceAhead::fits(core);
   let_next_kernel_start();
   // Only updates write values, and the one before ended before the gradients of this one began. So
   // they are read while gradients are made, and these beside the flag.
-  [[maybe_unused]] SliceAhead ahead;
-  const bool is_ahead =
-      kKind == Optimizer::kSgd && gridDim.x <= kMostAhead && SliceAhead::fits(core);
   if (is_ahead) ahead.read_values(core, first);
   wait_for_kernel_before();
   if (is_ahead) ahead.read_grads(core, first);
@@ -240,19 +240,20 @@ void update_cores(const CoreView* cores, int32_t num_cores, int64_t num_slices,
   };
   switch (config.kind) {
     case Optimizer::kMomentum:
-      return run(update_kernel<Optimizer::kMomentum>);
+      return run(update_kernel<Optimizer::kMomentum, false>);
     case Optimizer::kAdagrad:
-      return run(update_kernel<Optimizer::kAdagrad>);
+      return run(update_kernel<Optimizer::kAdagrad, false>);
     case Optimizer::kRowWiseAdagrad:
-      return run(update_kernel<Optimizer::kRowWiseAdagrad>);
+      return run(update_kernel<Optimizer::kRowWiseAdagrad, false>);
     case Optimizer::kAdam:
-      return run(update_kernel<Optimizer::kAdam>);
+      return run(update_kernel<Optimizer::kAdam, false>);
     case Optimizer::kRowWiseAdam:
-      return run(update_kernel<Optimizer::kRowWiseAdam>);
+      return run(update_kernel<Optimizer::kRowWiseAdam, false>);
     case Optimizer::kFtrl:
-      return run(update_kernel<Optimizer::kFtrl>);
+      return run(update_kernel<Optimizer::kFtrl, false>);
     default:
-      return run(update_kernel<Optimizer::kSgd>);
+      return num_slices <= kMostAhead ? run(update_kernel<Optimizer::kSgd, true>)
+                                      : run(update_kernel<Optimizer::kSgd, false>);
   }
 }
 
