@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <mutex>
@@ -46,10 +47,16 @@ struct LaunchShape {
   bool together = false;
 };
 
+// Of the current device. The driver is asked once for each device: every launch wants to know.
 inline int compute_capability() {
-  int device = 0, major = 0;
+  constexpr int kMost = 64;  // devices that are remembered
+  static std::atomic<int> known[kMost];
+  int device = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
+  int major = device < kMost ? known[device].load(std::memory_order_relaxed) : 0;
+  if (major != 0) return major;
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (device < kMost) known[device].store(major, std::memory_order_relaxed);
   return major;
 }
 

@@ -22,14 +22,13 @@ constexpr int kMostBucket = 128;    // items of a bucket that are ordered by com
 constexpr int kMostOffsets = 4096;  // that a block keeps in shared memory
 static_assert(kBlocks * kMostThreads == kSmallBatch);
 
-enum Kind { kDigit, kBucket, kKinds };  // by which items are counted
-
 struct Shared {
   uint64_t pairs[2][kMostThreads];  // key << 32 | position, of this pass and the next
-  BlockDigits counted[kKinds];
-  int32_t starts[kDigits];  // where this block's ids of a digit go,
-  int32_t firsts[kDigits];  // the first place of the digit
-  int32_t sizes[kDigits];   // and how many places it has
+  BlockDigits digits;
+  int32_t buckets[kDigits];  // items of this block in each bucket
+  int32_t starts[kDigits];   // where this block's ids of a digit go,
+  int32_t firsts[kDigits];   // the first place of the digit
+  int32_t sizes[kDigits];    // and how many places it has
   int32_t warp_sums[kDigits / 32];
   int32_t heads[3];         // distinct ids, prefixes and slots that begin in this block,
   int32_t heads_before[3];  // in those before it,
@@ -47,9 +46,9 @@ struct Item {
   int32_t position;
 };
 
-// Where the items of each digit go, once all blocks have counted. Whether some digit has more than
-// `most` items, to all threads of the cluster.
-__device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, BlockDigits& counted,
+// Where the items of each digit or bucket go, once all blocks have counted. Whether some digit has
+// more than `most` items, to all threads of the cluster.
+__device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, int32_t* counted,
                              int32_t most) {
   const int block = static_cast<int>(cluster.block_rank());
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -57,7 +56,7 @@ __device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, BlockDi
   if (thread < kDigits) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int32_t count = cluster.map_shared_rank(counted.all, b)[thread];
+      const int32_t count = cluster.map_shared_rank(counted, b)[thread];
       all += count;
       if (b < block) before += count;
     }
@@ -76,12 +75,11 @@ __device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, BlockDi
   return too_many;
 }
 
-// Moves items to the places of their digits in pairs[pass], those of a digit in their order.
-__device__ void move_items(cg::cluster_group& cluster, Shared& shared, const BlockDigits& counted,
-                           int pass, uint32_t digit, int rank, int per, bool here,
-                           const Item& item) {
+// Moves items to the places of their digits in pairs[pass]. rank: among those of this block.
+__device__ void move_items(cg::cluster_group& cluster, Shared& shared, int pass, uint32_t digit,
+                           int rank, int per, bool here, const Item& item) {
   if (here) {
-    const int to = shared.starts[digit] + counted.before[threadIdx.x / 32][digit] + rank;
+    const int to = shared.starts[digit] + rank;
     const int to_block = to / per;
     cluster.map_shared_rank(&shared.pairs[pass][0], to_block)[to - to_block * per] =
         static_cast<uint64_t>(item.key) << 32 | static_cast<uint32_t>(item.position);
@@ -129,29 +127,30 @@ __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int pe
 // the number of keys, or 0. Returns which pairs are the order.
 __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, int n, int bits,
                           uint32_t scale, bool here, Item& item) {
-  static_assert(kDigit == 0 && 2 * kMostBucket <= kDigits);
-  BlockDigits& digits = shared.counted[kDigit];
-  BlockDigits& buckets = shared.counted[kBucket];
-  int rank[1];
+  static_assert(2 * kMostBucket <= kDigits);
+  BlockDigits& digits = shared.digits;
   if (scale != 0) {
+    // In any order: they are put into it when they are there.
     const uint32_t bucket = here ? __umulhi(item.key, scale) : 0;
-    count_digits<1>(&buckets, {bucket}, here, rank);
+    const int rank = here ? atomicAdd(shared.buckets + bucket, 1) : 0;
     cluster.sync();
-    if (!place_digits(cluster, shared, buckets, kMostBucket)) {
-      move_items(cluster, shared, buckets, 0, bucket, rank[0], per, here, item);
+    if (!place_digits(cluster, shared, shared.buckets, kMostBucket)) {
+      move_items(cluster, shared, 0, bucket, rank, per, here, item);
       order_buckets(cluster, shared, per, n, scale, here);
       if (here) item = item_of(shared.pairs[1][threadIdx.x]);
       return 1;
     }
   }
   int pass = 1;
+  int rank[1];
   for (int shift = 0; shift < bits; shift += 8) {
     pass ^= 1;
     const uint32_t digit = item.key >> shift & (kDigits - 1);
     count_digits<1>(&digits, {digit}, here, rank);
     cluster.sync();
-    place_digits(cluster, shared, digits, INT_MAX);
-    move_items(cluster, shared, digits, pass, digit, rank[0], per, here, item);
+    place_digits(cluster, shared, digits.all, INT_MAX);
+    const int before = here ? digits.before[threadIdx.x / 32][digit] : 0;
+    move_items(cluster, shared, pass, digit, before + rank[0], per, here, item);
     if (here) item = item_of(shared.pairs[pass][threadIdx.x]);
   }
   return pass;
@@ -289,6 +288,7 @@ __global__ void __launch_bounds__(kMostThreads)
     }
   }
   clear_on_the_way(in);
+  if (thread < kDigits) shared.buckets[thread] = 0;
   __syncthreads();
   Item item = {0xffffffffu, at};
   if (here) {

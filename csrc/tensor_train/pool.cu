@@ -59,9 +59,10 @@ struct GatherInput {
 };
 
 // kLanes threads a row, kWidth columns a thread; kGroups rows of a bag at once.
-template <int kLanes, int kWidth, int kGroups>
+template <int kLanes, int kWidth, int kGroups, bool kWeighted>
 __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   constexpr int kTeam = kLanes * kGroups;  // threads of a bag
+  constexpr int kAhead = 4;                // rows of a lane that are read before the first is used
   static_assert(kTeam <= 32);
   const Batch& batch = in.batch;
   const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kTeam;
@@ -70,14 +71,14 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   const int group = lane / kLanes;
   const unsigned lanes =
       kTeam == 32 ? kAllLanes : ((1u << (kTeam % 32)) - 1) << (threadIdx.x % 32 / kTeam * kTeam);
-  int64_t begin = bag, end = bag + 1;
+  auto begin = static_cast<uint32_t>(bag), end = begin + 1;  // positions are fewer than 2^31
   float* to = out + bag * batch.stride;
   int32_t dim = in.widest;
   float scale = 1.0f;
   if (batch.pooled) {
     const uint32_t feature = feature_of(batch, bag);
-    begin = batch.offsets[bag];
-    end = batch.offsets[bag + 1];
+    begin = static_cast<uint32_t>(batch.offsets[bag]);
+    end = static_cast<uint32_t>(batch.offsets[bag + 1]);
     const int64_t sample = bag - static_cast<int64_t>(feature) * batch.batch_size;
     to = out + sample * batch.stride + batch.feature_columns[feature];
     dim = in.tables[batch.feature_tables[feature]].dim;
@@ -86,12 +87,12 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
     dim = in.tables[0].dim;
   }
   // The first ids are read before rows are waited for.
-  auto read = [&](int64_t at, int32_t* row, float* weight) {
+  auto read = [&](uint32_t at, int32_t* row, float* weight) {
     *row = -1;
-    *weight = scale;
+    *weight = scale;  // of rows with weights
     if (at >= end) return;
     *row = in.distinct_of[at];
-    if (batch.weights != nullptr) *weight *= batch.weights[at];
+    if (kWeighted) *weight *= batch.weights[at];
   };
   int32_t first_row;
   float first_weight;
@@ -100,27 +101,41 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   for (int first = 0; first < dim; first += kLanes * kWidth) {
     const int column = first + lane % kLanes * kWidth;
     float sum[kWidth] = {};
-    for (int64_t base = begin; base < end; base += kTeam) {
+    const auto* const rows = reinterpret_cast<const char*>(in.rows + column);
+    const auto step = static_cast<uint32_t>(in.widest) * 4u;  // bytes of a row
+    const bool exists = column < dim;
+    for (uint32_t base = begin; base < end; base += kTeam) {
       int32_t mine = first_row;
       float weight = first_weight;
       if (base > begin) read(base + lane, &mine, &weight);
-      const int limit = static_cast<int>(min(static_cast<int64_t>(kTeam), end - base));
-#pragma unroll 8
-      for (int j = 0; j < limit; j += kGroups) {  // lanes behind the end have row -1
-        const int32_t row = __shfl_sync(lanes, mine, j + group, kTeam);
-        const float factor = __shfl_sync(lanes, weight, j + group, kTeam);
-        if (row < 0 || column >= dim) continue;
-        const float* from = in.rows + static_cast<size_t>(row) * in.widest + column;
-        if constexpr (kWidth == 4) {
-          const float4 v = *reinterpret_cast<const float4*>(from);
-          sum[0] += v.x * factor;
-          sum[1] += v.y * factor;
-          sum[2] += v.z * factor;
-          sum[3] += v.w * factor;
-        } else {
-          sum[0] += *from * factor;
+      const int limit = min(kTeam, static_cast<int>(end - base));
+#pragma unroll 1
+      for (int j = 0; j < limit; j += kAhead * kGroups) {  // lanes behind the end have row -1
+        Columns<kWidth> ahead[kAhead];
+        float factors[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          const int of = j + k * kGroups + group;
+          const int32_t row = __shfl_sync(lanes, mine, of, kTeam);
+          const float factor = kWeighted ? __shfl_sync(lanes, weight, of, kTeam) : 1.0f;
+          ahead[k] = {};
+          factors[k] = 1.0f;
+          if (of < limit && row >= 0 && exists) {
+            ahead[k].read(reinterpret_cast<const float*>(
+                rows + static_cast<uint64_t>(static_cast<uint32_t>(row)) * step));
+            factors[k] = factor;
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) sum[i] += ahead[k].v[i] * factors[k];
         }
       }
+    }
+    if (!kWeighted) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) sum[i] *= scale;
     }
 #pragma unroll
     for (int step = kLanes; step < kTeam; step *= 2) {
@@ -194,7 +209,11 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
     pool_kernel(GatherInput in, RepeatsInput repeats, bool store, float* out) {
   let_next_kernel_start();
   if (kAlways || in.counts->gather != 0) {
-    gather_bags<kLanes, kWidth, kGroups>(in, out);
+    if (in.batch.weights == nullptr) {
+      gather_bags<kLanes, kWidth, kGroups, false>(in, out);
+    } else {
+      gather_bags<kLanes, kWidth, kGroups, true>(in, out);
+    }
   } else {
     spread_rows<kLanes, kWidth>(repeats, in.rows, store, out);
   }

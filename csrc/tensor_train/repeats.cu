@@ -50,8 +50,9 @@ void clear_output(const Index& index, int64_t values, int32_t multiprocessors, f
 }
 
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index) {
-  return {index.slots, index.places,         index.place_factors, index.slot_dims,     plan.dim,
-          plan.widest, unit_of(plan, batch), batch.num_ids,       plan.multiprocessors};
+  return {
+      index.slots, index.places,         index.place_factors, index.slot_dims,      plan.dim,
+      plan.widest, unit_of(plan, batch), batch.num_ids,       plan.multiprocessors, plan.clusters};
 }
 
 void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream) {

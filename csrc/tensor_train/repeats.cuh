@@ -17,6 +17,7 @@ struct RepeatsInput {
   int32_t unit;
   int64_t num_ids;
   int32_t multiprocessors;
+  bool clusters;  // the device has them
 };
 RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index);
 
@@ -59,6 +60,15 @@ struct Columns {
       v[1] = pair.y * factor;
     } else {
       v[0] = *from * factor;
+    }
+  }
+  __device__ __forceinline__ void read(const float* from) {
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
+    } else if constexpr (kWidth == 2) {
+      *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(from);
+    } else {
+      v[0] = *from;
     }
   }
   __device__ __forceinline__ void store(float* to) const {

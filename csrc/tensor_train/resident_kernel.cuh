@@ -34,8 +34,36 @@ __device__ __forceinline__ int range_start(const int4* __restrict__ prefixes, in
   return low;
 }
 
-// The prefixes of one of `shares` equal shares of the work, by two warps.
-template <typename Config>
+// How many of the prefixes right before `at` are of its middle slice, modulo kPrefixes, by one
+// warp; 0 where they are many.
+template <int kPrefixes>
+__device__ __forceinline__ int behind_a_tile(const int4* __restrict__ prefixes, int at) {
+  constexpr int kLooks = 8;  // of 32 prefixes
+  static_assert(32 % kPrefixes == 0);
+  const int4 here = prefixes[at];
+  const int first = at - 1 - static_cast<int>(threadIdx.x % 32);
+  bool same[kLooks];
+#pragma unroll
+  for (int k = 0; k < kLooks; ++k) {
+    const int before = first - 32 * k;
+    same[k] = false;
+    if (before >= 0) {
+      const int4 prefix = prefixes[before];
+      same[k] = prefix.y == here.y && prefix.z == here.z;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kLooks; ++k) {
+    const unsigned of_slice = __ballot_sync(kAllLanes, same[k]);
+    if (of_slice != kAllLanes) return (__ffs(static_cast<int>(~of_slice)) - 1) % kPrefixes;
+  }
+  return 0;
+}
+
+// The prefixes of one of `shares` equal shares of the work, by two warps. kWholeTiles: shares end
+// with a tile, counted from the begin of a middle slice; otherwise each may have two that are not
+// full.
+template <typename Config, bool kWholeTiles>
 __device__ __forceinline__ void find_share(const TileInput& in, const Counts& counts, int share,
                                            int shares, int thread, int* bounds) {
   if (thread / 32 >= 2) return;
@@ -50,6 +78,9 @@ __device__ __forceinline__ void find_share(const TileInput& in, const Counts& co
     // What the last share leaves over by rounding is none: its target is all of the work.
     at = bound == shares ? counts.prefixes
                          : range_start(in.prefixes, counts.prefixes, work * bound / shares);
+  }
+  if (kWholeTiles && bound < shares && at < counts.prefixes) {
+    at -= behind_a_tile<Config::kPrefixes>(in.prefixes, at);
   }
   if (thread % 32 == 0) bounds[thread / 32] = at;
 }
@@ -160,9 +191,9 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
         __ldg(static_cast<const float4*>(table.last) +
               (static_cast<size_t>(i / kLine) * (Config::kRank / 4) + slice * kLine + i % kLine));
   }
-  find_share<Config>(in, counts, static_cast<int>(blockIdx.x) / Config::kSlices * kSubs + sub,
-                     static_cast<int>(gridDim.x) / Config::kSlices * kSubs, thread,
-                     all_bounds[sub]);
+  find_share<Config, true>(in, counts, static_cast<int>(blockIdx.x) / Config::kSlices * kSubs + sub,
+                           static_cast<int>(gridDim.x) / Config::kSlices * kSubs, thread,
+                           all_bounds[sub]);
   __syncthreads();
   auto wait = [&] {
     asm volatile("bar.sync %0, %1;" ::"r"(sub + 1), "n"(Config::kThreads) : "memory");

@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
     last_units[LastInBlock<Config>::place_of(i)] =
         __ldg(static_cast<const float4*>(table.last) + i);
   }
-  find_share<Config>(in, counts, blockIdx.x * kSubs + sub, gridDim.x * kSubs, thread,
-                     all_bounds[sub]);
+  find_share<Config, true>(in, counts, blockIdx.x * kSubs + sub, gridDim.x * kSubs, thread,
+                           all_bounds[sub]);
   __syncthreads();
   auto wait = [&] {
     asm volatile("bar.sync %0, %1;" ::"r"(sub + 1), "n"(Config::kThreads) : "memory");

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
     return;
   }
   const bool gather = in.always_gather || counts.gather != 0;
-  find_share<Config>(in, counts, blockIdx.x, gridDim.x, thread, bounds);
+  find_share<Config, false>(in, counts, blockIdx.x, gridDim.x, thread, bounds);
   __syncthreads();
   if (bounds[0] >= bounds[1]) {
     if (waits) wait_for_kernel_before();

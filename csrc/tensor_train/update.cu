@@ -9,6 +9,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int64_t kMostAhead = 2048;  // slices, up to which those that did not occur are read too
 
 // The same sum to all threads of the block.
 __device__ __forceinline__ float block_sum(float value) {
@@ -126,7 +127,54 @@ __device__ __forceinline__ bool quads(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-template <Optimizer kKind>
+// A slice of fp32 for an optimizer without states, read before it is known whether it took part.
+struct SliceAhead {
+  static constexpr int kMine = 4;  // fours of a thread
+  float4 values[kMine], grads[kMine];
+
+  static __device__ __forceinline__ bool fits(const CoreView& core) {
+    return core.type == RowType::kFloat32 && core.slice_size % 4 == 0 &&
+           core.slice_size <= 4 * kMine * kThreads && quads(core.values) && quads(core.grad);
+  }
+  // Runs `use` on the fours of this thread: use(k, where it is in the slice).
+  template <typename Use>
+  static __device__ __forceinline__ void each(const CoreView& core, const Use& use) {
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      if (4 * i < core.slice_size) use(k, i);
+    }
+  }
+  // first: element of the core that the slice begins with.
+  __device__ __forceinline__ void read_values(const CoreView& core, int64_t first) {
+    const auto* const from = reinterpret_cast<const float4*>(core.values) + first / 4;
+    each(core, [&](int k, int i) { values[k] = from[i]; });
+  }
+  __device__ __forceinline__ void read_grads(const CoreView& core, int64_t first) {
+    const auto* const from = reinterpret_cast<const float4*>(core.grad) + first / 4;
+    each(core, [&](int k, int i) { grads[k] = from[i]; });
+  }
+  template <Optimizer kKind>
+  __device__ __forceinline__ void update(const CoreView& core, int64_t first,
+                                         const OptimizerConfig& config, const RowTerms& terms) {
+    auto* const to = reinterpret_cast<float4*>(core.values) + first / 4;
+    auto* const grad_to = reinterpret_cast<float4*>(core.grad) + first / 4;
+    each(core, [&](int k, int i) {
+      float value[4], grad[4], none = 0.0f;
+      *reinterpret_cast<float4*>(value) = values[k];
+      *reinterpret_cast<float4*>(grad) = grads[k];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        value[e] = update_column<kKind>(config, terms, value[e], grad[e], none, none);
+      }
+      to[i] = *reinterpret_cast<float4*>(value);
+      grad_to[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    });
+  }
+};
+
+// kAhead: slices are read before it is known whether they took part.
+template <Optimizer kKind, bool kAhead>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const CoreView* __restrict__ cores, int32_t num_cores, OptimizerConfig config,
                   const float* __restrict__ learning_rate, const int64_t* __restrict__ step) {
@@ -142,12 +190,19 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const CoreView core = cores[low];
-  enter_chain();
   const int64_t at = number - core.first_slice;
+  const int64_t first = at * core.slice_size;
+  [[maybe_unused]] SliceAhead ahead;
+  const bool is_ahead = kAhead && SliceAhead::fits(core);
+  let_next_kernel_start();
+  // Only updates write values, and the one before ended before the gradients of this one began. So
+  // they are read while gradients are made, and these beside the flag.
+  if (is_ahead) ahead.read_values(core, first);
+  wait_for_kernel_before();
+  if (is_ahead) ahead.read_grads(core, first);
   if (core.touched[at] == 0) return;
   __syncthreads();  // all have read it
   if (threadIdx.x == 0) core.touched[at] = 0;
-  const int64_t first = at * core.slice_size;
   Slice slice;
   slice.type = core.type;
   slice.values = static_cast<char*>(core.values) + first * element_size(core.type);
@@ -158,6 +213,7 @@ __global__ void __launch_bounds__(kThreads)
   slice.key =
       slice.by_chance ? rounding_key(config.rounding_seed, core.seed, at, *step) : uint64_t{0};
   const RowTerms terms = terms_of(slice, config, *learning_rate, *step);
+  if (is_ahead) return ahead.update<kKind>(core, first, config, terms);
   const bool fours = core.type == RowType::kFloat32 && slice.size % 4 == 0 && quads(slice.values) &&
                      quads(slice.grad) && (column_states(kKind) == 0 || quads(slice.state));
   if (fours) {
@@ -184,19 +240,20 @@ void update_cores(const CoreView* cores, int32_t num_cores, int64_t num_slices,
   };
   switch (config.kind) {
     case Optimizer::kMomentum:
-      return run(update_kernel<Optimizer::kMomentum>);
+      return run(update_kernel<Optimizer::kMomentum, false>);
     case Optimizer::kAdagrad:
-      return run(update_kernel<Optimizer::kAdagrad>);
+      return run(update_kernel<Optimizer::kAdagrad, false>);
     case Optimizer::kRowWiseAdagrad:
-      return run(update_kernel<Optimizer::kRowWiseAdagrad>);
+      return run(update_kernel<Optimizer::kRowWiseAdagrad, false>);
     case Optimizer::kAdam:
-      return run(update_kernel<Optimizer::kAdam>);
+      return run(update_kernel<Optimizer::kAdam, false>);
     case Optimizer::kRowWiseAdam:
-      return run(update_kernel<Optimizer::kRowWiseAdam>);
+      return run(update_kernel<Optimizer::kRowWiseAdam, false>);
     case Optimizer::kFtrl:
-      return run(update_kernel<Optimizer::kFtrl>);
+      return run(update_kernel<Optimizer::kFtrl, false>);
     default:
-      return run(update_kernel<Optimizer::kSgd>);
+      return num_slices <= kMostAhead ? run(update_kernel<Optimizer::kSgd, true>)
+                                      : run(update_kernel<Optimizer::kSgd, false>);
   }
 }
 

@@ -30,32 +30,36 @@ at::Tensor weights_gradient(const variable_list& cores, int64_t group, const at:
   return call.call(cores, group, grad, saved[0], saved[1], saved[2], batch_size, mean);
 }
 
-// Keeps the group alive until the backward, or until the graph is dropped.
-struct GroupHold : torch::CustomClassHolder {
-  explicit GroupHold(int64_t handle) : group(TensorTrainGroup::from_handle(handle)) {}
-  const std::shared_ptr<TensorTrainGroup> group;
-};
+// What both lookups keep for their backward besides saved variables: in one piece, as each entry of
+// saved_data costs the host about as much as all of this. Keeps the group alive until the backward,
+// or until the graph is dropped.
+struct Kept : torch::CustomClassHolder {
+  explicit Kept(int64_t handle) : hold(TensorTrainGroup::from_handle(handle)), group(handle) {}
 
-// What both lookups keep for their backward, besides the cores.
-struct BatchArguments {
-  int64_t group;
-  int64_t batch_size;
-  bool mean;
-  bool pooled;
-  bool weights_grad;
+  const std::shared_ptr<TensorTrainGroup> hold;
+  const int64_t group;
+  int64_t batch_size = 0;
+  bool mean = false;
+  bool pooled = true;
+  bool weights_grad = false;
+  bool cores_grad = false;
+  // Of the fused lookup. They are not among the saved variables: they may change until the
+  // backward, which takes what they are then.
+  std::vector<at::Tensor> cores, states;
+  at::Tensor step, learning_rate;
 
-  void save(AutogradContext* ctx) const {
-    ctx->saved_data["group"] = group;
-    ctx->saved_data["hold"] = at::IValue::make_capsule(c10::make_intrusive<GroupHold>(group));
-    ctx->saved_data["batch_size"] = batch_size;
-    ctx->saved_data["mean"] = mean;
-    ctx->saved_data["pooled"] = pooled;
-    ctx->saved_data["weights_grad"] = weights_grad;
+  static c10::intrusive_ptr<Kept> make(AutogradContext* ctx, int64_t group, int64_t batch_size,
+                                       bool mean, bool pooled, const OptionalTensor& weights) {
+    auto kept = c10::make_intrusive<Kept>(group);
+    kept->batch_size = batch_size;
+    kept->mean = mean;
+    kept->pooled = pooled;
+    kept->weights_grad = weights && weights->requires_grad();
+    ctx->saved_data["kept"] = at::IValue::make_capsule(kept);
+    return kept;
   }
-  static BatchArguments load(AutogradContext* ctx) {
-    return {ctx->saved_data["group"].toInt(), ctx->saved_data["batch_size"].toInt(),
-            ctx->saved_data["mean"].toBool(), ctx->saved_data["pooled"].toBool(),
-            ctx->saved_data["weights_grad"].toBool()};
+  static c10::intrusive_ptr<Kept> of(AutogradContext* ctx) {
+    return c10::static_intrusive_pointer_cast<Kept>(ctx->saved_data["kept"].toCapsule());
   }
 };
 
@@ -75,9 +79,9 @@ struct Lookup : torch::autograd::Function<Lookup> {
     variable_list saved{ids, offsets, index, weights.value_or(Variable())};
     saved.insert(saved.end(), cores.begin(), cores.end());
     ctx->save_for_backward(std::move(saved));
-    BatchArguments{group, batch_size, mean, pooled, weights && weights->requires_grad()}.save(ctx);
-    ctx->saved_data["cores_grad"] = std::any_of(
-        cores.begin(), cores.end(), [](const at::Tensor& core) { return core.requires_grad(); });
+    const auto kept = Kept::make(ctx, group, batch_size, mean, pooled, weights);
+    kept->cores_grad = std::any_of(cores.begin(), cores.end(),
+                                   [](const at::Tensor& core) { return core.requires_grad(); });
     const at::AutoDispatchBelowADInplaceOrView below;
     return call.call(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
   }
@@ -90,25 +94,23 @@ struct Lookup : torch::autograd::Function<Lookup> {
     const variable_list saved = ctx->get_saved_variables();
     variable_list cores(saved.begin() + 4, saved.end());
     for (Variable& core : cores) core = core.detach();
-    const BatchArguments of = BatchArguments::load(ctx);
+    const auto kept = Kept::of(ctx);
     const at::Tensor grad = grads[0].detach().contiguous();
     variable_list out(cores.size());
-    if (ctx->saved_data["cores_grad"].toBool()) {
-      out = call.call(cores, of.group, grad, saved[0], saved[1], defined_or_none(saved[3]),
-                      saved[2], of.batch_size, of.mean, of.pooled);
+    if (kept->cores_grad) {
+      out = call.call(cores, kept->group, grad, saved[0], saved[1], defined_or_none(saved[3]),
+                      saved[2], kept->batch_size, kept->mean, kept->pooled);
     }
-    out.push_back(of.weights_grad
-                      ? weights_gradient(cores, of.group, grad, saved, of.batch_size, of.mean)
-                      : Variable());
+    out.push_back(kept->weights_grad ? weights_gradient(cores, kept->group, grad, saved,
+                                                        kept->batch_size, kept->mean)
+                                     : Variable());
     for (int i = 0; i < 7; ++i) out.emplace_back();
     return out;
   }
 };
 
 struct FusedLookup : torch::autograd::Function<FusedLookup> {
-  // `anchor` requires grad, so that the op is recorded although the cores do not. They, their
-  // states, the step and the learning rate are not among the saved variables: they may change until
-  // the backward, which takes what they are then.
+  // `anchor` requires grad, so that the op is recorded although the cores do not.
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
                           const OptionalTensor& weights, const std::vector<at::Tensor>& cores,
                           const std::vector<at::Tensor>& states, const at::IValue& step,
@@ -121,11 +123,11 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
                       const at::Tensor&, int64_t, bool, bool, const at::Tensor&)>(
             "torchrec_hkv::tt_lookup_fused");
     ctx->save_for_backward({ids, offsets, index, weights.value_or(Variable())});
-    BatchArguments{group, batch_size, mean, pooled, weights && weights->requires_grad()}.save(ctx);
-    ctx->saved_data["cores"] = cores;
-    ctx->saved_data["states"] = states;
-    ctx->saved_data["step"] = step;
-    ctx->saved_data["learning_rate"] = learning_rate;
+    const auto kept = Kept::make(ctx, group, batch_size, mean, pooled, weights);
+    kept->cores = cores;
+    kept->states = states;
+    kept->step = step.toTensor();
+    kept->learning_rate = learning_rate.toTensor();
     const at::AutoDispatchBelowADInplaceOrView below;
     return call.call(anchor, cores, states, step.toTensor(), group, ids, offsets, weights, index,
                      batch_size, mean, pooled, learning_rate.toTensor());
@@ -137,19 +139,19 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
                 const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&,
                 int64_t, bool, bool, const at::Tensor&)>("torchrec_hkv::tt_update");
     const variable_list saved = ctx->get_saved_variables();
-    const BatchArguments of = BatchArguments::load(ctx);
-    const variable_list cores = ctx->saved_data["cores"].toTensorVector();
+    const auto kept = Kept::of(ctx);
     at::Tensor grad = grads[0].detach().contiguous();
-    const float bound = TensorTrainGroup::from_handle(of.group)->optimizer().clip_output;
+    const float bound = kept->hold->optimizer().clip_output;
     if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
     variable_list out(13);
     // Reads the cores: before they change.
-    if (of.weights_grad) {
-      out[1] = weights_gradient(cores, of.group, grad, saved, of.batch_size, of.mean);
+    if (kept->weights_grad) {
+      out[1] =
+          weights_gradient(kept->cores, kept->group, grad, saved, kept->batch_size, kept->mean);
     }
-    call.call(cores, ctx->saved_data["states"].toTensorVector(), ctx->saved_data["step"].toTensor(),
-              of.group, grad, saved[0], saved[1], defined_or_none(saved[3]), saved[2],
-              of.batch_size, of.mean, of.pooled, ctx->saved_data["learning_rate"].toTensor());
+    call.call(kept->cores, kept->states, kept->step, kept->group, grad, saved[0], saved[1],
+              defined_or_none(saved[3]), saved[2], kept->batch_size, kept->mean, kept->pooled,
+              kept->learning_rate);
     return out;
   }
 };

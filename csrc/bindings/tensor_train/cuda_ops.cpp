@@ -3,6 +3,7 @@
 #ifdef TORCHREC_HKV_CUDA
 
 #include <ATen/Context.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -53,8 +54,17 @@ bool is_aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
+// Memory of the allocator, past the dispatcher, which takes the host longer than the allocator.
+at::Tensor empty_beside(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& ids) {
+  return at::Tensor(at::detail::empty_cuda(shape, dtype, ids.device(), std::nullopt));
+}
+// Undefined where there is nothing to hold.
 at::Tensor scratch_of(size_t bytes, const at::Tensor& ids) {
-  return at::empty({static_cast<int64_t>(bytes)}, ids.options().dtype(at::kByte));
+  if (bytes == 0) return {};
+  return empty_beside({static_cast<int64_t>(bytes)}, at::kByte, ids);
+}
+void* address_of(const at::Tensor& scratch) {
+  return scratch.defined() ? scratch.mutable_data_ptr() : nullptr;
 }
 
 // An upper bound of index_bytes that fakes can tell: in torchrec_hkv/tensor_train/ops.py too.
@@ -69,9 +79,9 @@ at::Tensor sorted(const TensorTrainBatch& call, const at::Tensor& ids) {
   const kernels::Batch batch = batch_of(call, *plan, ids);
   const int64_t words = index_words(*call.group, batch);
   TORCH_INTERNAL_ASSERT(kernels::index_bytes(plan->kernels, batch) <= sizeof(int64_t) * words);
-  at::Tensor index = at::empty({words}, ids.options());
+  at::Tensor index = empty_beside({words}, at::kLong, ids);
   const at::Tensor scratch = scratch_of(kernels::index_scratch_bytes(plan->kernels, batch), ids);
-  kernels::index_batch(plan->kernels, batch, index.mutable_data_ptr(), scratch.mutable_data_ptr(),
+  kernels::index_batch(plan->kernels, batch, index.mutable_data_ptr(), address_of(scratch),
                        outside.mutable_data_ptr<int64_t>(), nullptr, current_stream(*plan));
   return index;
 }
@@ -118,7 +128,7 @@ void check_index(const DeviceCall& call, const at::Tensor& index) {
 }
 
 at::Tensor rows_of(const DeviceCall& call, const at::Tensor& ids, const at::Tensor& index) {
-  at::Tensor out = at::empty(output_shape(call.checked, ids), ids.options().dtype(at::kFloat));
+  at::Tensor out = empty_beside(output_shape(call.checked, ids), at::kFloat, ids);
   if (out.numel() == 0) return out;
   TensorTrainPlan& plan = *call.plan;
   // Of tables of four cores the heads are written.
@@ -128,8 +138,7 @@ at::Tensor rows_of(const DeviceCall& call, const at::Tensor& ids, const at::Tens
         scratch_of(kernels::lookup_scratch_bytes(plan.kernels, call.batch), ids);
     for (const kernels::HeadView& head : plan.heads) kernels::make_heads(head, stream);
     kernels::lookup(plan.kernels, call.batch, call.precision, index.const_data_ptr(),
-                    scratch.mutable_data_ptr(), out.mutable_data_ptr<float>(), /*cleared=*/false,
-                    stream);
+                    address_of(scratch), out.mutable_data_ptr<float>(), /*cleared=*/false, stream);
   });
   return out;
 }
@@ -171,7 +180,7 @@ void add_gradients(const DeviceCall& call, at::TensorList cores, const at::Tenso
   if (call.batch.deterministic) fixed.emplace(group, plan, cores, grad, weights, ids.numel());
   for (const kernels::HeadView& head : plan.heads) kernels::make_heads(head, stream);
   kernels::gradients(plan.kernels, call.batch, call.precision, index.const_data_ptr(),
-                     scratch.mutable_data_ptr(), of_output.const_data_ptr<float>(),
+                     address_of(scratch), of_output.const_data_ptr<float>(),
                      fixed ? fixed->view() : kernels::FixedPointSums{},
                      step ? step->mutable_data_ptr<int64_t>() : nullptr, stream);
   if (fixed) fixed->finish(group, plan);
