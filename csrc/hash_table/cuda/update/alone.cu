@@ -38,10 +38,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         alone = table.has(slot) && !scratch.is_repeated(at);
         if (update.pooling.weights != nullptr) scale *= update.pooling.weights[at];
       }
-      if (kPrefetch && alone) {
-        prefetch_row(table, slot - first_slot, 0);
-        prefetch_row(table, slot - first_slot, 1);
-      }
+      if (kPrefetch && alone) prefetch_row(table, slot - first_slot);
       unsigned left = tile.ballot(alone);
       while (left) {
         typename Gradient::template Stored<Element> gradient[kAhead];
