@@ -122,12 +122,6 @@ __device__ __forceinline__ void wait_for_bulk_copies_out() {
 }
 #endif
 
-// The policy of what is not needed again soon: it leaves the second-level cache before others.
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ void store_once(float* to, const Columns<4>& columns, uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
                "f"(columns.v[0]), "f"(columns.v[1]), "f"(columns.v[2]), "f"(columns.v[3]),

@@ -105,6 +105,22 @@ __device__ __forceinline__ void prefetch_l2(const void* address, uint32_t bytes)
 #endif
 }
 
+// The policy of what is not needed again soon: it leaves the second-level cache before others.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// The same as prefetch_l2, with that policy where whole rows are brought near at once.
+__device__ __forceinline__ void prefetch_l2_once(const void* address, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(address),
+               "r"(bytes), "l"(evict_first()));
+#else
+  prefetch_l2(address, bytes);
+#endif
+}
+
 // Bit p of the result: digest p of the vector's eight equals the wanted one.
 __device__ __forceinline__ uint32_t match_vector(uint4 digests, uint16_t wanted) {
   const uint32_t pattern = wanted * 0x00010001u;

@@ -86,8 +86,9 @@ struct BagTile : Tile<kLanes> {
   int64_t starts, ends;  // of the bag with the lane's number
 
   // Bags whose offsets can't be followed are reported; those of the tile have no positions then.
-  __device__ __forceinline__ BagTile(const Batch& batch, const BagTiling& tiling) {
-    const BagRange range = tiling.range_of(batch, Tile<kLanes>::number());
+  // number: of the tile.
+  __device__ __forceinline__ BagTile(const Batch& batch, const BagTiling& tiling, int64_t number) {
+    const BagRange range = tiling.range_of(batch, number);
     feature = range.bags == 0 ? batch.num_features : range.feature;
     if (feature >= batch.num_features) return;
     sample = range.sample;

@@ -8,17 +8,25 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
+// Threads of a multiprocessor, which bound the registers of each.
+constexpr int kAloneThreads = 512;
+// Threads of a block. Where rows are brought near, blocks end at different times: a small one makes
+// room for the next without waiting for others.
+__host__ __device__ constexpr int block_of(bool prefetch) { return prefetch ? 64 : kThreads; }
+
 // A tile takes neighbouring bags, so that a bag's gradient is read once for all of its rows.
 // kAhead: rows that a tile has under way at once.
 template <typename Updater, typename Element, int kAhead, bool kPrefetch>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(block_of(kPrefetch), kAloneThreads / block_of(kPrefetch))
     alone_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                  const int64_t* __restrict__ slots, const __grid_constant__ Scratch scratch,
                  const BagTiling tiling) {
   using Gradient = typename Updater::Gradient;
   constexpr int kLanes = Updater::kLanes;
   const Batch& batch = update.batch;
-  const BagTile<kLanes> tile(batch, tiling);
+  constexpr int kBlock = block_of(kPrefetch);
+  const BagTile<kLanes> tile(batch, tiling,
+                             (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) / kLanes);
   if (tile.feature < batch.num_features && !is_refused(batch)) {
     const TableView& table = tables[batch.feature_tables[tile.feature]];
     const int64_t first_slot = table.first_slot;
@@ -38,10 +46,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         alone = table.has(slot) && !scratch.is_repeated(at);
         if (update.pooling.weights != nullptr) scale *= update.pooling.weights[at];
       }
-      if (kPrefetch && alone) {
-        prefetch_row(table, slot - first_slot, 0);
-        prefetch_row(table, slot - first_slot, 1);
-      }
+      if (kPrefetch && alone) prefetch_row(table, slot - first_slot);
       unsigned left = tile.ballot(alone);
       while (left) {
         typename Gradient::template Stored<Element> gradient[kAhead];
@@ -88,7 +93,9 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
     const auto kernel = prefetch ? alone_kernel<Updater, Element, kAhead, !Updater::kColumnStates>
                                  : alone_kernel<Updater, Element, kAhead, false>;
     const BagTiling tiling(update.batch, Updater::kLanes);
-    kernel<<<grid_for(tiling.tiles(batch) * Updater::kLanes), kThreads, 0, stream>>>(
+    const int block = block_of(prefetch);
+    const int64_t threads = tiling.tiles(batch) * Updater::kLanes;
+    kernel<<<static_cast<unsigned>((threads + block - 1) / block), block, 0, stream>>>(
         tables, update, slots, scratch, tiling);
     HKV_CUDA_CHECK_LAUNCH();
   };

@@ -193,17 +193,24 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
                    int64_t most_slots, cudaStream_t stream);
 
-// Has a row and its state brought into the second-level cache. Two lanes, 0 and 1.
-__device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slot, int lane) {
+// Has a row and its state brought into the second-level cache, where the row leaves before others:
+// what is left holds the small states until their neighbours are asked for.
+__device__ __forceinline__ void prefetch_row(const TableView& table, int64_t slot) {
   const int64_t frame = table.frames.frame_of(slot);
   if (!table.in_hbm(frame)) return;
-  const RowStore& store = lane == 0 ? table.rows : table.states;
-  const auto bytes = static_cast<uint32_t>(store.bytes());
-  const char* from = store.at(slot, frame);
-  if (bytes % 16 == 0) {
-    if (bytes > 0) prefetch_l2(from, bytes);
+  const auto row_bytes = static_cast<uint32_t>(table.rows.bytes());
+  const char* const row = table.rows.at(slot, frame);
+  if (row_bytes % 16 == 0) {
+    prefetch_l2_once(row, row_bytes);
   } else {
-    prefetch_l2(from);
+    prefetch_l2(row);
+  }
+  const auto state_bytes = static_cast<uint32_t>(table.states.bytes());
+  const char* const state = table.states.at(slot, frame);
+  if (state_bytes % 16 != 0) {
+    prefetch_l2(state);
+  } else if (state_bytes > 0) {
+    prefetch_l2(state, state_bytes);
   }
 }
 
