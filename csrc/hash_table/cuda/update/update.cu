@@ -15,7 +15,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
