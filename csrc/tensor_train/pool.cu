@@ -77,8 +77,10 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   float scale = 1.0f;
   if (batch.pooled) {
     const uint32_t feature = feature_of(batch, bag);
-    begin = static_cast<uint32_t>(batch.offsets[bag]);
-    end = static_cast<uint32_t>(batch.offsets[bag + 1]);
+    const int64_t from = batch.offsets[bag];
+    begin = static_cast<uint32_t>(from);
+    // Compared before it is cut to 32 bits: an offset below 0 must not become a large one.
+    end = static_cast<uint32_t>(max(from, batch.offsets[bag + 1]));
     const int64_t sample = bag - static_cast<int64_t>(feature) * batch.batch_size;
     to = out + sample * batch.stride + batch.feature_columns[feature];
     dim = in.tables[batch.feature_tables[feature]].dim;
