@@ -12,9 +12,7 @@
 
 #ifdef TORCHREC_HKV_CUDA
 #include <cuda_runtime.h>
-#endif
 
-#ifdef TORCHREC_HKV_CUDA
 namespace torchrec_hkv {
 class SideStream;
 }
