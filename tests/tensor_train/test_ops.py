@@ -34,7 +34,8 @@ def test_opcheck_of_lookups(device_type):
         )
     index = group.sort(bags.ids, bags.offsets, 4, weights=bags.weights, mean=True)
     leaves = [core.requires_grad_() for core in cores]
-    torch.library.opcheck(ops.tt_lookup, (leaves, *args, bags.weights, index, 4, True, True))
+    for given in (index, None):
+        torch.library.opcheck(ops.tt_lookup, (leaves, *args, bags.weights, given, 4, True, True))
     grad = torch.randn(4, 10, device=device_type)
     detached = [core.detach() for core in cores]
     rest = (group.handle, grad, bags.ids, bags.offsets)
@@ -64,11 +65,12 @@ def test_opcheck_of_fused_ops(device_type):
     )
     anchor = torch.zeros(0, device=device_type, requires_grad=True)
     # Its backward writes the cores, which functional traces do not show: schema and fake only.
-    torch.library.opcheck(
-        ops.tt_lookup_fused,
-        (anchor, cores, states, step, group.handle, *args, None, plain, 4, False, True, rate),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    for given in (plain, None):
+        torch.library.opcheck(
+            ops.tt_lookup_fused,
+            (anchor, cores, states, step, group.handle, *args, None, given, 4, False, True, rate),
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
 @pytest.mark.parametrize("bad", [-1, 90, 2**62, -(2**63)])

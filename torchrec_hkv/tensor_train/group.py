@@ -17,6 +17,9 @@ from torchrec_hkv.tensor_train.strict import refuse_ids_outside
 __all__ = ["Precision", "TTGroup", "check_precision", "ops"]
 
 _ops = torch.ops.torchrec_hkv
+# Resolved once: each call of a small batch would look for the overload again.
+_lookup = _ops.tt_lookup.default
+_lookup_fused = _ops.tt_lookup_fused.default
 CORE_DTYPES = (torch.float32, torch.bfloat16)
 
 #: Of products on a GPU: as accurate as float32, or of operands rounded to tf32.
@@ -206,8 +209,7 @@ class TTGroup:
                 table, and offsets that decrease or do not end with ``n``; of a strict group ids
                 outside of their table on a GPU too.
         """
-        if self.strict and ids.is_cuda:
-            self.refuse_outside(ids, offsets, batch_size)
+        self._refuse_if_strict(ids, offsets, batch_size)
         weights = None if weights is None else weights.detach()
         return _ops.tt_sort(self.handle, ids, offsets, weights, batch_size, mean, pooled)
 
@@ -235,8 +237,8 @@ class TTGroup:
             TypeError: a dtype is not as above.
             ValueError: as :meth:`sort`, and a core, weights or index of another size.
         """
-        batch = self._sorted(ids, offsets, batch_size, **pooling)
-        return _ops.tt_lookup(list(cores), self.handle, *batch)
+        batch = self._looked_up(ids, offsets, batch_size, **pooling)
+        return _lookup(list(cores), self.handle, *batch)
 
     def lookup_fused(
         self,
@@ -256,7 +258,8 @@ class TTGroup:
         time of the backward, and so are the learning rate and the step.
 
         Args:
-            anchor: any float tensor that requires grad, so that autograd records the call.
+            anchor: any float tensor that requires grad, so that autograd records the call. Without
+                elements it is no input of the graph, which saves the backward a step.
             cores: as in :meth:`lookup`; written by the backward.
             states: as :meth:`make_states` gives them; written by the backward.
             step: int64 ``[1]``, updates so far; the backward counts it on.
@@ -266,9 +269,9 @@ class TTGroup:
             learning_rate: float32 ``[]``.
             pooling: likewise; weights may require grad.
         """
-        batch = self._sorted(ids, offsets, batch_size, **pooling)
+        batch = self._looked_up(ids, offsets, batch_size, **pooling)
         tables = (list(cores), list(states), step, self.handle)
-        return _ops.tt_lookup_fused(anchor, *tables, *batch, learning_rate)
+        return _lookup_fused(anchor, *tables, *batch, learning_rate)
 
     def gradients(
         self,
@@ -328,6 +331,28 @@ class TTGroup:
             list(cores), list(states), step, self.handle, gradients, learning_rate
         )
 
+    def _refuse_if_strict(self, ids: Tensor, offsets: Tensor, batch_size: int) -> None:
+        """Of a batch on a GPU; a CPU's sort refuses by itself."""
+        if self.strict and ids.is_cuda:
+            self.refuse_outside(ids, offsets, batch_size)
+
+    def _looked_up(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_size: int,
+        *,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        pooled: bool = True,
+        index: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, bool, bool]:
+        """What the ops of lookups are told of a batch, in their order; without an index they sort
+        it themselves."""
+        if index is None:
+            self._refuse_if_strict(ids, offsets, batch_size)
+        return ids, offsets, weights, index, batch_size, mean, pooled
+
     def _sorted(
         self,
         ids: Tensor,
@@ -339,7 +364,7 @@ class TTGroup:
         pooled: bool = True,
         index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int, bool, bool]:
-        """What ops are told of a batch, in their order."""
+        """What the other ops are told of a batch, in their order."""
         if index is None:
             index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
         return ids, offsets, weights, index, batch_size, mean, pooled

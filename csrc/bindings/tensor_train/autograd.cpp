@@ -63,9 +63,28 @@ struct Kept : torch::CustomClassHolder {
   }
 };
 
+// What needs no gradient is its own detached tensor; a detach costs the host more than the rest of
+// what is done with it here.
+at::Tensor detached(const at::Tensor& tensor) {
+  return tensor.requires_grad() ? tensor.detach() : tensor;
+}
+
+// The index of a batch that was not sorted ahead. Before the lookup is recorded, so that its
+// backward has it.
+at::Tensor index_or_sorted(const OptionalTensor& index, int64_t group, const at::Tensor& ids,
+                           const at::Tensor& offsets, const OptionalTensor& weights,
+                           int64_t batch_size, bool mean, bool pooled) {
+  if (index) return *index;
+  static const auto call =
+      op<at::Tensor(int64_t, const at::Tensor&, const at::Tensor&, const OptionalTensor&, int64_t,
+                    bool, bool)>("torchrec_hkv::tt_sort");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call.call(group, ids, offsets, weights, batch_size, mean, pooled);
+}
+
 OptionalTensor defined_or_none(const Variable& tensor) {
   if (!tensor.defined()) return std::nullopt;
-  return tensor.detach();
+  return detached(tensor);
 }
 
 struct Lookup : torch::autograd::Function<Lookup> {
@@ -74,7 +93,7 @@ struct Lookup : torch::autograd::Function<Lookup> {
                           const Variable& index, int64_t batch_size, bool mean, bool pooled) {
     static const auto call =
         op<at::Tensor(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&,
-                      const OptionalTensor&, const at::Tensor&, int64_t, bool, bool)>(
+                      const OptionalTensor&, const OptionalTensor&, int64_t, bool, bool)>(
             "torchrec_hkv::tt_lookup");
     variable_list saved{ids, offsets, index, weights.value_or(Variable())};
     saved.insert(saved.end(), cores.begin(), cores.end());
@@ -95,7 +114,7 @@ struct Lookup : torch::autograd::Function<Lookup> {
     variable_list cores(saved.begin() + 4, saved.end());
     for (Variable& core : cores) core = core.detach();
     const auto kept = Kept::of(ctx);
-    const at::Tensor grad = grads[0].detach().contiguous();
+    const at::Tensor grad = detached(grads[0]).contiguous();
     variable_list out(cores.size());
     if (kept->cores_grad) {
       out = call.call(cores, kept->group, grad, saved[0], saved[1], defined_or_none(saved[3]),
@@ -120,7 +139,7 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
     static const auto call =
         op<at::Tensor(const at::Tensor&, at::TensorList, at::TensorList, const at::Tensor&, int64_t,
                       const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                      const at::Tensor&, int64_t, bool, bool, const at::Tensor&)>(
+                      const OptionalTensor&, int64_t, bool, bool, const at::Tensor&)>(
             "torchrec_hkv::tt_lookup_fused");
     ctx->save_for_backward({ids, offsets, index, weights.value_or(Variable())});
     const auto kept = Kept::make(ctx, group, batch_size, mean, pooled, weights);
@@ -140,7 +159,7 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
                 int64_t, bool, bool, const at::Tensor&)>("torchrec_hkv::tt_update");
     const variable_list saved = ctx->get_saved_variables();
     const auto kept = Kept::of(ctx);
-    at::Tensor grad = grads[0].detach().contiguous();
+    at::Tensor grad = detached(grads[0]).contiguous();
     const float bound = kept->hold->optimizer().clip_output;
     if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
     variable_list out(13);
@@ -157,21 +176,30 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
 };
 
 at::Tensor lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
-                  const at::Tensor& offsets, const OptionalTensor& weights, const at::Tensor& index,
-                  int64_t batch_size, bool mean, bool pooled) {
-  return Lookup::apply(cores, weights, group, ids, offsets, index, batch_size, mean, pooled);
+                  const at::Tensor& offsets, const OptionalTensor& weights,
+                  const OptionalTensor& index, int64_t batch_size, bool mean, bool pooled) {
+  const at::Tensor sorted =
+      index_or_sorted(index, group, ids, offsets, weights, batch_size, mean, pooled);
+  return Lookup::apply(cores, weights, group, ids, offsets, sorted, batch_size, mean, pooled);
 }
 
 at::Tensor lookup_fused(const at::Tensor& anchor, at::TensorList cores, at::TensorList states,
                         const at::Tensor& step, int64_t group, const at::Tensor& ids,
                         const at::Tensor& offsets, const OptionalTensor& weights,
-                        const at::Tensor& index, int64_t batch_size, bool mean, bool pooled,
+                        const OptionalTensor& index, int64_t batch_size, bool mean, bool pooled,
                         const at::Tensor& learning_rate) {
-  std::vector<at::Tensor> detached;
-  for (const at::Tensor& core : cores) detached.push_back(core.detach());
-  return FusedLookup::apply(anchor, weights, detached, states.vec(), at::IValue(step.detach()),
-                            group, ids, offsets, index, batch_size, mean, pooled,
-                            at::IValue(learning_rate.detach()));
+  const at::Tensor sorted =
+      index_or_sorted(index, group, ids, offsets, weights, batch_size, mean, pooled);
+  std::vector<at::Tensor> values;
+  values.reserve(cores.size());
+  for (const at::Tensor& core : cores) values.push_back(detached(core));
+  const at::Tensor out = FusedLookup::apply(
+      anchor, weights, values, states.vec(), at::IValue(detached(step)), group, ids, offsets,
+      sorted, batch_size, mean, pooled, at::IValue(detached(learning_rate)));
+  // An anchor without elements has stood for all it can: nothing is to be added to its gradient, so
+  // the backward need not go there.
+  if (anchor.numel() == 0 && out.grad_fn()) out.grad_fn()->set_next_edge(0, {});
+  return out;
 }
 
 }  // namespace

@@ -145,8 +145,11 @@ at::Tensor rows_of(const DeviceCall& call, const at::Tensor& ids, const at::Tens
 
 at::Tensor tt_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
                      const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
-                     const at::Tensor& index, int64_t batch_size, bool mean, bool pooled) {
+                     const std::optional<at::Tensor>& given, int64_t batch_size, bool mean,
+                     bool pooled) {
   const c10::OptionalDeviceGuard guard(ids.device());
+  const at::Tensor index =
+      given ? *given : tt_sort(group, ids, offsets, weights, batch_size, mean, pooled);
   const DeviceCall call = call_of(
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled), ids);
   check_index(call, index);
@@ -156,9 +159,9 @@ at::Tensor tt_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
 at::Tensor tt_lookup_fused(const at::Tensor& /*anchor*/, at::TensorList cores,
                            at::TensorList /*states*/, const at::Tensor& /*step*/, int64_t group,
                            const at::Tensor& ids, const at::Tensor& offsets,
-                           const std::optional<at::Tensor>& weights, const at::Tensor& index,
-                           int64_t batch_size, bool mean, bool pooled,
-                           const at::Tensor& /*learning_rate*/) {
+                           const std::optional<at::Tensor>& weights,
+                           const std::optional<at::Tensor>& index, int64_t batch_size, bool mean,
+                           bool pooled, const at::Tensor& /*learning_rate*/) {
   return tt_lookup(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
 }
 

@@ -33,7 +33,10 @@ at::Tensor tt_sort(int64_t group, const at::Tensor& ids, const at::Tensor& offse
 
 at::Tensor tt_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
                      const at::Tensor& offsets, const std::optional<at::Tensor>& weights,
-                     const at::Tensor& index, int64_t batch_size, bool mean, bool pooled) {
+                     const std::optional<at::Tensor>& given, int64_t batch_size, bool mean,
+                     bool pooled) {
+  const at::Tensor index =
+      given ? *given : tt_sort(group, ids, offsets, weights, batch_size, mean, pooled);
   const TensorTrainBatch call =
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
   at::Tensor out = at::empty(output_shape(call, ids), ids.options().dtype(at::kFloat));
@@ -45,9 +48,9 @@ at::Tensor tt_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
 at::Tensor tt_lookup_fused(const at::Tensor& /*anchor*/, at::TensorList cores,
                            at::TensorList /*states*/, const at::Tensor& /*step*/, int64_t group,
                            const at::Tensor& ids, const at::Tensor& offsets,
-                           const std::optional<at::Tensor>& weights, const at::Tensor& index,
-                           int64_t batch_size, bool mean, bool pooled,
-                           const at::Tensor& /*learning_rate*/) {
+                           const std::optional<at::Tensor>& weights,
+                           const std::optional<at::Tensor>& index, int64_t batch_size, bool mean,
+                           bool pooled, const at::Tensor& /*learning_rate*/) {
   return tt_lookup(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
 }
 
@@ -197,10 +200,10 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "bool pooled) -> Tensor");
   m.def(
       "tt_lookup(Tensor[] cores, int group, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor index, int batch_size, bool mean, bool pooled) -> Tensor");
+      "Tensor? index, int batch_size, bool mean, bool pooled) -> Tensor");
   m.def(
       "tt_lookup_fused(Tensor anchor, Tensor[] cores, Tensor[] states, Tensor step, int group, "
-      "Tensor ids, Tensor offsets, Tensor? weights, Tensor index, int batch_size, bool mean, "
+      "Tensor ids, Tensor offsets, Tensor? weights, Tensor? index, int batch_size, bool mean, "
       "bool pooled, Tensor learning_rate) -> Tensor");
   m.def(
       "tt_gradients(Tensor[] cores, int group, Tensor grad, Tensor ids, Tensor offsets, "
