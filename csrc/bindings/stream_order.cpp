@@ -83,10 +83,10 @@ std::shared_ptr<StreamOrder::Event> StreamOrder::record(cudaStream_t stream) {
 
 void StreamOrder::begin(const Use& use, bool moves) {
   moving_ = false;
-  if (is_capturing(device_)) return;
   const cudaStream_t stream = current_stream(device_);
+  if (!several_ && stream == first_) return;  // before asking the driver, which takes time
+  if (is_capturing(device_)) return;
   if (!several_) {
-    if (stream == first_) return;
     several_ = true;
     // All that was done on the first stream until now stands for a write of everything.
     const std::shared_ptr<Event> event = record(first_);
