@@ -270,8 +270,7 @@ class TTGroup:
             pooling: likewise; weights may require grad.
         """
         batch = self._looked_up(ids, offsets, batch_size, **pooling)
-        tables = (list(cores), list(states), step, self.handle)
-        return _lookup_fused(anchor, *tables, *batch, learning_rate)
+        return _lookup_fused(anchor, cores, states, step, self.handle, *batch, learning_rate)
 
     def gradients(
         self,
@@ -349,7 +348,7 @@ class TTGroup:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, bool, bool]:
         """What the ops of lookups are told of a batch, in their order; without an index they sort
         it themselves."""
-        if index is None:
+        if index is None and self.strict:
             self._refuse_if_strict(ids, offsets, batch_size)
         return ids, offsets, weights, index, batch_size, mean, pooled
 
