@@ -3,11 +3,13 @@
     python -m benchmarks.tensor_train --out benchmarks/results/tensor_train.csv
 
 Forward, backward and SGD through the torch op, in nanoseconds an id: of steps back to back
-(``eager``), of steps that begin when the device is idle (``single``), and of a step replayed from a
-CUDA graph, back to back (``graph``); each in tf32 and as accurate as float32. Where FBGEMM is
-installed, the workloads that name it are run by its table of the same rows, columns and ids too;
-``ratio`` is eager Tensor-Train over it. All steps take turns on four batches. Each workload is run
-by a lookup in float64 first, whose distance is in ``error`` (relative, in the norm).
+(``eager``), the same with autograd's backward on the calling thread (``eager_one_thread``:
+``torch.autograd.set_multithreading_enabled(False)``), of steps that begin when the device is idle
+(``single``), and of a step replayed from a CUDA graph, back to back (``graph``); each in tf32 and
+as accurate as float32. Where FBGEMM is installed, the workloads that name it are run by its table
+of the same rows, columns and ids too; ``ratio`` is eager Tensor-Train over it. All steps take turns
+on four batches. Each workload is run by a lookup in float64 first, whose distance is in ``error``
+(relative, in the norm).
 """
 
 from __future__ import annotations
@@ -226,10 +228,15 @@ def measure(work: Workload, precision: str, steps: int) -> dict[str, object]:
     eager, single = nanoseconds(
         lambda at: backward(tables.forward, batches[at % BATCHES]), steps, n
     )
+    with torch.autograd.set_multithreading_enabled(False):
+        one_thread, _ = nanoseconds(
+            lambda at: backward(tables.forward, batches[at % BATCHES]), steps, n
+        )
     graphs = [captured(lambda ids: backward(tables.forward, ids), ids) for ids in batches]
     replayed, _ = nanoseconds(lambda at: graphs[at % BATCHES].replay(), steps, n)
     row |= {
         "eager_ns_per_id": round(eager, 3),
+        "eager_one_thread_ns_per_id": round(one_thread, 3),
         "single_ns_per_id": round(single, 3),
         "graph_ns_per_id": round(replayed, 3),
         "fbgemm_ns_per_id": "",

@@ -18,7 +18,9 @@ def test_a_row_for_each_workload_and_precision(tmp_path):
     assert len(rows) == 2 * len(tensor_train.WORKLOADS)
     limits = {"tf32": 1e-3, "fp32": 1e-5}
     assert all(float(row["error"]) <= limits[row["precision"]] for row in rows)
-    for column in ("eager_ns_per_id", "single_ns_per_id", "graph_ns_per_id"):
+    for column in (
+        "eager_ns_per_id", "eager_one_thread_ns_per_id", "single_ns_per_id", "graph_ns_per_id"
+    ):  # fmt: skip
         assert all(float(row[column]) > 0 for row in rows)
     beside = {row["workload"] for row in rows if row["ratio"]}
     assert beside == ({"1.31M power law"} if tensor_train.HAS_FBGEMM else set())
