@@ -13,16 +13,11 @@ namespace {
 // Below, a launch that finds the batch not to be dense costs more than one that does could save.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
-// Up to so many ids of several tables, or of a narrow one, equal shares of the prefixes pay: the
-// most they were measured with.
+// Up to so many ids of several tables, or of a narrow one, and for gradients in single precision,
+// equal shares of the prefixes pay: the most they were measured with.
 constexpr int64_t kMostShared = int64_t{1} << 18;
 
-// Up to so many ids, tiles have prefixes of many middle slices, which they work on one after the
-// other.
-constexpr int64_t kFewIds = 1024;
-
 // Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
-// Gradients in three products gain nothing from it where prefixes fill the tiles.
 bool by_shares(const Plan& plan, const Batch& batch, Precision precision, bool backward) {
   const KernelClass& kernel = plan.classes[0];
   const bool has_kernel = kernel.rank == 32 && (kernel.fours || kernel.narrow);
@@ -30,7 +25,7 @@ bool by_shares(const Plan& plan, const Batch& batch, Precision precision, bool b
   const bool one_of_fours = kernel.fours && plan.num_tables == 1;
   if (!one_of_fours && batch.num_ids > kMostShared) return false;
   if (!backward) return true;
-  return !batch.deterministic && (precision == Precision::kTf32 || batch.num_ids <= kFewIds);
+  return !batch.deterministic && (precision == Precision::kTf32 || batch.num_ids <= kMostShared);
 }
 
 // Whether gradients have a kernel for many ids a prefix, which may find that there are fewer.

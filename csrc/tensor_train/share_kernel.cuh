@@ -5,18 +5,29 @@
 // and products, not their number.
 #pragma once
 
+#include <type_traits>
+
+#include "tensor_train/half_pairs.cuh"
 #include "tensor_train/ids_ahead.cuh"
 #include "tensor_train/resident_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
+// In single precision all products are of halves: half_tile.cuh.
+template <typename Config>
+constexpr bool kOfHalves = Config::kProducts == 3;
+
 // All tables are of the class. Gradients follow sum_repeated_grads, which lets them start when the
 // index is there: they wait for sums of repeated ids when their first prefixes are multiplied.
-template <typename Config, bool kBackward>
+// kPairs: distinct ids are taken two at a time instead of four.
+template <typename Config, bool kBackward, bool kPairs>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_kernel(TileInput in) {
   static_assert(Config::kKnown && Config::kRank == 32 && Config::kSlices == 1);
   static_assert(Config::kPrefixes == Config::kWarps);
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
+  constexpr bool kHalf = kOfHalves<Config>;
+  static_assert(kPairs || !kHalf);
+  using Half = HalfTile<Config>;
   extern __shared__ float4 memory[];
   __shared__ PrefixList list;
   __shared__ NextIds<Config::kWarps> next_ids;
@@ -26,6 +37,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   float* heads = middle + Config::kMiddleValues;
   float* products = heads + Config::kHeadValues;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  // The same in halves.
+  __shared__ std::conditional_t<kHalf, typename Half::Scales, int> scales;
+  [[maybe_unused]] __half* const half_middle = reinterpret_cast<__half*>(memory);
+  [[maybe_unused]] __half* const half_heads = half_middle + Half::kMiddleHalves;
+  [[maybe_unused]] __half* const half_products = half_heads + Half::kHeadHalves;
+  [[maybe_unused]] __half* const half_product = half_products + warp * Half::kPrefixStep;
+  [[maybe_unused]] int middle_exponent = 0;
 
   copy_view(in.tables[0], &table);
   bool waits = kBackward;
@@ -48,7 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   piece.middle = -1;
   piece.first_head_column = 0;
   piece.first_middle_column = 0;
-  MiddleGrad<Config> middle_grad;
+  std::conditional_t<kHalf, typename Half::MiddleGrad, MiddleGrad<Config>> middle_grad;
   if constexpr (kBackward) middle_grad.clear();
   auto wait = [] { __syncthreads(); };
   TileWalk<Config> walk{in, piece, list, next_ids, thread};
@@ -78,22 +96,37 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
         }
       }
       piece.middle = prefixes[0].z;
-      load_middle<Config>(thread, piece, 0, middle);
+      if constexpr (kHalf) {
+        middle_exponent = Half::load_middle(thread, piece, scales, half_middle);
+      } else {
+        load_middle<Config>(thread, piece, 0, middle);
+      }
     }
-    walk.head_load.store(thread, heads);
+    if constexpr (kHalf) {
+      Half::store_heads(thread, walk.head_load, scales, half_heads);
+    } else {
+      walk.head_load.store(thread, heads);
+    }
     wait_for_copies();
     __syncthreads();
     const bool mine = walk.mine();
     const int begin = walk.begin(), stop = walk.stop();
     const IdLane id = next_ids.get(warp);
+    auto multiply = [&] {
+      if constexpr (kHalf) {
+        Half::multiply_prefixes(thread, half_heads, half_middle, half_products, run);
+      } else {
+        multiply_prefixes<Config>(thread, heads, middle, products, run);
+      }
+    };
     if constexpr (kBackward) {
-      FourIds<Config> four;
-      const float* const core = static_cast<const float*>(table.last) + lane / 4 * 4;
+      std::conditional_t<kPairs, TwoIds<Config>, FourIds<Config>> first;
+      const float* const core = static_cast<const float*>(table.last) + (kPairs ? 0 : lane / 4 * 4);
       auto read = [&] {
-        if (mine) four.read(in, id, core, 0, min(32, stop - begin));
+        if (mine) first.read(in, id, core, 0, min(32, stop - begin));
       };
       if (!waits) read();
-      multiply_prefixes<Config>(thread, heads, middle, products, run);
+      multiply();
       if (waits) {
         wait_for_kernel_before();
         waits = false;
@@ -101,27 +134,56 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       }
       __syncthreads();
       if (mine) {
-        gradient_ids_ahead(in, piece, core, id, products + warp * Config::kPrefixStep, begin, stop,
-                           LastGradInMemory<Config>{}, 0, four);
+        if constexpr (kHalf) {
+          const int e = gradient_pairs(in, piece, core, id, half_product,
+                                       Half::prefix_exponent(scales, warp, middle_exponent), begin,
+                                       stop, first);
+          if (lane == 0) scales.grads[warp] = e;
+        } else if constexpr (kPairs) {
+          gradient_pairs(in, piece, core, id, products + warp * Config::kPrefixStep, begin, stop,
+                         first);
+        } else {
+          gradient_ids_ahead(in, piece, core, id, products + warp * Config::kPrefixStep, begin,
+                             stop, LastGradInMemory<Config>{}, 0, first);
+        }
       }
       walk.move_on(number);
       __syncthreads();
-      middle_grad.add(thread, 0, heads, products, run);
-      add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
+      if constexpr (kHalf) {
+        middle_grad.add(thread, scales, half_heads, half_products, run);
+        Half::add_head_grad(thread, piece, prefixes, run, scales, middle_exponent, half_middle,
+                            half_products);
+      } else {
+        middle_grad.add(thread, 0, heads, products, run);
+        add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
+      }
       __syncthreads();
     } else {
-      LastValues values;
+      std::conditional_t<kPairs, LastPair, LastValues> values;
       const LastInMemory<Config> last;
       if (mine) {
-        last.read(piece, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
-                  &values);
+        if constexpr (kPairs) {
+          values.read(piece, id, 0, min(32, stop - begin));
+        } else {
+          last.read(piece, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
+                    &values);
+        }
       }
-      multiply_prefixes<Config>(thread, heads, middle, products, run);
+      multiply();
       __syncthreads();
       walk.move_on(number);
       if (mine) {
-        lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
-                         last, values);
+        if constexpr (kHalf) {
+          lookup_pairs(in, id, piece, half_product,
+                       Half::prefix_exponent(scales, warp, middle_exponent), begin, stop, gather,
+                       values);
+        } else if constexpr (kPairs) {
+          lookup_pairs(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
+                       values);
+        } else {
+          lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop,
+                           gather, last, values);
+        }
       }
     }
     walk.refill(number, wait);
@@ -130,10 +192,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
 }
 
 // As many blocks as run at the same time.
-template <typename Config, bool kBackward>
+template <typename Config, bool kBackward, bool kPairs>
 void launch_shares(const TileRun& run, const TileInput& in) {
-  auto kernel = share_kernel<Config, kBackward>;
-  constexpr size_t kBytes = Config::shared_bytes(kBackward);
+  auto kernel = share_kernel<Config, kBackward, kPairs>;
+  constexpr size_t kBytes =
+      kOfHalves<Config> ? HalfTile<Config>::kBytes : Config::shared_bytes(kBackward);
   const auto blocks = static_cast<unsigned>(run.multiprocessors * Config::kMinBlocks);
   launch_chained(kernel, {dim3(blocks), Config::kThreads, kBytes}, run.stream, in);
 }

@@ -30,16 +30,20 @@ bool launch_dense(const TileRun& run, const TileInput& in) {
 template <int kProducts>
 using Repeatable32 = TileConfig<32, 32, 8, 4, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
 
-// The lookup in tf32 has registers for three blocks a multiprocessor.
+// Ids are taken in pairs where they are few, and always in single precision. Lookups have registers
+// for three blocks a multiprocessor.
 template <int kProducts, Fit kFit>
 void run_shares(const TileRun& run, const TileInput& in) {
-  constexpr int kLookupBlocks = kProducts == 1 ? 3 : 2;
-  constexpr RowType kType = RowType::kFloat32;
-  if (run.backward) {
-    launch_shares<TileConfig<32, 32, 8, 8, kProducts, kFit, kType, 2>, true>(run, in);
-  } else {
-    launch_shares<TileConfig<32, 32, 8, 8, kProducts, kFit, kType, kLookupBlocks>, false>(run, in);
+  using Lookup = TileConfig<32, 32, 8, 8, kProducts, kFit, RowType::kFloat32, 3>;
+  using Gradients = TileConfig<32, 32, 8, 8, kProducts, kFit, RowType::kFloat32, 2>;
+  if constexpr (kProducts == 1) {
+    if (!run.few) {
+      return run.backward ? launch_shares<Gradients, true, false>(run, in)
+                          : launch_shares<Lookup, false, false>(run, in);
+    }
   }
+  return run.backward ? launch_shares<Gradients, true, true>(run, in)
+                      : launch_shares<Lookup, false, true>(run, in);
 }
 
 }  // namespace
