@@ -32,7 +32,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 // Arithmetic of the contractions.
 enum class Precision : int32_t {
   kTf32 = 0,  // one tensor core product of operands rounded to tf32: within 1e-3
-  kFp32 = 1,  // three products of operands split in two (3xTF32): within 1e-5
+  kFp32 = 1,  // three products of operands split in two, in tf32 or half precision: within 1e-5
 };
 
 // Which kernel runs a table; plan_tables says it.

@@ -159,12 +159,15 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
         mma_half(d[t], low[t], b0.high, b1.high);
         mma_half(d[t], high[t], b0.low, b1.low);
         mma_half(d[t], high[t], b0.high, b1.high);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) d[t][i] *= unit;
       }
       const int mine = from + column / 2;
       const int32_t slice = __shfl_sync(kAllLanes, id.last, min(mine, limit - 1));
       if (from + 2 < limit) two.read(in, id, core, from + 2, limit);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[t][i] *= unit;
+      }
       if (mine < limit) add_last_pair(piece, slice, 4 * row, d);
     }
   }

@@ -13,19 +13,18 @@ namespace {
 // Below, a launch that finds the batch not to be dense costs more than one that does could save.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
-// Up to so many ids of several tables, or of a narrow one, and for gradients in single precision,
-// equal shares of the prefixes pay: the most they were measured with.
+// Up to so many ids of several tables, or of a narrow one, equal shares of the prefixes pay: the
+// most they were measured with.
 constexpr int64_t kMostShared = int64_t{1} << 18;
 
 // Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
-bool by_shares(const Plan& plan, const Batch& batch, Precision precision, bool backward) {
+bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
   const KernelClass& kernel = plan.classes[0];
   const bool has_kernel = kernel.rank == 32 && (kernel.fours || kernel.narrow);
   if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
   const bool one_of_fours = kernel.fours && plan.num_tables == 1;
   if (!one_of_fours && batch.num_ids > kMostShared) return false;
-  if (!backward) return true;
-  return !batch.deterministic && (precision == Precision::kTf32 || batch.num_ids <= kMostShared);
+  return !(backward && batch.deterministic);
 }
 
 // Whether gradients have a kernel for many ids a prefix, which may find that there are fewer.
@@ -65,7 +64,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.precision = precision;
   run.backward = backward;
   run.few = batch.num_ids <= kSmallBatch;
-  run.shares = by_shares(plan, batch, precision, backward);
+  run.shares = by_shares(plan, batch, backward);
   run.deterministic = batch.deterministic;
   run.may_be_dense = batch.num_ids >= kMaybeDense;
   run.most_prefixes = most_prefixes(plan, batch);
