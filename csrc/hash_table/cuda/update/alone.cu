@@ -14,12 +14,16 @@ constexpr int kAloneThreads = 512;
 // room for the next without waiting for others.
 __host__ __device__ constexpr int block_of(bool prefetch) { return prefetch ? 64 : kThreads; }
 
-// Adam's rows of more than 64 columns take a warp each, which has three of them under way without
-// spilled registers. They are read as what leaves the second-level cache last: the memory serves
-// such reads and the writes that follow 3 % faster.
+// Adam's rows are read as what leaves the second-level cache last: the memory serves such reads and
+// the writes that follow 3 % faster. Of more than 64 columns they take a warp each, which has three
+// of them under way without spilled registers.
 template <typename Updater>
 struct OfAlone {
   using Type = Updater;
+};
+template <>
+struct OfAlone<PlainUpdater<Optimizer::kAdam, 1>> {
+  using Type = PlainUpdater<Optimizer::kAdam, 1, kWarp / 2, true>;
 };
 template <>
 struct OfAlone<PlainUpdater<Optimizer::kAdam, 2>> {
