@@ -111,7 +111,22 @@ __device__ __forceinline__ uint64_t evict_first() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// The same as prefetch_l2, with that policy where whole rows are brought near at once.
+// The policy of what leaves it after others.
+__device__ __forceinline__ uint64_t evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// As load_vector_once, with a policy of the second-level cache.
+__device__ __forceinline__ uint4 load_vector_once(const void* from, uint64_t policy) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from), "l"(policy));
+  return v;
+}
+// As prefetch_l2, with the policy of what is not needed again where whole rows are brought near at
+// once.
 __device__ __forceinline__ void prefetch_l2_once(const void* address, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(address),

@@ -105,8 +105,10 @@ struct Columns {
 };
 
 // Four columns of a row that is not worth a place in L1, since none is read twice soon.
-__device__ __forceinline__ Columns<4> load_once(const float* from) {
-  const uint4 bits = load_vector_once(from);
+// policy: of the second-level cache, or none.
+template <typename... Policy>
+__device__ __forceinline__ Columns<4> load_once(const float* from, Policy... policy) {
+  const uint4 bits = load_vector_once(from, policy...);
   Columns<4> c;
   c.v[0] = __uint_as_float(bits.x), c.v[1] = __uint_as_float(bits.y);
   c.v[2] = __uint_as_float(bits.z), c.v[3] = __uint_as_float(bits.w);

@@ -72,12 +72,14 @@ struct LaneColumns {
     for (int i = 0; i < kVectors; ++i) c.v[i] = Columns<4>::zero();
     return c;
   }
-  // Of a row that is not worth a place in L1.
-  __device__ __forceinline__ static LaneColumns load_once(const float* row, int32_t dim) {
+  // Of a row that is not worth a place in L1. policy: of the second-level cache, or none.
+  template <typename... Policy>
+  __device__ __forceinline__ static LaneColumns load_once(const float* row, int32_t dim,
+                                                          Policy... policy) {
     LaneColumns c;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      c.v[i] = column(i) < dim ? cuda::load_once(row + column(i)) : Columns<4>::zero();
+      c.v[i] = column(i) < dim ? cuda::load_once(row + column(i), policy...) : Columns<4>::zero();
     }
     return c;
   }

@@ -38,10 +38,18 @@ struct alignas(16) PoolRing {
 };
 static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
 
-// Four columns of a row, as they are stored.
-template <bool kFloat32>
+// Positions from which on rows that are read once leave nothing in the second-level cache that the
+// next kernels need: where each bag has one, they are read as what leaves it last. The memory
+// serves reads among as many writes faster then.
+constexpr int64_t kManyOnce = int64_t{1} << 19;
+
+// Four columns of a row, as they are stored. kStay: they leave the second-level cache last.
+template <bool kFloat32, bool kStay>
 __device__ __forceinline__ void copy_columns(float4* to, const char* from, RowType type) {
-  if (kFloat32 || type == RowType::kFloat32) {
+  if constexpr (kStay) {
+    static_assert(kFloat32);
+    copy_async_cached<4 * sizeof(float)>(to, from, evict_last());
+  } else if (kFloat32 || type == RowType::kFloat32) {
     copy_async_cached<4 * sizeof(float)>(to, from);
   } else {
     copy_async_cached<4 * sizeof(uint16_t)>(to, from);
@@ -49,7 +57,7 @@ __device__ __forceinline__ void copy_columns(float4* to, const char* from, RowTy
 }
 
 // kFloat32, kFloat32Out: whether rows, and outputs, are of that type. Otherwise of any.
-template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out>
+template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out, bool kStay = false>
 __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
     pool_tiles_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                       const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
@@ -181,7 +189,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
           if (mine) {
 #pragma unroll
             for (int k = 0; k < kGroup; ++k) {
-              copy_columns<kFloat32>(&rows[k][lane], from[k] + row_offset, type);
+              copy_columns<kFloat32, kStay>(&rows[k][lane], from[k] + row_offset, type);
             }
           }
         } else {
@@ -192,7 +200,8 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
               row = Row::initial(table.initial_rows, batch.ids[chunk.at + first + k],
                                  table.column_offset + column);
             } else if (mine && first + k < chunk.count) {
-              copy_columns<kFloat32>(&rows[k][lane], ring.addresses[first + k] + row_offset, type);
+              copy_columns<kFloat32, kStay>(&rows[k][lane], ring.addresses[first + k] + row_offset,
+                                            type);
               continue;
             }
             row.store(reinterpret_cast<float*>(&rows[k][lane]));
@@ -233,9 +242,11 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
   const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   const bool float32_out = out.type == RowType::kFloat32;
+  const bool once = batch.num_ids == batch.num_bags && batch.num_ids >= kManyOnce;
   const auto kernel = !shape.float32_rows ? pool_tiles_kernel<kLanes, true, false, false>
                       : !float32_out      ? pool_tiles_kernel<kLanes, true, true, false>
                       : scaled            ? pool_tiles_kernel<kLanes, true, true, true>
+                      : once              ? pool_tiles_kernel<kLanes, false, true, true, true>
                                           : pool_tiles_kernel<kLanes, false, true, true>;
   const int64_t threads = tiling.tiles(batch) * kLanes;
   const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);

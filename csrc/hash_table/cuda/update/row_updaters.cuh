@@ -17,6 +17,7 @@ namespace torchrec_hkv::hash_table::cuda {
 // Any optimizer, any type of row.
 template <bool kStates>
 struct AnyUpdater {
+  static constexpr bool kPlain = false;
   static constexpr bool kColumnStates = kStates;
   static constexpr int kLanes = kWarp;
   using Gradient = LaneColumns<kWarp, 1>;
@@ -42,8 +43,10 @@ struct AnyUpdater {
 // One optimizer, fp32 rows, and nothing else: see is_plain. A row takes half a warp, so that what
 // is done once a row, the division and the root above all, is done for two rows at once. kOfLane:
 // vectors of four columns that a lane has. One, where it is enough, lets more rows be under way.
-template <Optimizer kKind, int kOfLane>
+// kStay: what is read of rows and column states leaves the second-level cache after others.
+template <Optimizer kKind, int kOfLane, int kOfRow = kWarp / 2, bool kStay = false>
 struct PlainUpdater {
+  static constexpr bool kPlain = true;
   static constexpr int kStates = column_states(kKind);
   static constexpr bool kColumnStates = kStates > 0;
   static constexpr bool kAdapts =
@@ -51,7 +54,7 @@ struct PlainUpdater {
   // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
   static constexpr Optimizer kColumns =
       kKind == Optimizer::kRowWiseAdagrad ? Optimizer::kSgd : kKind;
-  static constexpr int kLanes = kWarp / 2;
+  static constexpr int kLanes = kOfRow;
   static constexpr int kVectors = kOfLane;
   using Gradient = LaneColumns<kLanes, kVectors>;
 
@@ -68,6 +71,7 @@ struct PlainUpdater {
   float *rows, *states;
   int32_t dim, state_width;
   bool has_frames;
+  uint64_t policy;  // of kStay
 
   __device__ __forceinline__ PlainUpdater(const TableView& of, const OptimizerConfig& config,
                                           float learning_rate)
@@ -78,7 +82,8 @@ struct PlainUpdater {
         states(reinterpret_cast<float*>(of.states.homes)),
         dim(of.rows.width),
         state_width(of.states.width),
-        has_frames(of.frames.tags != nullptr) {}
+        has_frames(of.frames.tags != nullptr),
+        policy(kStay ? evict_last() : 0) {}
 
   __device__ __forceinline__ Row load(int64_t slot) const {
     Row row;
@@ -93,11 +98,19 @@ struct PlainUpdater {
       row.values = reinterpret_cast<float*>(its->rows.at(slot, frame));
       row.state = reinterpret_cast<float*>(its->states.at(slot, frame));
     }
-    row.value = Gradient::load_once(row.values, dim);
-    if constexpr (kStates >= 1) row.first = Gradient::load_once(row.state, dim);
-    if constexpr (kStates >= 2) row.second = Gradient::load_once(row.state + dim, dim);
+    row.value = read(row.values);
+    if constexpr (kStates >= 1) row.first = read(row.state);
+    if constexpr (kStates >= 2) row.second = read(row.state + dim);
     if constexpr (kAdapts) row.old_square = row.state[kStates * dim];
     return row;
+  }
+
+  __device__ __forceinline__ Gradient read(const float* columns) const {
+    if constexpr (kStay) {
+      return Gradient::load_once(columns, dim, policy);
+    } else {
+      return Gradient::load_once(columns, dim);
+    }
   }
 
   __device__ __forceinline__ void finish(int64_t, Row& row, const Gradient& gradient) const {
