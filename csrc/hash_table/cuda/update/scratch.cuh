@@ -174,10 +174,11 @@ struct Scratch {
   uint32_t* sorted;
   uint32_t* longest_feature;  // positions of the feature with most, where all are sorted
   // Of each of the first kMostRanges features, where a slot that has a large part of its positions
-  // is sorted behind all others (sort_by_table.cu): one more than the number of those others. Zeros
-  // where it is not known. Null in batch order.
+  // is sorted behind all others (sort_by_table.cu): one more than the number of those others, or,
+  // where its run is not a long one, of all. Zeros where it is not known.
   uint32_t* before_hot;
-  uint32_t* ticket;           // of stream.cu: tasks that have been begun, but for the first ones
+  uint32_t* hot_slots;  // 1: there is such a slot, with a long run
+  uint32_t* ticket;     // of stream.cu: tasks that have been begun, but for the first ones
   Repeats repeats;
   Chains chains;
   uint32_t* repeated_positions;  // in batch order: a bit each, whether it was split off

@@ -84,12 +84,12 @@ __device__ __forceinline__ void keep_equal(unsigned& same, uint32_t digit, uint3
       : "r"(digit), "r"(bit));
 }
 
-// before_hot: as Scratch has it, or null.
+// before_hot, hot_slots: as Scratch has them, the former or null.
 template <int kSortThreads, int kBits, typename Low>
 __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     sort_by_table_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                          const __grid_constant__ Pairs pairs, const __grid_constant__ Pairs other,
-                         int passes, uint32_t* before_hot) {
+                         int passes, uint32_t* before_hot, uint32_t* hot_slots) {
   using Shared = SortedShare<kSortThreads, kBits, Low>;
   constexpr int kCounts = Shared::kCounts, kSortWarps = Shared::kSortWarps;
   constexpr int kItems = kShare / kSortThreads;  // positions of a thread
@@ -297,9 +297,11 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     }
     cluster.sync();  // before others' keys are read, or totals written
     end -= shared.num_hot;
-    if (pass == 0 && before_hot != nullptr && block == 0 && thread == 0) {
-      // Only where it is a long run others have no part in it.
-      before_hot[feature] = 1 + end - begin + (shared.num_hot > kLongest ? 0 : shared.num_hot);
+    if (pass == 0 && block == 0 && thread == 0) {
+      const bool long_run = shared.num_hot > kLongest;
+      if (long_run) *hot_slots = 1;
+      if (before_hot != nullptr)
+        before_hot[feature] = 1 + end - begin + (long_run ? 0 : shared.num_hot);
     }
     hot = kNoHotSlot;
   }
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
 
 template <int kSortThreads, int kBits, typename Low>
 __global__ void sort_by_table_kernel(const TableView*, const Batch, const Pairs, const Pairs, int,
-                                     uint32_t*) {}
+                                     uint32_t*, uint32_t*) {}
 
 #endif
 
@@ -335,7 +337,8 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
 }
 
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
-                   int64_t most_slots, uint32_t* before_hot, bool beside, cudaStream_t stream) {
+                   int64_t most_slots, uint32_t* before_hot, uint32_t* hot_slots, bool beside,
+                   cudaStream_t stream) {
   int bits = 1;
   while ((int64_t{1} << bits) <= most_slots) ++bits;  // one more number: of no slot
   const int passes = (bits + 7) / 8;
@@ -346,7 +349,7 @@ void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pai
                             sizeof(SortedShare<kSortThreads, kBits, Low>),
                             static_cast<int>(blocks)};
     launch_chained(sort_by_table_kernel<kSortThreads, kBits, Low>, shape, stream, tables, batch,
-                   pairs->pairs, pairs->other, passes, before_hot);
+                   pairs->pairs, pairs->other, passes, before_hot, hot_slots);
   };
   const auto launch = [&]<int kBits, typename Low>() {
     if constexpr (kBits == 7) {  // few threads don't have more digits

@@ -361,7 +361,7 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
     const bool holds = beside != nullptr && is_captured(stream);
     if (holds) beside->hold_other();
     sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.before_hot,
-                  beside != nullptr && !holds, stream);
+                  scratch.hot_slots, beside != nullptr && !holds, stream);
   } else {
     sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
              stream);
