@@ -326,7 +326,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
     SideStream side(stream);
     grouped.fill(group, batch, weighted, at, noted, side.stream(), &side);
-    hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(), stream);
+    hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(),
+                                group.update_hint(), stream);
     side.join();
   });
   return {pooled, grouped.memory, grouped.ways()};
@@ -356,10 +357,10 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
       at::empty(layout.output_shape(), ids.options().dtype(dtype.value_or(at::kFloat)));
   const Output<char> out{static_cast<char*>(pooled.data_ptr()), layout.output_stride(), type};
   const int64_t* at = present.const_data_ptr<int64_t>();
-  HKV_ON_GROUP(
-      group, pin ? kReadPinned : kReadRows,
-      hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
-      hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(), stream));
+  HKV_ON_GROUP(group, pin ? kReadPinned : kReadRows,
+               hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
+               hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(),
+                                           group.update_hint(), stream));
   return pooled;
 }
 

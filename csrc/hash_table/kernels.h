@@ -25,6 +25,7 @@ namespace torchrec_hkv::hash_table {
 struct UpdateHint {
   uint32_t batch_order;      // 1: most rows of a batch stand at one of its positions
   uint32_t longest_feature;  // positions of the feature with most, of one that was sorted
+  uint32_t hot_slots;        // 1: some slot stood at a large part of a feature's positions
 };
 
 // What a lookup on a GPU has seen of 32 neighbouring positions of its batch, a bit each.
@@ -212,7 +213,8 @@ void export_slots(const TableView* tables, int32_t num_tables, const int64_t* sl
                   const Exported& out, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<char> out, const GroupShape& shape, cudaStream_t stream);
+               Output<char> out, const GroupShape& shape, const UpdateHint* hint,
+               cudaStream_t stream);
 
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const char> grad, float* weights_grad, cudaStream_t stream);

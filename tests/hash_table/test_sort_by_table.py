@@ -1,7 +1,8 @@
 """On a GPU positions are sorted table by table where each feature has a table of its own.
 
 A feature that shares a table, though its bags are empty, makes a group sort all positions at once.
-Rows must be the same to the last bit.
+Rows must be the same to the last bit. So must outputs: pooling has a way of its own where the sort
+has found hot slots.
 """
 
 import pytest
@@ -19,8 +20,8 @@ DIM = 8
 NOWHERE = IDS + 3  # an id that gets no slot
 
 
-def make(capacity, optimizer, shares):
-    specs = [TableSpec(f"t{t}", capacity, DIM, initializer=Uniform(-1, 1)) for t in range(TABLES)]
+def make(capacity, optimizer, shares, dim=DIM):
+    specs = [TableSpec(f"t{t}", capacity, dim, initializer=Uniform(-1, 1)) for t in range(TABLES)]
     features = [*range(TABLES), 0] if shares else list(range(TABLES))
     group = TableGroup(specs, features, optimizer, device="cuda")
     ids = torch.arange(IDS, device="cuda").repeat(TABLES)
@@ -41,6 +42,12 @@ def draw(kind):
     ids = torch.randint(IDS, (n,), device="cuda")
     if kind == "hot":  # in one table a third of the positions, in others more
         ids[torch.rand(n, device="cuda") < torch.linspace(0.3, 1, n, device="cuda")] = 7
+    if kind == "hot bags":  # most bags have few other ids; some are long, or empty
+        lengths = torch.where(lengths < 4, 0, lengths * 3)
+        n = int(lengths.sum())
+        ids = torch.randint(IDS, (n,), device="cuda")
+        ids[torch.rand(n, device="cuda") < 0.95] = 7
+        ids[torch.rand(n, device="cuda") < 0.001] = NOWHERE
     if kind == "missing":
         ids[torch.rand(n, device="cuda") < 0.2] = NOWHERE
     return ids, lengths.flatten()
@@ -59,6 +66,7 @@ def step(group, ids, lengths, weights, mean, grad):
     out = group.pooled_lookup(anchor, ids, offsets, weights, slots, BATCH, mean, pin, rate)
     out.backward(grad[:, : out.shape[1]].contiguous())
     torch.cuda.synchronize()  # what the batch was like is known when the next begins
+    return out.detach()
 
 
 def rows_of(group):
@@ -82,13 +90,19 @@ def test_other_updates(optimizer, pooling):
     compare(1_000_000, "hot", optimizer, pooling != "sum", pooling != "sum")
 
 
-def compare(capacity, kind, optimizer, weighted, mean):
-    groups = [make(capacity, optimizer, shares) for shares in (False, True)]
+@pytest.mark.parametrize("dim", [8, 40, 128])
+@pytest.mark.parametrize("kind", ["hot", "hot bags"])
+def test_pooling_of_hot_slots(kind, dim):
+    compare(200_000, kind, RowWiseAdagrad(eps=1e-8), False, False, dim)
+
+
+def compare(capacity, kind, optimizer, weighted, mean, dim=DIM):
+    groups = [make(capacity, optimizer, shares, dim) for shares in (False, True)]
     for _ in range(3):
         ids, lengths = draw(kind)
         weights = torch.rand(len(ids), device="cuda") if weighted else None
-        grad = torch.randn(BATCH, (TABLES + 1) * DIM, device="cuda")
-        for group in groups:
-            step(group, ids, lengths, weights, mean, grad)
+        grad = torch.randn(BATCH, (TABLES + 1) * dim, device="cuda")
+        outs = [step(group, ids, lengths, weights, mean, grad) for group in groups]
+        assert torch.equal(outs[0], outs[1][:, : TABLES * dim])
     for mine, other in zip(*(rows_of(group) for group in groups), strict=True):
         assert torch.equal(mine, other)

@@ -164,11 +164,13 @@ void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cud
 }
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<char> out, const GroupShape& shape, cudaStream_t stream) {
+               Output<char> out, const GroupShape& shape, const UpdateHint* hint,
+               cudaStream_t stream) {
   const int64_t bags = batch.num_bags;
   if (bags == 0) return;
   if (shape.four_wide && out.stride % 4 == 0) {
-    pool_four_wide(tables, batch, slots, pooling, out, shape, stream);
+    const bool hot = static_cast<const volatile UpdateHint*>(hint)->hot_slots != 0;
+    pool_four_wide(tables, batch, slots, pooling, out, shape, hot, stream);
     return;
   }
   const int64_t warps = (bags + kBagsOfWarp - 1) / kBagsOfWarp;

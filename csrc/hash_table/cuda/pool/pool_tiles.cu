@@ -4,6 +4,10 @@
 // the borders of chunks and bags, and hold no registers meanwhile. They come through L1, which
 // serves hot ones. Each lane copies what it adds up itself, so lanes don't wait for each other.
 //
+// Where batches have a hot id, at a large part of a feature's positions, a tile looks whether its
+// first chunk has one. The row then stays in registers, is not copied, and is added where its
+// positions are.
+//
 // Blocks are small and don't last long: a kernel of another stream, if that has a higher priority,
 // gets its place among them soon.
 #include "common/chain.cuh"
@@ -28,6 +32,9 @@ constexpr int kTags = 64;  // of the chunk and of the groups under way
 
 // What a tag says of a position: the number of the bag that ends there, from 1 on, or 0.
 constexpr uint32_t kTagInitial = 1u << 31;  // the row is an initial one, whatever the table's type
+// With a hot row, how often that is to be added before the position's own stands above the bag.
+constexpr int kTagBagBits = 12;
+constexpr uint32_t kMostTimes = 1u << 18;
 
 template <int kLanes, bool kScaled>
 struct alignas(16) PoolRing {
@@ -37,6 +44,7 @@ struct alignas(16) PoolRing {
   float scales[kScaled ? kTags : 4];
 };
 static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
+static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
 
 // Positions from which on rows that are read once leave nothing in the second-level cache that the
 // next kernels need: where each bag has one, they are read as what leaves it last. The memory
@@ -56,14 +64,76 @@ __device__ __forceinline__ void copy_columns(float4* to, const char* from, RowTy
   }
 }
 
+// Sixteen bytes of a row, or zeros.
+__device__ __forceinline__ void copy_or_clear(float4* to, const char* from, bool copies) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(copies ? 16 : 0)
+               : "memory");
+}
+
+// The items of a chunk: positions whose rows are copied, all, or those that don't have the tile's
+// hot slot or end a bag. A lane knows of the position with its number.
+struct Items {
+  unsigned mask;   // of positions
+  int number;      // of items
+  int index;       // of the lane's position, if it is one
+  uint32_t times;  // how often the hot row stands between it and the item before
+};
+
+// What a tile knows of its hot slot.
+template <int kLanes>
+struct HotSlot : Tile<kLanes> {
+  using Tile<kLanes>::lane;
+
+  int64_t slot = kNoSlot;  // in the table
+  uint32_t carried = 0;    // how often it stands behind the last item of the chunks before
+
+  // Of a tile's first chunk, where a quarter of its positions has the same. slot_in_table: of the
+  // lane's position, if that has a row.
+  __device__ __forceinline__ void look(int64_t slot_in_table, bool has_row) {
+    const uint32_t mine = has_row ? static_cast<uint32_t>(slot_in_table) : ~lane();
+    const int same = __popc(__match_any_sync(Tile<kLanes>::mask(), mine));
+    const unsigned many = Tile<kLanes>::ballot(has_row && same >= kLanes / 4);
+    if (many == 0) return;
+    slot = Tile<kLanes>::of_lane(slot_in_table, __ffs(static_cast<int>(many)) - 1);
+  }
+  // bag_end: where the lane's bag ends, one behind its last position, if it ends in the chunk, else
+  // 0. all: rows of all positions are copied.
+  __device__ __forceinline__ Items items(int64_t slot_in_table, int count, int bag_end, bool all) {
+    const bool there = lane() < count;
+    Items its{~0u, count, lane(), lane() == 0 ? carried : 0};
+    if (slot == kNoSlot || all) {
+      carried = 0;
+      return its;
+    }
+    const unsigned ends =
+        __reduce_or_sync(Tile<kLanes>::mask(), bag_end > 0 ? 1u << (bag_end - 1) : 0u);
+    const bool is_item =
+        slot_in_table != slot || (ends >> lane() & 1) != 0 || carried >= kMostTimes;
+    its.mask = Tile<kLanes>::ballot(there && is_item);
+    its.number = __popc(its.mask);
+    const unsigned before = its.mask & ((1u << lane()) - 1);
+    its.index = __popc(before);
+    its.times = lane() - (kWarp - __clz(static_cast<int>(before))) + (before == 0 ? carried : 0);
+    carried = count - (kWarp - __clz(static_cast<int>(its.mask))) + (its.mask == 0 ? carried : 0);
+    return its;
+  }
+};
+
+// What a kernel knows of its rows: nothing; that there may be hot slots; or that each bag has one
+// (kManyOnce). The last two are of float32 rows without scales.
+enum class Rows { kAny, kHot, kOnce };
+
 // kFloat32, kFloat32Out: whether rows, and outputs, are of that type. Otherwise of any.
-template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out, bool kStay = false>
+template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out, Rows kRows>
 __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
     pool_tiles_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                       const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
                       const __grid_constant__ Output<char> out,
                       const __grid_constant__ BagTiling tiling) {
   using Row = Columns<4>;
+  constexpr bool kHot = kRows == Rows::kHot, kStay = kRows == Rows::kOnce;
+  static_assert(kRows == Rows::kAny || (kFloat32 && kFloat32Out && !kScaled));
   __shared__ PoolRing<kLanes, kScaled> rings[kPoolThreads / kLanes];
   PoolRing<kLanes, kScaled>& ring = rings[threadIdx.x / kLanes];
   wait_for_kernel_before();  // which may have written slots, or what says of bags
@@ -94,9 +164,12 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
       if (mine) row.store(out_type, my_outputs + static_cast<uint64_t>(bag) * stride, 0);
     };
     Row sum = Row::zero();
-    int group = 0;      // number of the next one
-    int place = 0;      // its place among those under way
-    int under_way = 0;  // groups
+    HotSlot<kLanes> hot;
+    Row hot_row = Row::zero();
+    bool is_first = true;  // of the chunks
+    int group = 0;         // number of the next one
+    int place = 0;         // its place among those under way
+    int under_way = 0;     // groups
     // Adds up the group whose place is given, the earliest of those under way.
     const auto finish = [&](int its_place, int its_tags) {
       const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[its_tags]);
@@ -121,8 +194,14 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
       }
 #pragma unroll
       for (int k = 0; k < kGroup; ++k) {
+        if (kHot) {
+#pragma unroll 1
+          for (uint32_t times = tags[k] >> kTagBagBits; times > 0; --times) sum.add(1.0f, hot_row);
+        }
         sum.add(kScaled ? scales[k] : 1.0f, rows[k]);
-        const uint32_t end = kFloat32 ? tags[k] : tags[k] & ~kTagInitial;
+        const uint32_t end = kHot       ? tags[k] & ((1u << kTagBagBits) - 1)
+                             : kFloat32 ? tags[k]
+                                        : tags[k] & ~kTagInitial;
         if (end != 0) {
           write(end - 1, sum);
           sum = Row::zero();
@@ -149,10 +228,35 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
         address = framed ? table.row(slot) : homes + slot * row_bytes;
       }
       const unsigned missing = tile.ballot(there && !has_row);
-      const int tag = (tags_of(group) + lane) & (kTags - 1);
+      const bool ends_here = (chunk.done & ~chunk.empty) >> lane & 1;  // the lane's bag
+      const int64_t slot_in_table = chunk.slot - first_slot;
+      Items items{~0u, chunk.count, lane, 0};
+      if (kHot) {
+        if (is_first) {
+          is_first = false;
+          hot.look(slot_in_table, has_row);
+          if (hot.slot != kNoSlot && mine) {
+            const char* const at = framed ? table.row(hot.slot) : homes + hot.slot * row_bytes;
+            hot_row = Row::load(reinterpret_cast<const float*>(at + row_offset));
+          }
+        }
+        items = hot.items(slot_in_table, chunk.count, ends_here ? chunk.end : 0, missing != 0);
+      }
+      const int tag = (tags_of(group) + items.index) & (kTags - 1);
       __syncwarp(tile.mask());  // all have read those of the chunk before
-      ring.addresses[lane] = address;
-      ring.tags[tag] = !kFloat32 && (missing >> lane & 1) ? kTagInitial : 0;
+      if (kHot) {
+        if (lane >= items.number) {
+          ring.addresses[lane] = homes;  // from where nothing is copied
+          ring.tags[(tags_of(group) + lane) & (kTags - 1)] = 0;
+        }
+        if (there && (items.mask >> lane & 1)) {
+          ring.addresses[items.index] = address;
+          ring.tags[tag] = items.times << kTagBagBits;
+        }
+      } else {
+        ring.addresses[lane] = address;
+        ring.tags[tag] = !kFloat32 && (missing >> lane & 1) ? kTagInitial : 0;
+      }
       if (kScaled) {
         // Of the bags' ends those that are not behind the position: its bag.
         int bag = 0;
@@ -165,12 +269,14 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
         ring.scales[tag] = scale;
       }
       __syncwarp(tile.mask());
-      if ((chunk.done & ~chunk.empty) >> lane & 1) {
-        uint32_t& its = ring.tags[(tags_of(group) + chunk.end - 1) & (kTags - 1)];
-        its = (kFloat32 ? 0 : its) | static_cast<uint32_t>(chunk.bag + lane + 1);
+      if (ends_here) {
+        const int last = chunk.end - 1;
+        const int its_index = kHot ? __popc(items.mask & ((1u << last) - 1)) : last;
+        uint32_t& its = ring.tags[(tags_of(group) + its_index) & (kTags - 1)];
+        its = (kFloat32 && !kHot ? 0 : its) | static_cast<uint32_t>(chunk.bag + lane + 1);
       }
       __syncwarp(tile.mask());
-      for (int first = 0; first < chunk.count; first += kGroup) {
+      for (int first = 0; first < items.number; first += kGroup) {
         if (under_way == kGroups) {
           wait_for_copies<kGroups - 1>();
           finish(place, tags_of(group - kGroups));
@@ -178,7 +284,8 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
           ++under_way;
         }
         float4(&rows)[kGroup][kLanes] = ring.rows[place];
-        if (first + kGroup <= chunk.count && (missing >> first & ((1u << kGroup) - 1)) == 0) {
+        if ((kHot || first + kGroup <= chunk.count) &&
+            (missing >> first & ((1u << kGroup) - 1)) == 0) {
           const char* from[kGroup];
 #pragma unroll
           for (int k = 0; k < kGroup; k += 2) {
@@ -189,7 +296,11 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
           if (mine) {
 #pragma unroll
             for (int k = 0; k < kGroup; ++k) {
-              copy_columns<kFloat32, kStay>(&rows[k][lane], from[k] + row_offset, type);
+              if (kHot) {
+                copy_or_clear(&rows[k][lane], from[k] + row_offset, first + k < items.number);
+              } else {
+                copy_columns<kFloat32, kStay>(&rows[k][lane], from[k] + row_offset, type);
+              }
             }
           }
         } else {
@@ -223,7 +334,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
 
 template <int kLanes>
 void launch(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-            Output<char> out, const GroupShape& shape, cudaStream_t stream) {
+            Output<char> out, const GroupShape& shape, bool hot, cudaStream_t stream) {
   // Neighbouring bags share what a tile waits for at first; yet there should be some tiles for
   // each that has room at a time. Where few chunks are enough for all tiles to run at once, they
   // do, and leave room for what runs beside.
@@ -243,11 +354,13 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   const bool float32_out = out.type == RowType::kFloat32;
   const bool once = batch.num_ids == batch.num_bags && batch.num_ids >= kManyOnce;
-  const auto kernel = !shape.float32_rows ? pool_tiles_kernel<kLanes, true, false, false>
-                      : !float32_out      ? pool_tiles_kernel<kLanes, true, true, false>
-                      : scaled            ? pool_tiles_kernel<kLanes, true, true, true>
-                      : once              ? pool_tiles_kernel<kLanes, false, true, true, true>
-                                          : pool_tiles_kernel<kLanes, false, true, true>;
+  const auto kernel = !shape.float32_rows
+                          ? pool_tiles_kernel<kLanes, true, false, false, Rows::kAny>
+                      : !float32_out ? pool_tiles_kernel<kLanes, true, true, false, Rows::kAny>
+                      : scaled       ? pool_tiles_kernel<kLanes, true, true, true, Rows::kAny>
+                      : once         ? pool_tiles_kernel<kLanes, false, true, true, Rows::kOnce>
+                      : hot          ? pool_tiles_kernel<kLanes, false, true, true, Rows::kHot>
+                                     : pool_tiles_kernel<kLanes, false, true, true, Rows::kAny>;
   const int64_t threads = tiling.tiles(batch) * kLanes;
   const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
   launch_chained(kernel, blocks, kPoolThreads, stream, tables, batch, slots, pooling, out, tiling);
@@ -256,14 +369,14 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
 }  // namespace
 
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
-                    Pooling pooling, Output<char> out, const GroupShape& shape,
+                    Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream) {
   if (shape.widest <= 32) {
-    launch<8>(tables, batch, slots, pooling, out, shape, stream);
+    launch<8>(tables, batch, slots, pooling, out, shape, hot, stream);
   } else if (shape.widest <= 64) {
-    launch<16>(tables, batch, slots, pooling, out, shape, stream);
+    launch<16>(tables, batch, slots, pooling, out, shape, hot, stream);
   } else {
-    launch<32>(tables, batch, slots, pooling, out, shape, stream);
+    launch<32>(tables, batch, slots, pooling, out, shape, hot, stream);
   }
 }
 

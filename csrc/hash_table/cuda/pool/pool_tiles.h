@@ -7,9 +7,10 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// As pool_rows. shape.four_wide, and out.stride is a multiple of four.
+// As pool_rows. shape.four_wide, and out.stride is a multiple of four. hot: batches have had hot
+// ids; only speed depends on it.
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
-                    Pooling pooling, Output<char> out, const GroupShape& shape,
+                    Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

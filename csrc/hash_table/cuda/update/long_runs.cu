@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
     set_hint(hint, *scratch.runs.singles, update.batch.num_ids);
     hint->longest_feature = *scratch.longest_feature;
+    hint->hot_slots = *scratch.hot_slots;
   }
   if (is_refused(update.batch)) return;
   const LongRuns& runs = scratch.long_runs;

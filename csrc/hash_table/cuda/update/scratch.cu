@@ -116,6 +116,9 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
     repeated_positions = carver.take<uint32_t>((size.num_ids + 31) / 32);
   } else {
     longest_feature = counts + 4;
+    hot_slots = counts + 8;
+    before_hot = counts + 16;
+    static_assert(16 + kMostRanges <= kCounts);
   }
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 

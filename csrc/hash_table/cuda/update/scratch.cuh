@@ -42,6 +42,8 @@ namespace torchrec_hkv::hash_table::cuda {
 constexpr int64_t kLongest = 128;    // run that one warp adds up
 constexpr int64_t kPieceSize = 256;  // of a longer run
 
+constexpr int kMostRanges = 32;  // see Scratch::before_hot
+
 // Threads of a block that splits repeated positions off, few, so that it finds room beside other
 // kernels; and positions that one looks at, few where there would be too few blocks else.
 constexpr int kSplitThreads = 256;
@@ -171,7 +173,12 @@ struct Scratch {
   uint32_t* split;
   uint32_t* sorted;
   uint32_t* longest_feature;  // positions of the feature with most, where all are sorted
-  uint32_t* ticket;           // of stream.cu: tasks that have been begun, but for the first ones
+  // Of each of the first kMostRanges features, where a slot that has a large part of its positions
+  // is sorted behind all others (sort_by_table.cu): one more than the number of those others, or,
+  // where its run is not a long one, of all. Zeros where it is not known.
+  uint32_t* before_hot;
+  uint32_t* hot_slots;  // 1: there is such a slot, with a long run
+  uint32_t* ticket;     // of stream.cu: tasks that have been begun, but for the first ones
   Repeats repeats;
   Chains chains;
   uint32_t* repeated_positions;  // in batch order: a bit each, whether it was split off

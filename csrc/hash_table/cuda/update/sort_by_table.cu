@@ -7,9 +7,13 @@
 //
 // A slot that has a large part of a table's positions gets a digit of its own in the first pass,
 // behind all others. There its positions stay, and the other passes don't touch them.
+//
+// Blocks have many threads, whose keys stay in registers, or, beside other kernels, half as many,
+// which need no more registers each and find room sooner, but read their keys twice.
 #include <cooperative_groups.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "common/chain.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -19,18 +23,18 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kSortThreads = 512;
-constexpr int kSortWarps = kSortThreads / kWarp;
-constexpr int kItems = 20;  // positions of a thread
-constexpr uint32_t kShare = kSortThreads * kItems;
+constexpr int kManyThreads = 512;  // of a block
+constexpr int kFewThreads = 256;
+constexpr uint32_t kShare = 10240;     // positions of a block at a time
 constexpr unsigned kMostBlocks = 8;    // of a cluster, which every GPU that has clusters can run
 constexpr unsigned kManyBlocks = 264;  // of all clusters: two a multiprocessor
 constexpr unsigned kFewBlocks = 64;    // with fewer, other sorts are faster
 constexpr int64_t kLeastIds = 1 << 16;
 
-// What a block has in shared memory. Low: the type of pairs' values.
-template <int kBits, typename Low>
+// What a block has in shared memory. kBits: of a digit. Low: the type of pairs' values.
+template <int kSortThreads, int kBits, typename Low>
 struct SortedShare {
+  static constexpr int kSortWarps = kSortThreads / kWarp;
   static constexpr uint32_t kDigits = 1u << kBits;
   static constexpr uint32_t kHotDigit = kDigits;     // of a slot that leaves the sort
   static constexpr int kCounts = kHotDigit + kWarp;  // of digits, in whole warps
@@ -62,21 +66,44 @@ __device__ __forceinline__ uint32_t inclusive_sum(uint32_t value) {
   return value;
 }
 
-// kBits: of a digit.
-template <int kBits, typename Low>
-__global__ void __launch_bounds__(kSortThreads, 2)
+// Takes those lanes from `same` whose digit differs from the lane's in this bit. All lanes. In four
+// instructions, where the compiler makes seven of it.
+__device__ __forceinline__ void keep_equal(unsigned& same, uint32_t digit, uint32_t bit) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b32 masked, set, flip;\n"
+      "and.b32 masked, %1, %2;\n"
+      "setp.ne.u32 p, masked, 0;\n"
+      "vote.sync.ballot.b32 set, p, 0xffffffff;\n"
+      "selp.b32 flip, 0, 0xffffffff, p;\n"
+      "xor.b32 set, set, flip;\n"
+      "and.b32 %0, %0, set;\n"
+      "}\n"
+      : "+r"(same)
+      : "r"(digit), "r"(bit));
+}
+
+// before_hot, hot_slots: as Scratch has them, the former or null.
+template <int kSortThreads, int kBits, typename Low>
+__global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     sort_by_table_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
-                         Pairs from, Pairs to, int passes) {
-  using Shared = SortedShare<kBits, Low>;
-  constexpr int kCounts = Shared::kCounts;
+                         const __grid_constant__ Pairs pairs, const __grid_constant__ Pairs other,
+                         int passes, uint32_t* before_hot, uint32_t* hot_slots) {
+  using Shared = SortedShare<kSortThreads, kBits, Low>;
+  constexpr int kCounts = Shared::kCounts, kSortWarps = Shared::kSortWarps;
+  constexpr int kItems = kShare / kSortThreads;  // positions of a thread
+  constexpr bool kHeld = kSortThreads == kManyThreads;
+  constexpr int kKeys = kHeld ? kItems : 8;      // in registers
+  constexpr int kTogether = kHeld ? 10 : kKeys;  // values that are on their way at once
+  static_assert(kItems % kKeys == 0 && kItems % kTogether == 0);
   extern __shared__ __align__(16) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   wait_for_kernel_before();
   cg::cluster_group cluster = cg::this_cluster();
-  const int blocks = static_cast<int>(cluster.num_blocks());
-  const int block = static_cast<int>(cluster.block_rank());
+  const unsigned blocks = cluster.num_blocks(), block = cluster.block_rank();
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
-  const auto feature = static_cast<int32_t>(blockIdx.x) / blocks;
+  const auto feature = static_cast<int32_t>(blockIdx.x / blocks);
   // Offsets that can't be followed must not lead out of the arrays; no row is updated then.
   const auto start_of = [&](int32_t f) {
     return static_cast<uint32_t>(min(max(batch.feature_start(f), int64_t{0}), batch.num_ids));
@@ -86,7 +113,7 @@ __global__ void __launch_bounds__(kSortThreads, 2)
   const TableView& table = tables[batch.feature_tables[feature]];
   const auto first_slot = static_cast<uint32_t>(table.first_slot);
   const auto num_slots = static_cast<uint32_t>(table.num_slots);
-  const int shift = from.format.shift;
+  const int shift = pairs.format.shift;
   uint16_t* const counts = shared.counts[warp];
 
   // All blocks of a cluster find the same one. Its positions must be where the last pass writes.
@@ -94,13 +121,15 @@ __global__ void __launch_bounds__(kSortThreads, 2)
   if (passes % 2 == 1 && end > begin) {
     const uint64_t length = end - begin;
     const auto at = begin + static_cast<uint32_t>(length * lane / kWarp);
-    const uint32_t slot = __ldcg(static_cast<const uint32_t*>(from.keys) + at) >> shift;
+    const uint32_t slot = __ldcg(static_cast<const uint32_t*>(pairs.keys) + at) >> shift;
     const int same = __popc(__match_any_sync(kAllLanes, slot));
     const unsigned many = __ballot_sync(kAllLanes, same >= kHotOfSample);
     if (many) hot = __shfl_sync(kAllLanes, slot, __ffs(static_cast<int>(many)) - 1);
   }
 
   for (int pass = 0; pass < passes; ++pass) {
+    const Pairs& from = pass % 2 == 0 ? pairs : other;
+    const Pairs& to = pass % 2 == 0 ? other : pairs;
     const uint32_t* const from_keys = static_cast<const uint32_t*>(from.keys);
     const Low* const from_lows = static_cast<const Low*>(from.values);
     const uint32_t share = (end - begin + blocks - 1) / blocks;
@@ -114,29 +143,31 @@ __global__ void __launch_bounds__(kSortThreads, 2)
       const uint32_t digit = min(slot - first_slot, num_slots) >> low_bit & (Shared::kDigits - 1);
       return slot == hot ? Shared::kHotDigit : digit;
     };
-    const auto item_at = [&](int i) {
-      return static_cast<uint32_t>((warp * kItems + i) * kWarp + lane);
-    };
-    uint32_t keys[kItems], ranks[kItems / 2];
-    const auto rank_round = [&](uint32_t first, uint32_t count) {
-      for (int i = lane; i < kCounts / 2; i += kWarp) reinterpret_cast<uint32_t*>(counts)[i] = 0;
+    // All warps have equally many items, kWarp positions each; the lane has one of each.
+    const uint32_t of_warp = (min(share, kShare) + kSortThreads - 1) / kSortThreads * kWarp;
+    uint32_t keys[kKeys], ranks[kItems / 2];
+    // In a round, `first` and `left` are of the lane's first position, which is there if left > 0.
+    const auto load_keys = [&](uint32_t first, int left, int item) {
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        keys[i] = item_at(i) < count ? __ldcg(from_keys + first + item_at(i)) : 0;
+      for (int k = 0; k < kKeys; ++k) {
+        const int at = (item + k) * kWarp;
+        keys[k] = at < left ? __ldcg(from_keys + first + at) : 0;
       }
+    };
+    const auto rank = [&](uint32_t first, int left) {
+      if (kHeld) load_keys(first, left, 0);
+      for (int i = lane; i < kCounts / 2; i += kWarp) reinterpret_cast<uint32_t*>(counts)[i] = 0;
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        const bool given = item_at(i) < count;
-        const uint32_t digit = digit_of(keys[i]);
+        if (i * kWarp >= left + lane) break;  // all lanes
+        if (!kHeld && i % kKeys == 0) load_keys(first, left, i);
+        const bool given = i * kWarp < left;
+        const uint32_t digit = digit_of(keys[i % kKeys]);
         unsigned same = __ballot_sync(kAllLanes, given);
-        const auto agree = [&](int bit) {
-          const unsigned set = __ballot_sync(kAllLanes, digit >> bit & 1);
-          same &= (digit >> bit & 1) ? set : ~set;
-        };
 #pragma unroll
-        for (int bit = 0; bit < kBits; ++bit) agree(bit);
-        if (hot != kNoHotSlot) agree(kBits);
+        for (int bit = 0; bit < kBits; ++bit) keep_equal(same, digit, 1u << bit);
+        if (hot != kNoHotSlot) keep_equal(same, digit, 1u << kBits);
         const uint32_t before = __popc(same & ((1u << lane) - 1));
         const uint32_t earlier = counts[digit];
         if (i % 2 == 0) {
@@ -160,106 +191,127 @@ __global__ void __launch_bounds__(kSortThreads, 2)
       }
       return sum;
     };
-    uint32_t own = 0;  // in the round, of the thread's digit
-    if (rounds == 1) {
-      rank_round(mine, my_end - mine);
+    // Where the digits of a round begin among the staged keys; own: how many have the thread's.
+    const auto find_starts = [&](uint32_t own) {
+      uint32_t sum = 0;
+      if (thread < kCounts) {
+        sum = inclusive_sum(own);
+        if (lane == kWarp - 1) shared.warp_sums[0][warp] = sum;
+      }
       __syncthreads();
-      if (thread < kCounts) shared.totals[thread] = own = scan_warps();
-    } else {
+      if (thread < kCounts) {
+        for (int w = 0; w < warp; ++w) sum += shared.warp_sums[0][w];
+        shared.starts[thread] = sum - own;
+      }
+      __syncthreads();
+      return sum - own;
+    };
+    const auto stage = [&](uint32_t first, int left) {
+      Low lows[kTogether];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (i % kTogether == 0) {
+          if (i * kWarp >= left + lane) break;  // all lanes
+          if (!kHeld) load_keys(first, left, i);
+#pragma unroll
+          for (int k = 0; k < kTogether; ++k) {
+            const int at = (i + k) * kWarp;
+            lows[k] = at < left ? __ldcg(from_lows + first + at) : Low{0};
+          }
+        }
+        if (i * kWarp >= left) continue;
+        const uint32_t key = keys[i % kKeys];
+        const uint32_t digit = digit_of(key);
+        const uint32_t its_rank = i % 2 == 0 ? ranks[i / 2] & 0xffff : ranks[i / 2] >> 16;
+        const uint32_t place = its_rank + shared.starts[digit] + counts[digit];
+        shared.keys[place] = key;
+        shared.lows[place] = lows[i % kTogether];
+      }
+    };
+    // Where keys of the thread's digit go to, of those that the cluster's blocks have told.
+    const auto find_place = [&]() {
+      uint32_t sum = 0, before = 0, all = 0;
+      if (thread < kCounts) {
+        uint32_t its[kMostBlocks];
+#pragma unroll
+        for (unsigned b = 0; b < kMostBlocks; ++b) {
+          its[b] = b < blocks ? cluster.map_shared_rank(shared.totals, b)[thread] : 0;
+        }
+#pragma unroll
+        for (unsigned b = 0; b < kMostBlocks; ++b) {
+          if (b < block) before += its[b];
+          all += its[b];
+        }
+        sum = inclusive_sum(all);
+        if (lane == kWarp - 1) shared.warp_sums[1][warp] = sum;
+        if (thread == static_cast<int>(Shared::kHotDigit)) shared.num_hot = all;
+      }
+      __syncthreads();
+      if (thread < kCounts) {
+        for (int w = 0; w < warp; ++w) sum += shared.warp_sums[1][w];
+      }
+      return begin + sum - all + before;
+    };
+    if (rounds > 1) {
       if (thread < kCounts) shared.totals[thread] = 0;
       __syncthreads();
       for (uint32_t at = mine + thread; at < my_end; at += kSortThreads) {
         atomicAdd(&shared.totals[digit_of(__ldcg(from_keys + at))], 1u);
       }
     }
-    cluster.sync();
-    if (thread < kCounts) {
-      uint32_t before = 0, all = 0;
-      for (int b = 0; b < blocks; ++b) {
-        const uint32_t its = cluster.map_shared_rank(shared.totals, b)[thread];
-        if (b < block) before += its;
-        all += its;
-      }
-      const uint32_t sum_all = inclusive_sum(all), sum_own = inclusive_sum(own);
-      if (lane == kWarp - 1) {
-        shared.warp_sums[0][warp] = sum_all;
-        shared.warp_sums[1][warp] = sum_own;
-      }
-      shared.to[thread] = begin + sum_all - all + before;
-      shared.starts[thread] = sum_own - own;
-      if (thread == static_cast<int>(Shared::kHotDigit)) shared.num_hot = all;
-    }
-    __syncthreads();
-    if (thread < kCounts) {
-      uint32_t to_here = shared.to[thread], start = shared.starts[thread];
-      for (int w = 0; w < warp; ++w) {
-        to_here += shared.warp_sums[0][w];
-        start += shared.warp_sums[1][w];
-      }
-      shared.starts[thread] = start;
-      shared.to[thread] = to_here - start;
-    }
-    __syncthreads();
+    uint32_t place = 0;
     for (uint32_t round = 0; round < rounds; ++round) {
       const uint32_t first = min(mine + round * kShare, my_end);
       const uint32_t count = min(my_end - first, kShare);
-      if (rounds > 1) {
-        rank_round(first, count);
-        __syncthreads();
-        uint32_t sum = 0;
-        if (thread < kCounts) {
-          own = scan_warps();
-          sum = inclusive_sum(own);
-          if (lane == kWarp - 1) shared.warp_sums[1][warp] = sum;
-        }
-        __syncthreads();
-        if (thread < kCounts) {
-          for (int w = 0; w < warp; ++w) sum += shared.warp_sums[1][w];
-          shared.to[thread] += shared.starts[thread] - (sum - own);
-          shared.starts[thread] = sum - own;
-        }
-        __syncthreads();
+      const uint32_t skipped = min(warp * of_warp, count);
+      const int left = static_cast<int>(min(count - skipped, of_warp)) - lane;
+      uint32_t own = 0;  // of the thread's digit
+      rank(first + skipped + lane, left);
+      __syncthreads();
+      if (thread < kCounts) {
+        own = scan_warps();
+        if (rounds == 1) shared.totals[thread] = own;
       }
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if (item_at(i) >= count) break;
-        const Low low = __ldcg(from_lows + first + item_at(i));
-        const uint32_t digit = digit_of(keys[i]);
-        const uint32_t rank = i % 2 == 0 ? ranks[i / 2] & 0xffff : ranks[i / 2] >> 16;
-        const uint32_t place = rank + shared.starts[digit] + counts[digit];
-        shared.keys[place] = keys[i];
-        shared.lows[place] = low;
+      // The blocks tell each other while keys are staged.
+      cg::cluster_group::arrival_token told;
+      if (round == 0) told = cluster.barrier_arrive();
+      const uint32_t start = find_starts(own);
+      stage(first + skipped + lane, left);
+      if (round == 0) {
+        cluster.barrier_wait(std::move(told));
+        place = find_place();
       }
+      if (thread < kCounts) shared.to[thread] = place - start;
+      place += own;
       __syncthreads();
       uint32_t* const to_keys = static_cast<uint32_t*>(to.keys);
       Low* const to_lows = static_cast<Low*>(to.values);
 #pragma unroll 4
       for (uint32_t i = thread; i < count; i += kSortThreads) {
         const uint32_t key = shared.keys[i];
-        const uint32_t place = shared.to[digit_of(key)] + i;
-        to_keys[place] = key;
-        to_lows[place] = shared.lows[i];
+        const uint32_t at = shared.to[digit_of(key)] + i;
+        to_keys[at] = key;
+        to_lows[at] = shared.lows[i];
       }
-      if (rounds > 1) {
-        __syncthreads();
-        if (thread < kCounts) shared.to[thread] += own;
-        __syncthreads();
-      }
+      if (round + 1 < rounds) __syncthreads();
     }
-    __threadfence();
     cluster.sync();  // before others' keys are read, or totals written
     end -= shared.num_hot;
+    if (pass == 0 && block == 0 && thread == 0) {
+      const bool long_run = shared.num_hot > kLongest;
+      if (long_run) *hot_slots = 1;
+      if (before_hot != nullptr)
+        before_hot[feature] = 1 + end - begin + (long_run ? 0 : shared.num_hot);
+    }
     hot = kNoHotSlot;
-    const Pairs other = from;
-    from = to;
-    to = other;
   }
 }
 
 #else  // not called there
 
-template <int kBits, typename Low>
-__global__ void sort_by_table_kernel(const TableView*, const Batch, Pairs, Pairs, int) {}
+template <int kSortThreads, int kBits, typename Low>
+__global__ void sort_by_table_kernel(const TableView*, const Batch, const Pairs, const Pairs, int,
+                                     uint32_t*, uint32_t*) {}
 
 #endif
 
@@ -285,16 +337,25 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
 }
 
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
-                   int64_t most_slots, cudaStream_t stream) {
+                   int64_t most_slots, uint32_t* before_hot, uint32_t* hot_slots, bool beside,
+                   cudaStream_t stream) {
   int bits = 1;
   while ((int64_t{1} << bits) <= most_slots) ++bits;  // one more number: of no slot
   const int passes = (bits + 7) / 8;
   const unsigned blocks = blocks_of_table(batch.num_features);
-  const auto launch = [&]<int kBits, typename Low>() {
+  if (batch.num_features > kMostRanges) before_hot = nullptr;
+  const auto launch_of = [&]<int kSortThreads, int kBits, typename Low>() {
     const LaunchShape shape{dim3(blocks * static_cast<unsigned>(batch.num_features)), kSortThreads,
-                            sizeof(SortedShare<kBits, Low>), static_cast<int>(blocks)};
-    launch_chained(sort_by_table_kernel<kBits, Low>, shape, stream, tables, batch, pairs->pairs,
-                   pairs->other, passes);
+                            sizeof(SortedShare<kSortThreads, kBits, Low>),
+                            static_cast<int>(blocks)};
+    launch_chained(sort_by_table_kernel<kSortThreads, kBits, Low>, shape, stream, tables, batch,
+                   pairs->pairs, pairs->other, passes, before_hot, hot_slots);
+  };
+  const auto launch = [&]<int kBits, typename Low>() {
+    if constexpr (kBits == 7) {  // few threads don't have more digits
+      if (beside) return launch_of.template operator()<kFewThreads, kBits, Low>();
+    }
+    launch_of.template operator()<kManyThreads, kBits, Low>();
   };
   const bool packed = pairs->pairs.format.packed;
   if (bits <= 7 * passes) {

@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
 #endif
   const Pairs& sorted = scratch.pairs.pairs;
   const auto n = static_cast<uint32_t>(update.batch.num_ids);
-  const Tasks tasks(*scratch.long_runs.pieces, update.batch);
+  const Tasks tasks(update.batch, scratch);
   const uint32_t workers = gridDim.x * kStreamWarps;
 
   // Two stages take turns. A window waits in one while the next one's copies begin in the other.

@@ -358,8 +358,10 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
   if (size.quick && sorts_by_table(shape, batch, size.format(), hint)) {
     // A graph would begin the other branch first, whose blocks leave no places for large ones.
     // Where calls follow each other, waiting costs more than it gains.
-    if (beside != nullptr && is_captured(stream)) beside->hold_other();
-    sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, stream);
+    const bool holds = beside != nullptr && is_captured(stream);
+    if (holds) beside->hold_other();
+    sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.before_hot,
+                  scratch.hot_slots, beside != nullptr && !holds, stream);
   } else {
     sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
              stream);

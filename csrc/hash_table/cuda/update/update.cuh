@@ -189,9 +189,12 @@ void prepare_update(const Batch& batch, const int64_t* slots, uint64_t no_slot,
 bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairFormat& format,
                     const UpdateHint* hint);
 // Brings pairs of equal slots together, those of each table apart and in the order of the batch.
-// The pairs may end in the other half. most_slots: of one table.
+// The pairs may end in the other half. most_slots: of one table. before_hot, hot_slots: as Scratch
+// has them.
+// beside: other kernels take most places when this one begins.
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
-                   int64_t most_slots, cudaStream_t stream);
+                   int64_t most_slots, uint32_t* before_hot, uint32_t* hot_slots, bool beside,
+                   cudaStream_t stream);
 
 // Has a row and its state brought into the second-level cache, where the row leaves before others:
 // what is left holds the small states until their neighbours are asked for.
