@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(block_of(kPrefetch), kAloneThreads / block_of(
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, bool chained,
                   cudaStream_t stream) {
+  if (update_narrow_alone(tables, update, slots, scratch, shape, chained, stream)) return;
   const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and
     // states are small, there is bandwidth left to bring rows nearer.

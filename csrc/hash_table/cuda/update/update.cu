@@ -28,6 +28,7 @@ constexpr int kNeighbours = 8;  // of the sorted order, a warp's
 // Of one bag each: see updates_in_batch_order; and what fills the device for long, so that it is of
 // no account when a kernel begins.
 constexpr int64_t kManyIds = 1 << 19;
+constexpr int64_t kSomeIds = 1 << 17;  // with fewer, chains take as long as rows that stand alone
 
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -416,13 +417,14 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     // Rows that stand alone are most of the work, and bound by memory. Most others go by their
     // chains; what sorts the rest waits for one small kernel after the other, and mostly finds
     // nothing to do.
-    // Rows that stand alone may begin before those go, which then find places one after the other.
-    // A graph gains more where both share the places of a large batch from the first on.
-    const bool soon = batch.num_ids < kManyIds || !is_captured(stream);
-    SideStream side(stream, /*goes_first=*/soon);
+    // Rows that stand alone may begin before chains do, which then find places as others leave. A
+    // graph gains more where both share the places of a large batch in turn.
+    const bool goes_first = batch.num_ids < kManyIds || !is_captured(stream);
+    const bool chained = goes_first && batch.num_ids >= kSomeIds;
+    SideStream side(stream, goes_first);
     update_chains(tables, update, scratch, shape, side.stream());
     // Before the launches that mostly have nothing to do, so that it does not wait for the host.
-    update_alone(tables, update, slots, scratch, shape, /*chained=*/soon, stream);
+    update_alone(tables, update, slots, scratch, shape, chained, stream);
     sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream(),
                resident_grid(1, batch.num_ids));
     scratch.begin_runs(size);

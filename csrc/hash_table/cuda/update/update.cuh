@@ -226,6 +226,11 @@ void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* no
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, bool chained,
                   cudaStream_t stream);
+// The same of narrow rows with a gradient each; false where it is not for such a batch, which is
+// then left to update_alone (alone_narrow.cu).
+bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
+                         const Scratch& scratch, const GroupShape& shape, bool chained,
+                         cudaStream_t stream);
 // In place of prepare_update, after mark_repeats: splits the positions of repeated slots off,
 // chains them by slot, and says which these are (split.cu).
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
