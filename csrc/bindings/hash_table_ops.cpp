@@ -324,7 +324,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
                                 : nullptr;
   group.order().run(kReadPinned, [&] {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
-    SideStream side(stream);
+    SideStream side(stream,
+                    hash_table::cuda::grouping_goes_first(batch, grouped.how.batch_order, stream));
     grouped.fill(group, batch, weighted, at, noted, side.stream(), &side);
     hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(),
                                 group.update_hint(), stream);

@@ -9,7 +9,8 @@
 namespace torchrec_hkv {
 
 struct SideStream::Kept {
-  cudaStream_t stream;
+  cudaStream_t first;  // whose blocks go before others
+  cudaStream_t in_turn;
   cudaEvent_t begin;
   cudaEvent_t held;
   cudaEvent_t end;
@@ -25,35 +26,37 @@ SideStream::Kept& SideStream::kept() {
   int least = 0, greatest = 0;
   HKV_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   Kept kept{};
-  HKV_CUDA_CHECK(cudaStreamCreateWithPriority(&kept.stream, cudaStreamNonBlocking, greatest));
+  HKV_CUDA_CHECK(cudaStreamCreateWithPriority(&kept.first, cudaStreamNonBlocking, greatest));
+  HKV_CUDA_CHECK(cudaStreamCreateWithPriority(&kept.in_turn, cudaStreamNonBlocking, least));
   HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.begin, cudaEventDisableTiming));
   HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.held, cudaEventDisableTiming));
   HKV_CUDA_CHECK(cudaEventCreateWithFlags(&kept.end, cudaEventDisableTiming));
   return by_device->emplace(device, kept).first->second;
 }
 
-SideStream::SideStream(cudaStream_t beside) : beside_(beside), kept_(kept()) {
+SideStream::SideStream(cudaStream_t beside, bool goes_first)
+    : beside_(beside), kept_(kept()), stream_(goes_first ? kept_.first : kept_.in_turn) {
   HKV_CUDA_CHECK(cudaEventRecord(kept_.begin, beside_));
-  HKV_CUDA_CHECK(cudaStreamWaitEvent(kept_.stream, kept_.begin, 0));
+  HKV_CUDA_CHECK(cudaStreamWaitEvent(stream_, kept_.begin, 0));
 }
 
 SideStream::~SideStream() {
   if (joined_) return;
   // A call has failed in between, and its error is on the way: what these say is no news.
-  static_cast<void>(cudaEventRecord(kept_.end, kept_.stream));
+  static_cast<void>(cudaEventRecord(kept_.end, stream_));
   static_cast<void>(cudaStreamWaitEvent(beside_, kept_.end, 0));
 }
 
-cudaStream_t SideStream::stream() const { return kept_.stream; }
+cudaStream_t SideStream::stream() const { return stream_; }
 
 void SideStream::hold_other() {
-  HKV_CUDA_CHECK(cudaEventRecord(kept_.held, kept_.stream));
+  HKV_CUDA_CHECK(cudaEventRecord(kept_.held, stream_));
   HKV_CUDA_CHECK(cudaStreamWaitEvent(beside_, kept_.held, 0));
 }
 
 void SideStream::join() {
   joined_ = true;
-  HKV_CUDA_CHECK(cudaEventRecord(kept_.end, kept_.stream));
+  HKV_CUDA_CHECK(cudaEventRecord(kept_.end, stream_));
   HKV_CUDA_CHECK(cudaStreamWaitEvent(beside_, kept_.end, 0));
 }
 

@@ -9,13 +9,13 @@ namespace torchrec_hkv {
 
 // From its construction until join(), or its end, work on stream() runs beside what is launched on
 // the other. Before that it waits for what is there, and after that the other waits for it, so that
-// memory of the other's may be used, and a CUDA graph that captures the other has both. Its blocks
-// go before the other's. Of one thread: each has a stream and events of its own, on each device,
-// until the process ends.
+// memory of the other's may be used, and a CUDA graph that captures the other has both. Of one
+// thread: each has streams and events of its own, on each device, until the process ends.
 class SideStream {
  public:
-  // beside: of the current device.
-  explicit SideStream(cudaStream_t beside);
+  // beside: of the current device. goes_first: its blocks go before the other's, in graphs that are
+  // made with priorities of nodes, as PyTorch's are, too.
+  explicit SideStream(cudaStream_t beside, bool goes_first = true);
   ~SideStream();
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
@@ -31,6 +31,7 @@ class SideStream {
 
   const cudaStream_t beside_;
   Kept& kept_;
+  const cudaStream_t stream_;
   bool joined_ = false;
 };
 

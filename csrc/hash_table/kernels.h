@@ -250,6 +250,9 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
                          const UpdateHint* hint, void* scratch, cudaStream_t stream,
                          SideStream* beside = nullptr);
 
+// Whether its kernels are to go before those beside it, which are launched on the stream given.
+bool grouping_goes_first(const Batch& batch, bool batch_order, cudaStream_t other);
+
 // grouping, scratch: what group_positions has made of the same batch, slots, optimizer and shape;
 // it is used up. hint: the group's, in host memory that the GPU can write.
 void update_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,

@@ -75,9 +75,13 @@ struct PlainUpdater {
 
   __device__ __forceinline__ PlainUpdater(const TableView& of, const OptimizerConfig& config,
                                           float learning_rate)
+      : PlainUpdater(of, config) {
+    set_terms(learning_rate);
+  }
+  // set_terms, which waits for the table's step, is left to the caller.
+  __device__ __forceinline__ PlainUpdater(const TableView& of, const OptimizerConfig& config)
       : optimizer(&config),
         table(&of),
-        terms(begin_row(config, learning_rate, static_cast<float>(*of.optimizer_step))),
         rows(reinterpret_cast<float*>(of.rows.homes)),
         states(reinterpret_cast<float*>(of.states.homes)),
         dim(of.rows.width),
@@ -85,6 +89,9 @@ struct PlainUpdater {
         has_frames(of.frames.tags != nullptr),
         policy(kStay ? evict_last() : 0) {}
 
+  __device__ __forceinline__ void set_terms(float learning_rate) {
+    terms = begin_row(*optimizer, learning_rate, static_cast<float>(*table->optimizer_step));
+  }
   __device__ __forceinline__ Row load(int64_t slot) const {
     Row row;
     row.values = rows + slot * dim;

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
@@ -23,8 +24,11 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kNeighbours = 8;         // of the sorted order, a warp's
-constexpr int64_t kManyIds = 1 << 19;  // of one bag each: see updates_in_batch_order
+constexpr int kNeighbours = 8;  // of the sorted order, a warp's
+// Of one bag each: see updates_in_batch_order; and what fills the device for long, so that it is of
+// no account when a kernel begins.
+constexpr int64_t kManyIds = 1 << 19;
+constexpr int64_t kSomeIds = 1 << 17;  // with fewer, chains take as long as rows that stand alone
 
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -87,6 +91,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(const TableView* tables, int32_t num_tables, const Batch batch,
                  const __grid_constant__ Scratch scratch, bool lists_follow, UpdateHint* hint) {
+  let_next_kernel_start();
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
   *scratch.ticket = 0;
@@ -334,6 +339,13 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                          nullptr);
 }
 
+bool grouping_goes_first(const Batch& batch, bool batch_order, cudaStream_t other) {
+  // In batch order they wait for each other on the multiprocessors. A graph begins the branch that
+  // goes first before the other one; the pooling of a small batch, which then finds no places, is
+  // over later by all of that wait.
+  return !batch_order || batch.num_ids >= kManyIds || !is_captured(other);
+}
+
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          const TouchNotes* notes, bool weighted, const OptimizerConfig& optimizer,
                          int64_t num_slots, const GroupShape& shape, bool batch_order,
@@ -407,10 +419,14 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     // Rows that stand alone are most of the work, and bound by memory. Most others go by their
     // chains; what sorts the rest waits for one small kernel after the other, and mostly finds
     // nothing to do.
-    SideStream side(stream);
+    // Rows that stand alone may begin before chains do, which then find places as others leave. A
+    // graph gains more where both share the places of a large batch in turn.
+    const bool goes_first = batch.num_ids < kManyIds || !is_captured(stream);
+    const bool chained = goes_first && batch.num_ids >= kSomeIds;
+    SideStream side(stream, goes_first);
     update_chains(tables, update, scratch, shape, side.stream());
     // Before the launches that mostly have nothing to do, so that it does not wait for the host.
-    update_alone(tables, update, slots, scratch, shape, stream);
+    update_alone(tables, update, slots, scratch, shape, chained, stream);
     sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream(),
                resident_grid(1, batch.num_ids));
     scratch.begin_runs(size);

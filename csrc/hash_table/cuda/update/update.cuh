@@ -224,9 +224,16 @@ constexpr int32_t kQuickColumns = 4 * kWarp;
 // order, and looks at the offsets.
 void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
                   const Scratch& scratch, cudaStream_t stream);
-// Updates rows that stand alone, in the order of the batch.
+// Updates rows that stand alone, in the order of the batch. chained: it may be launched before the
+// kernel before it ends (common/chain.cuh).
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                  const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
+                  const Scratch& scratch, const GroupShape& shape, bool chained,
+                  cudaStream_t stream);
+// The same of narrow rows with a gradient each; false where it is not for such a batch, which is
+// then left to update_alone (alone_narrow.cu).
+bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
+                         const Scratch& scratch, const GroupShape& shape, bool chained,
+                         cudaStream_t stream);
 // In place of prepare_update, after mark_repeats: splits the positions of repeated slots off,
 // chains them by slot, and says which these are (split.cu).
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
