@@ -95,7 +95,10 @@ __global__ void __launch_bounds__(kThreads)
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
   *scratch.ticket = 0;
-  if (hint != nullptr) set_hint(hint, batch.num_ids - *scratch.split, batch.num_ids);
+  if (hint != nullptr) {
+    set_hint(hint, batch.num_ids - *scratch.split, batch.num_ids);
+    hint->hot_slots = 0;
+  }
   if (lists_follow) *scratch.long_runs.number = *scratch.long_runs.pieces = 0;
   // The host may have been told since the positions were grouped, and gone on.
   const int64_t bad = *scratch.bad_bag;

@@ -190,8 +190,7 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
                     const UpdateHint* hint);
 // Brings pairs of equal slots together, those of each table apart and in the order of the batch.
 // The pairs may end in the other half. most_slots: of one table. before_hot, hot_slots: as Scratch
-// has them.
-// beside: other kernels take most places when this one begins.
+// has them. beside: other kernels take most places when this one begins.
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
                    int64_t most_slots, uint32_t* before_hot, uint32_t* hot_slots, bool beside,
                    cudaStream_t stream);
