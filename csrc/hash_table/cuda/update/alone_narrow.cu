@@ -58,10 +58,11 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
   // the kernel before this one.
   const BagRange range = tiling.range_of(batch, number);
   if (range.bags > 0) look(range.first * ids_of_bag + Tile<kLanes>::lane());
-  const bool refused = is_refused(batch) || *scratch.bad_bag != 0;
+  const uint32_t refused = batch.refused != nullptr ? load_l2(batch.refused) : 0;
+  const int64_t bad_bag = *scratch.bad_bag;  // of which that kernel tells again
   const float rate = *update.learning_rate;
   const BagTile<kLanes> tile(batch, tiling, number);
-  if (tile.feature < batch.num_features && !refused) {
+  if (tile.feature < batch.num_features && refused == 0 && bad_bag == 0) {
     const TableView& table = tables[batch.feature_tables[tile.feature]];
     const int64_t first_slot = table.first_slot;
     const int lane = tile.lane();
