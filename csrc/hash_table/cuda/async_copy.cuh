@@ -27,7 +27,14 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                  : "memory");
   }
 }
-// The same through L1. kBytes: 4, 8 or 16.
+// Sixteen bytes, with a policy of the second-level cache.
+__device__ __forceinline__ void copy_async(void* to, const void* from, uint64_t policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+      "l"(from), "l"(policy)
+      : "memory");
+}
+// Without a policy, through L1. kBytes: 4, 8 or 16.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_cached(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),

@@ -69,6 +69,16 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
     const int32_t column = lane * 4;
     Updater updater(table, update.optimizer);
     const int32_t dim = updater.dim, state_width = updater.state_width;
+    // Adam's rows and moments leave the second-level cache last: see alone.cu.
+    constexpr bool kStay = Updater::kStates >= 2;
+    const uint64_t policy = kStay ? evict_last() : 0;
+    const auto copy_columns = [&](float* to, const float* from) {
+      if constexpr (kStay) {
+        copy_async(to, from, policy);
+      } else {
+        copy_async<16>(to, from);
+      }
+    };
     const bool mine = column < dim;
     bool begun = false;
     const float bag_scale = tile.mean_scale(update.pooling.mean);
@@ -100,11 +110,11 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
           const Element* const gradient = gradients + tile.of_lane(bag, source) * stride;
           const float* const state = updater.states + its * state_width;
           if (mine) {
-            copy_async<16>(&to.value[column], updater.rows + its * dim + column);
+            copy_columns(&to.value[column], updater.rows + its * dim + column);
             copy_async<4 * sizeof(Element)>(&to.gradient[column], gradient);
 #pragma unroll
             for (int s = 0; s < Updater::kStates; ++s) {
-              copy_async<16>(&to.states[s][column], state + s * dim + column);
+              copy_columns(&to.states[s][column], state + s * dim + column);
             }
           }
           if constexpr (Updater::kAdapts) {
