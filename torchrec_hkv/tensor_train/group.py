@@ -335,7 +335,7 @@ class TTGroup:
         if self.strict and ids.is_cuda:
             self.refuse_outside(ids, offsets, batch_size)
 
-    def _looked_up(
+    def _batch(
         self,
         ids: Tensor,
         offsets: Tensor,
@@ -346,24 +346,22 @@ class TTGroup:
         pooled: bool = True,
         index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, bool, bool]:
-        """What the ops of lookups are told of a batch, in their order; without an index they sort
-        it themselves."""
-        if index is None and self.strict:
-            self._refuse_if_strict(ids, offsets, batch_size)
+        """What ops are told of a batch, in their order. Lookups sort it where there is no index."""
         return ids, offsets, weights, index, batch_size, mean, pooled
 
+    def _looked_up(
+        self, ids: Tensor, offsets: Tensor, batch_size: int, **pooling: Unpack[SortedPooling]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, bool, bool]:
+        """The same for lookups, once it is known that a strict group takes it."""
+        if self.strict and pooling.get("index") is None:
+            self._refuse_if_strict(ids, offsets, batch_size)
+        return self._batch(ids, offsets, batch_size, **pooling)
+
     def _sorted(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        batch_size: int,
-        *,
-        weights: Tensor | None = None,
-        mean: bool = False,
-        pooled: bool = True,
-        index: Tensor | None = None,
+        self, ids: Tensor, offsets: Tensor, batch_size: int, **pooling: Unpack[SortedPooling]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int, bool, bool]:
-        """What the other ops are told of a batch, in their order."""
+        """The same for ops that need an index."""
+        *before, weights, index, _, mean, pooled = self._batch(ids, offsets, batch_size, **pooling)
         if index is None:
-            index = self.sort(ids, offsets, batch_size, weights=weights, mean=mean, pooled=pooled)
+            index = self.sort(*before, batch_size, weights=weights, mean=mean, pooled=pooled)
         return ids, offsets, weights, index, batch_size, mean, pooled
