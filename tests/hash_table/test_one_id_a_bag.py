@@ -66,16 +66,15 @@ def compare(dim, n, optimizer, repeated, device="cuda"):
 
 
 # Below and above where kernels begin early.
-@pytest.mark.parametrize("repeated", [0.0, 0.05])
 @pytest.mark.parametrize("n", [100_003, 200_003])
-@pytest.mark.parametrize("dim", [4, 36, 64, 100, 128])
+@pytest.mark.parametrize("dim", [4, 64, 100, 128])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
-def test_updates(optimizer, dim, n, repeated):
-    compare(dim, n, optimizer, repeated)
+def test_updates(optimizer, dim, n):
+    compare(dim, n, optimizer, repeated=0.05)
 
 
 # Above where rows are read as what leaves the cache last.
 @pytest.mark.parametrize("dim", [8, 64, 128])
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(eps=1e-8), Adam()], ids=["rowwise", "adam"])
 def test_pooling_of_many(optimizer, dim):
-    compare(dim, (1 << 19) + 77, optimizer, 0.05)
+    compare(dim, (1 << 19) + 77, optimizer, repeated=0.05)
