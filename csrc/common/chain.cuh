@@ -4,10 +4,8 @@
 //
 // A kernel that is launched so waits (wait_for_kernel_before) before it reads what kernels before
 // it have written, and before it writes what these may still read; all its threads, also those with
-// nothing to do, so that its own end says that those before it have ended too. One that needs
-// nothing of the kernel before it, which itself began in its turn, waits in one block, at the end
-// (wait_to_end in hash_table/cuda/update/update.cuh). Where a kernel does not say that the next one
-// may start, that starts when it ends.
+// nothing to do, so that its own end says that those before it have ended too. Where a kernel does
+// not say that the next one may start, that starts when it ends.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -37,14 +37,14 @@ template <typename Updater, typename Element, int kAhead, bool kPrefetch>
 __global__ void __launch_bounds__(block_of(kPrefetch), kAloneThreads / block_of(kPrefetch))
     alone_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                  const int64_t* __restrict__ slots, const __grid_constant__ Scratch scratch,
-                 const BagTiling tiling, AloneOrder order) {
+                 const BagTiling tiling) {
   using Gradient = typename Updater::Gradient;
   constexpr int kLanes = Updater::kLanes;
   const Batch& batch = update.batch;
   constexpr int kBlock = block_of(kPrefetch);
   const BagTile<kLanes> tile(batch, tiling,
                              (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) / kLanes);
-  wait_to_begin(order);  // for what counts the update
+  wait_for_kernel_before();  // which counts the update
   if (tile.feature < batch.num_features && !is_refused(batch)) {
     const TableView& table = tables[batch.feature_tables[tile.feature]];
     const int64_t first_slot = table.first_slot;
@@ -94,15 +94,14 @@ __global__ void __launch_bounds__(block_of(kPrefetch), kAloneThreads / block_of(
       }
     }
   }
-  wait_to_end(order);
 }
 
 }  // namespace
 
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                  const Scratch& scratch, const GroupShape& shape, AloneOrder order,
+                  const Scratch& scratch, const GroupShape& shape, bool chained,
                   cudaStream_t stream) {
-  if (update_narrow_alone(tables, update, slots, scratch, shape, order, stream)) return;
+  if (update_narrow_alone(tables, update, slots, scratch, shape, chained, stream)) return;
   const auto launch = [&]<typename Plain, typename Element>() {
     using Updater = typename OfAlone<Plain>::Type;
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and
@@ -118,11 +117,11 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
     const int block = block_of(prefetch);
     const int64_t threads = tiling.tiles(batch) * Updater::kLanes;
     const auto blocks = static_cast<unsigned>((threads + block - 1) / block);
-    if (order == AloneOrder::kInTurn) {
-      kernel<<<blocks, block, 0, stream>>>(tables, update, slots, scratch, tiling, order);
-      HKV_CUDA_CHECK_LAUNCH();
+    if (chained) {
+      launch_chained(kernel, blocks, block, stream, tables, update, slots, scratch, tiling);
     } else {
-      launch_chained(kernel, blocks, block, stream, tables, update, slots, scratch, tiling, order);
+      kernel<<<blocks, block, 0, stream>>>(tables, update, slots, scratch, tiling);
+      HKV_CUDA_CHECK_LAUNCH();
     }
   };
   const auto choose = [&]<typename Updater>() {

@@ -36,7 +36,7 @@ template <typename Updater, typename Element>
 __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
     narrow_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                   const int64_t* __restrict__ slots, const __grid_constant__ Scratch scratch,
-                  const BagTiling tiling, uint32_t ids_of_bag, AloneOrder order) {
+                  const BagTiling tiling, uint32_t ids_of_bag) {
   using Gradient = typename Updater::Gradient;
   using Place = NarrowRow<Updater, Element>;
   constexpr int kLanes = Updater::kLanes;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
 #pragma unroll
       for (int k = 0; k < kUnderWay; ++k) begin(ring[k]);
       if (!begun) {
-        wait_to_begin(order);  // for what counts the update
+        wait_for_kernel_before();  // which counts the update
         updater.set_terms(rate);
         begun = true;
       }
@@ -161,13 +161,13 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
       }
     }
   }
-  wait_to_end(order);
+  wait_for_kernel_before();  // all threads
 }
 
 }  // namespace
 
 bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                         const Scratch& scratch, const GroupShape& shape, AloneOrder order,
+                         const Scratch& scratch, const GroupShape& shape, bool chained,
                          cudaStream_t stream) {
   const Batch& batch = update.batch;
   if (shape.widest > 4 * kWarp / 2 || !shape.rows_in_hbm) return false;
@@ -178,13 +178,13 @@ bool update_narrow_alone(const TableView* tables, const Update& update, const in
     const int64_t threads = tiling.tiles(batch) * Updater::kLanes;
     const auto blocks = static_cast<unsigned>((threads + kNarrowThreads - 1) / kNarrowThreads);
     const auto ids_of_bag = static_cast<uint32_t>(batch.num_ids / batch.num_bags);
-    if (order == AloneOrder::kInTurn) {
-      kernel<<<blocks, kNarrowThreads, 0, stream>>>(tables, update, slots, scratch, tiling,
-                                                    ids_of_bag, order);
-      HKV_CUDA_CHECK_LAUNCH();
-    } else {
+    if (chained) {
       launch_chained(kernel, blocks, kNarrowThreads, stream, tables, update, slots, scratch, tiling,
-                     ids_of_bag, order);
+                     ids_of_bag);
+    } else {
+      kernel<<<blocks, kNarrowThreads, 0, stream>>>(tables, update, slots, scratch, tiling,
+                                                    ids_of_bag);
+      HKV_CUDA_CHECK_LAUNCH();
     }
   };
   return choose_plain_updater<1>(update.optimizer, shape, [&]<typename Updater>() {

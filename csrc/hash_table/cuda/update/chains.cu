@@ -49,7 +49,6 @@ template <typename Updater, typename Element, int kAhead>
 __global__ void __launch_bounds__(kThreads, kChainBlocks)
     chain_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                  const __grid_constant__ Scratch scratch) {
-  let_next_kernel_start();  // rows that stand alone don't wait for those of chains
   using Gradient = typename Updater::Gradient;
   using Stored = typename Gradient::template Stored<Element>;
   constexpr uint32_t kLanes = Updater::kLanes;

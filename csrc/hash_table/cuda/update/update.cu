@@ -422,32 +422,20 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     // Rows that stand alone are most of the work, and bound by memory. Most others go by their
     // chains; what sorts the rest waits for one small kernel after the other, and mostly finds
     // nothing to do.
-    const auto update_rest = [&](cudaStream_t on) {
-      sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, on,
-                 resident_grid(1, batch.num_ids));
-      scratch.begin_runs(size);
-      list_runs(batch, update.no_slot, scratch, on);
-      update_runs(tables, update, scratch, shape, on);
-      update_long_runs(tables, update, scratch, nullptr, on);
-    };
-    const bool many = batch.num_ids >= kManyIds, captured = is_captured(stream);
-    if (many && !captured) {
-      // Chains begin first: their blocks are large, and would wait until what stands alone has left
-      // half a multiprocessor. It takes the places that they leave.
-      update_chains(tables, update, scratch, shape, stream);
-      update_alone(tables, update, slots, scratch, shape, AloneOrder::kBehindChains, stream);
-      update_rest(stream);
-      return;
-    }
-    // Of fewer, rows that stand alone may begin before chains do, which then find places as others
-    // leave. In a graph chains of a large batch begin first and share its places in turn.
-    const bool chained = !many && batch.num_ids >= kSomeIds;
-    SideStream side(stream, /*goes_first=*/!many);
+    // Rows that stand alone may begin before chains do, which then find places as others leave. A
+    // graph gains more where both share the places of a large batch in turn.
+    const bool goes_first = batch.num_ids < kManyIds || !is_captured(stream);
+    const bool chained = goes_first && batch.num_ids >= kSomeIds;
+    SideStream side(stream, goes_first);
     update_chains(tables, update, scratch, shape, side.stream());
     // Before the launches that mostly have nothing to do, so that it does not wait for the host.
-    update_alone(tables, update, slots, scratch, shape,
-                 chained ? AloneOrder::kChained : AloneOrder::kInTurn, stream);
-    update_rest(side.stream());
+    update_alone(tables, update, slots, scratch, shape, chained, stream);
+    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream(),
+               resident_grid(1, batch.num_ids));
+    scratch.begin_runs(size);
+    list_runs(batch, update.no_slot, scratch, side.stream());
+    update_runs(tables, update, scratch, shape, side.stream());
+    update_long_runs(tables, update, scratch, nullptr, side.stream());
     side.join();
     return;
   }

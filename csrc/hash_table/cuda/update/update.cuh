@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
@@ -224,28 +223,15 @@ constexpr int32_t kQuickColumns = 4 * kWarp;
 // order, and looks at the offsets.
 void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
                   const Scratch& scratch, cudaStream_t stream);
-// When rows that stand alone begin.
-enum class AloneOrder {
-  kInTurn,        // when the kernel before them has ended
-  kChained,       // they are launched before that ends, and wait for it (common/chain.cuh)
-  kBehindChains,  // when all blocks of the chains have begun, which is the kernel before them
-};
-// Whether a kernel's threads wait, before they work, for the kernel before it; and at their end: of
-// those that don't, the last block does, so that the kernel's end says that the other has ended.
-__device__ __forceinline__ void wait_to_begin(AloneOrder order) {
-  if (order != AloneOrder::kBehindChains) wait_for_kernel_before();
-}
-__device__ __forceinline__ void wait_to_end(AloneOrder order) {
-  if (order != AloneOrder::kBehindChains || blockIdx.x == gridDim.x - 1) wait_for_kernel_before();
-}
-// Updates rows that stand alone, in the order of the batch.
+// Updates rows that stand alone, in the order of the batch. chained: it may be launched before the
+// kernel before it ends (common/chain.cuh).
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                  const Scratch& scratch, const GroupShape& shape, AloneOrder order,
+                  const Scratch& scratch, const GroupShape& shape, bool chained,
                   cudaStream_t stream);
 // The same of narrow rows with a gradient each; false where it is not for such a batch, which is
 // then left to update_alone (alone_narrow.cu).
 bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                         const Scratch& scratch, const GroupShape& shape, AloneOrder order,
+                         const Scratch& scratch, const GroupShape& shape, bool chained,
                          cudaStream_t stream);
 // In place of prepare_update, after mark_repeats: splits the positions of repeated slots off,
 // chains them by slot, and says which these are (split.cu).
