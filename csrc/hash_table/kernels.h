@@ -26,6 +26,7 @@ struct UpdateHint {
   uint32_t batch_order;      // 1: most rows of a batch stand at one of its positions
   uint32_t longest_feature;  // positions of the feature with most, of one that was sorted
   uint32_t hot_slots;        // 1: some slot stood at a large part of a feature's positions
+  uint32_t sorts_rest;       // 1: chains of a batch in its own order left something to sort
 };
 
 // What a lookup on a GPU has seen of 32 neighbouring positions of its batch, a bit each.

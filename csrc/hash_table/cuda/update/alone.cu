@@ -1,6 +1,5 @@
 // Rows that stand at one position of the batch, updated in the order of the batch. Marks of slots
 // tell which; what split.cu makes of them is a bit a position.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/pool/bag_tile.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
@@ -44,7 +43,6 @@ __global__ void __launch_bounds__(block_of(kPrefetch), kAloneThreads / block_of(
   constexpr int kBlock = block_of(kPrefetch);
   const BagTile<kLanes> tile(batch, tiling,
                              (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) / kLanes);
-  wait_for_kernel_before();  // which counts the update
   if (tile.feature < batch.num_features && !is_refused(batch)) {
     const TableView& table = tables[batch.feature_tables[tile.feature]];
     const int64_t first_slot = table.first_slot;
@@ -99,9 +97,8 @@ __global__ void __launch_bounds__(block_of(kPrefetch), kAloneThreads / block_of(
 }  // namespace
 
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                  const Scratch& scratch, const GroupShape& shape, bool chained,
-                  cudaStream_t stream) {
-  if (update_narrow_alone(tables, update, slots, scratch, shape, chained, stream)) return;
+                  const Scratch& scratch, const GroupShape& shape, cudaStream_t stream) {
+  if (update_narrow_alone(tables, update, slots, scratch, shape, stream)) return;
   const auto launch = [&]<typename Plain, typename Element>() {
     using Updater = typename OfAlone<Plain>::Type;
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and
@@ -117,12 +114,8 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
     const int block = block_of(prefetch);
     const int64_t threads = tiling.tiles(batch) * Updater::kLanes;
     const auto blocks = static_cast<unsigned>((threads + block - 1) / block);
-    if (chained) {
-      launch_chained(kernel, blocks, block, stream, tables, update, slots, scratch, tiling);
-    } else {
-      kernel<<<blocks, block, 0, stream>>>(tables, update, slots, scratch, tiling);
-      HKV_CUDA_CHECK_LAUNCH();
-    }
+    kernel<<<blocks, block, 0, stream>>>(tables, update, slots, scratch, tiling);
+    HKV_CUDA_CHECK_LAUNCH();
   };
   const auto choose = [&]<typename Updater>() {
     choose_element(update.grad.type,

@@ -4,7 +4,6 @@
 // take no registers, twice as many tiles are there as would find registers otherwise, and the next
 // row is on its way while one is worked on. Each lane copies what it works on itself, so lanes
 // don't wait for each other.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/pool/bag_tile.cuh"
@@ -54,15 +53,13 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
     ahead_slot = load_once(slots + at);
     ahead_bits = load_once(&scratch.repeated_positions[at / 32]);
   };
-  // All that says what the tile has to do is on its way at once, and nothing of it is written by
-  // the kernel before this one.
+  // All that says what the tile has to do is on its way at once.
   const BagRange range = tiling.range_of(batch, number);
   if (range.bags > 0) look(range.first * ids_of_bag + Tile<kLanes>::lane());
   const uint32_t refused = batch.refused != nullptr ? load_l2(batch.refused) : 0;
-  const int64_t bad_bag = *scratch.bad_bag;  // of which that kernel tells again
   const float rate = *update.learning_rate;
   const BagTile<kLanes> tile(batch, tiling, number);
-  if (tile.feature < batch.num_features && refused == 0 && bad_bag == 0) {
+  if (tile.feature < batch.num_features && refused == 0) {
     const TableView& table = tables[batch.feature_tables[tile.feature]];
     const int64_t first_slot = table.first_slot;
     const int lane = tile.lane();
@@ -125,8 +122,7 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
       };
 #pragma unroll
       for (int k = 0; k < kUnderWay; ++k) begin(ring[k]);
-      if (!begun) {
-        wait_for_kernel_before();  // which counts the update
+      if (!begun) {  // while the first rows are on their way
         updater.set_terms(rate);
         begun = true;
       }
@@ -161,14 +157,12 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
       }
     }
   }
-  wait_for_kernel_before();  // all threads
 }
 
 }  // namespace
 
 bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                         const Scratch& scratch, const GroupShape& shape, bool chained,
-                         cudaStream_t stream) {
+                         const Scratch& scratch, const GroupShape& shape, cudaStream_t stream) {
   const Batch& batch = update.batch;
   if (shape.widest > 4 * kWarp / 2 || !shape.rows_in_hbm) return false;
   if (batch.num_ids >= 2 * batch.num_bags) return false;  // the rows of a bag share a gradient
@@ -178,14 +172,9 @@ bool update_narrow_alone(const TableView* tables, const Update& update, const in
     const int64_t threads = tiling.tiles(batch) * Updater::kLanes;
     const auto blocks = static_cast<unsigned>((threads + kNarrowThreads - 1) / kNarrowThreads);
     const auto ids_of_bag = static_cast<uint32_t>(batch.num_ids / batch.num_bags);
-    if (chained) {
-      launch_chained(kernel, blocks, kNarrowThreads, stream, tables, update, slots, scratch, tiling,
-                     ids_of_bag);
-    } else {
-      kernel<<<blocks, kNarrowThreads, 0, stream>>>(tables, update, slots, scratch, tiling,
-                                                    ids_of_bag);
-      HKV_CUDA_CHECK_LAUNCH();
-    }
+    kernel<<<blocks, kNarrowThreads, 0, stream>>>(tables, update, slots, scratch, tiling,
+                                                  ids_of_bag);
+    HKV_CUDA_CHECK_LAUNCH();
   };
   return choose_plain_updater<1>(update.optimizer, shape, [&]<typename Updater>() {
     choose_element(update.grad.type,

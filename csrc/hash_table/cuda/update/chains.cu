@@ -1,7 +1,7 @@
 // Rows of slots that stand at a few positions of the batch, where most stand at one: by chains of
 // the positions split off, without a sort. Mostly there is nothing else then: what sorts the rest
 // finds nothing to do.
-#include "common/cuda_check.h"
+#include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_updaters.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(kThreads, kChainBlocks)
   using Stored = typename Gradient::template Stored<Element>;
   constexpr uint32_t kLanes = Updater::kLanes;
   const Tile<kLanes> tile;
+  wait_for_kernel_before();  // which counts the update, and refuses
   if (is_refused(update.batch)) return;
   const Chains& chains = scratch.chains;
   const Pairs& pairs = scratch.pairs.pairs;
@@ -146,8 +147,8 @@ void update_chains(const TableView* tables, const Update& update, const Scratch&
   const auto launch = [&]<typename Updater, typename Element>() {
     const auto kernel = chain_kernel < Updater, Element, Updater::kColumnStates ? 1 : 2 > ;
     const int64_t threads = scratch.chains.most;
-    kernel<<<resident_grid(kChainBlocks, threads), kThreads, 0, stream>>>(tables, update, scratch);
-    HKV_CUDA_CHECK_LAUNCH();
+    launch_chained(kernel, resident_grid(kChainBlocks, threads), kThreads, stream, tables, update,
+                   scratch);
   };
   choose_updater(update.optimizer, shape, [&]<typename Updater>() {
     choose_element(update.grad.type,

@@ -30,12 +30,14 @@ __device__ __forceinline__ int64_t length_of_run(const Pairs& sorted, int64_t at
 }
 
 __global__ void __launch_bounds__(kThreads)
-    list_runs_kernel(const Batch batch, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
+    list_runs_kernel(const Batch batch, uint64_t no_slot, const __grid_constant__ Scratch scratch,
+                     UpdateHint* hint) {
   constexpr int kWarps = kThreads / kWarp;
   __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
   wait_for_kernel_before();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t n = scratch.sorted == nullptr ? batch.num_ids : *scratch.sorted;
+  if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) hint->sorts_rest = n > 0;
   const Pairs& sorted = scratch.pairs.pairs;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads; first < n;
        first += static_cast<int64_t>(gridDim.x) * kThreads) {
@@ -248,12 +250,13 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
 
 }  // namespace
 
-void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cudaStream_t stream) {
+void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, UpdateHint* hint,
+               cudaStream_t stream) {
   // Of a part of the positions, whose number is not known here, no more blocks than may be
   // resident: they run beside others.
   const unsigned blocks = scratch.sorted == nullptr ? grid_for(batch.num_ids)
                                                     : resident_grid(kListBlocks, batch.num_ids);
-  launch_chained(list_runs_kernel, blocks, kThreads, stream, batch, no_slot, scratch);
+  launch_chained(list_runs_kernel, blocks, kThreads, stream, batch, no_slot, scratch, hint);
 }
 
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,

@@ -12,6 +12,7 @@
 // few positions are updated beside those that stand alone, by chains (chains.cu), and if others are
 // left, these are sorted, listed and updated there, too.
 #include <cub/device/device_radix_sort.cuh>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -28,7 +29,6 @@ constexpr int kNeighbours = 8;  // of the sorted order, a warp's
 // Of one bag each: see updates_in_batch_order; and what fills the device for long, so that it is of
 // no account when a kernel begins.
 constexpr int64_t kManyIds = 1 << 19;
-constexpr int64_t kSomeIds = 1 << 17;  // with fewer, chains take as long as rows that stand alone
 
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -385,7 +385,7 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
   if (streams_runs(optimizer, shape)) {
     list_long_runs(batch, no_slot, scratch, stream);
   } else if (size.quick) {
-    list_runs(batch, no_slot, scratch, stream);
+    list_runs(batch, no_slot, scratch, nullptr, stream);
   }
   return Grouping{false, scratch.pairs.pairs.keys != first_half};
 }
@@ -420,23 +420,26 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   HKV_CUDA_CHECK_LAUNCH();
   if (batch_order) {
     // Rows that stand alone are most of the work, and bound by memory. Most others go by their
-    // chains; what sorts the rest waits for one small kernel after the other, and mostly finds
-    // nothing to do.
-    // Rows that stand alone may begin before chains do, which then find places as others leave. A
-    // graph gains more where both share the places of a large batch in turn.
-    const bool goes_first = batch.num_ids < kManyIds || !is_captured(stream);
-    const bool chained = goes_first && batch.num_ids >= kSomeIds;
-    SideStream side(stream, goes_first);
-    update_chains(tables, update, scratch, shape, side.stream());
+    // chains, which have the first places, since they wait for one access after the other: rows
+    // that stand alone take theirs as they end.
+    SideStream beside(stream, /*goes_first=*/false);
+    update_chains(tables, update, scratch, shape, stream);
     // Before the launches that mostly have nothing to do, so that it does not wait for the host.
-    update_alone(tables, update, slots, scratch, shape, chained, stream);
-    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, side.stream(),
+    update_alone(tables, update, slots, scratch, shape, beside.stream());
+    // What sorts the rest waits for one small kernel after the other. Mostly these find nothing to
+    // do, and must not take places from rows that stand alone; where there was something to do of
+    // late, they are to have theirs at once.
+    std::optional<SideStream> first;
+    if (static_cast<const volatile UpdateHint*>(hint)->sorts_rest != 0) first.emplace(stream);
+    const cudaStream_t rest = first ? first->stream() : stream;
+    sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, rest,
                resident_grid(1, batch.num_ids));
     scratch.begin_runs(size);
-    list_runs(batch, update.no_slot, scratch, side.stream());
-    update_runs(tables, update, scratch, shape, side.stream());
-    update_long_runs(tables, update, scratch, nullptr, side.stream());
-    side.join();
+    list_runs(batch, update.no_slot, scratch, hint, rest);
+    update_runs(tables, update, scratch, shape, rest);
+    update_long_runs(tables, update, scratch, nullptr, rest);
+    if (first) first->join();
+    beside.join();
     return;
   }
   if (size.quick) {

@@ -223,16 +223,13 @@ constexpr int32_t kQuickColumns = 4 * kWarp;
 // order, and looks at the offsets.
 void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
                   const Scratch& scratch, cudaStream_t stream);
-// Updates rows that stand alone, in the order of the batch. chained: it may be launched before the
-// kernel before it ends (common/chain.cuh).
+// Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                  const Scratch& scratch, const GroupShape& shape, bool chained,
-                  cudaStream_t stream);
+                  const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
 // The same of narrow rows with a gradient each; false where it is not for such a batch, which is
 // then left to update_alone (alone_narrow.cu).
 bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
-                         const Scratch& scratch, const GroupShape& shape, bool chained,
-                         cudaStream_t stream);
+                         const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
 // In place of prepare_update, after mark_repeats: splits the positions of repeated slots off,
 // chains them by slot, and says which these are (split.cu).
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
@@ -242,8 +239,10 @@ void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scr
 void update_chains(const TableView* tables, const Update& update, const Scratch& scratch,
                    const GroupShape& shape, cudaStream_t stream);
 // Lists the runs of the sorted order whose rows are not updated yet, and cuts long ones. Where all
-// positions are sorted, counts those that stand alone (runs.cu).
-void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, cudaStream_t stream);
+// positions are sorted, counts those that stand alone. hint: null, or of a batch in its own order,
+// which is told whether anything was sorted (runs.cu).
+void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, UpdateHint* hint,
+               cudaStream_t stream);
 // Updates the rows of the listed runs, but for long ones, whose pieces it adds up.
 void update_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
