@@ -128,6 +128,10 @@ struct StoredColumns<float> {
   __device__ __forceinline__ static StoredColumns load(const float* from) {
     return {Columns<4>::load(from)};
   }
+  // Not worth a place in L1.
+  __device__ __forceinline__ static StoredColumns load_once(const float* from) {
+    return {cuda::load_once(from)};
+  }
   __device__ __forceinline__ Columns<4> widened(RowType) const { return v; }
 };
 
@@ -138,6 +142,12 @@ struct StoredColumns<uint16_t> {
   __device__ __forceinline__ static StoredColumns zero() { return {make_ushort4(0, 0, 0, 0)}; }
   __device__ __forceinline__ static StoredColumns load(const uint16_t* from) {
     return {*reinterpret_cast<const ushort4*>(from)};
+  }
+  __device__ __forceinline__ static StoredColumns load_once(const uint16_t* from) {
+    const auto bits =
+        static_cast<uint64_t>(cuda::load_once(reinterpret_cast<const int64_t*>(from)));
+    return {make_ushort4(static_cast<uint16_t>(bits), static_cast<uint16_t>(bits >> 16),
+                         static_cast<uint16_t>(bits >> 32), static_cast<uint16_t>(bits >> 48))};
   }
   __device__ __forceinline__ Columns<4> widened(RowType type) const {
     return {widen(type, v.x), widen(type, v.y), widen(type, v.z), widen(type, v.w)};

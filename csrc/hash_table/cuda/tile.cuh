@@ -41,15 +41,22 @@ template <typename Element, int kLanes, int kVectors>
 struct StoredLaneColumns {
   StoredColumns<Element> v[kVectors];
 
+  // once: it is not worth a place in L1.
   __device__ __forceinline__ static StoredLaneColumns load(const Output<const char>& grad,
-                                                           int64_t place, int32_t dim) {
+                                                           int64_t place, int32_t dim,
+                                                           bool once = false) {
     const Element* from = reinterpret_cast<const Element*>(grad.data) + place;
     StoredLaneColumns c;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int32_t column = (threadIdx.x % kLanes + i * kLanes) * 4;
-      c.v[i] = column < dim ? StoredColumns<Element>::load(from + column)
-                            : StoredColumns<Element>::zero();
+      if (column >= dim) {
+        c.v[i] = StoredColumns<Element>::zero();
+      } else if (once) {
+        c.v[i] = StoredColumns<Element>::load_once(from + column);
+      } else {
+        c.v[i] = StoredColumns<Element>::load(from + column);
+      }
     }
     return c;
   }

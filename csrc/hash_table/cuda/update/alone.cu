@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(block_of(kPrefetch), kAloneThreads / block_of(
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream) {
   if (update_narrow_alone(tables, update, slots, scratch, shape, stream)) return;
+  if (update_shared_alone(tables, update, slots, scratch, shape, stream)) return;
   const auto launch = [&]<typename Plain, typename Element>() {
     using Updater = typename OfAlone<Plain>::Type;
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and

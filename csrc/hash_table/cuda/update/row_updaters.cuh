@@ -121,13 +121,19 @@ struct PlainUpdater {
   }
 
   __device__ __forceinline__ void finish(int64_t, Row& row, const Gradient& gradient) const {
+    finish(row, gradient, kAdapts ? squares_of(gradient) : 0.0f);
+  }
+  // What finish needs of a gradient where the optimizer adapts by row, for those that know it.
+  __device__ __forceinline__ static float squares_of(const Gradient& gradient) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) squares += gradient.v[i].dot(gradient.v[i]);
+    return Tile<kLanes>::sum(squares);
+  }
+  __device__ __forceinline__ void finish(Row& row, const Gradient& gradient, float squares) const {
     RowTerms its = terms;
     if constexpr (kAdapts) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) squares += gradient.v[i].dot(gradient.v[i]);
-      const float renewed =
-          adapt_row(*optimizer, Tile<kLanes>::sum(squares), dim, row.old_square, &its);
+      const float renewed = adapt_row(*optimizer, squares, dim, row.old_square, &its);
       if (Tile<kLanes>::lane() == 0) row.state[kStates * dim] = renewed;
     }
     float unused = 0.0f;

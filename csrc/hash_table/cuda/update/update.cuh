@@ -230,6 +230,9 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
 // then left to update_alone (alone_narrow.cu).
 bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
                          const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
+// The same of rows of row-wise Adagrad whose bags have several ids (alone_shared.cu).
+bool update_shared_alone(const TableView* tables, const Update& update, const int64_t* slots,
+                         const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
 // In place of prepare_update, after mark_repeats: splits the positions of repeated slots off,
 // chains them by slot, and says which these are (split.cu).
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,

@@ -1,0 +1,76 @@
+"""Bags of several ids on a GPU, rows updated by row-wise Adagrad: the two ways, the same bits.
+
+Rows that stand at one position of the batch come to shared memory then, and share the gradient of
+their bag. Where batches before were not such ones, all positions are sorted instead.
+"""
+
+import pytest
+import torch
+
+from tests.support.gpu import NEEDS_GPU
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
+
+pytestmark = NEEDS_GPU
+
+BATCH = 2048
+ROWS = 30_000
+DEVICE = "cuda"
+
+
+def make_group(dims):
+    specs = [
+        TableSpec(f"t{t}", 2 * ROWS, dim, initializer=Uniform(-1, 1)) for t, dim in enumerate(dims)
+    ]
+    group = TableGroup(specs, list(range(len(dims))), RowWiseAdagrad(eps=1e-8), device=DEVICE)
+    number = len(dims)
+    ids = torch.arange(ROWS, device=DEVICE).repeat(number)
+    group.find_or_insert(ids, torch.arange(number + 1, device=DEVICE) * ROWS, 1)
+    return group
+
+
+def step(group, ids, lengths, weights, grad, mean):
+    """One forward and backward."""
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    anchor = torch.empty(0, device=DEVICE, requires_grad=True)
+    rate = torch.full((), 0.1, device=DEVICE)
+    pin = group.pin()
+    slots = group.find_or_insert(ids, offsets, BATCH, pin)
+    pooled = group.pooled_lookup(
+        anchor, ids, offsets, weights, slots, BATCH, mean, pin, rate, dtype=grad.dtype
+    )
+    pooled.backward(grad)
+    torch.cuda.synchronize()  # what the batch was like is known when the next begins
+
+
+def contents(group, number):
+    """Rows and states of all tables, in the order of ids."""
+    parts = []
+    for table in range(number):
+        state = group.export_table(table)
+        order = state.ids[state.occupied].argsort()
+        parts += [state.rows[state.occupied][order], state.states[state.occupied][order]]
+    return parts
+
+
+# Tables of one width, narrow ones, and those of which some have fewer columns than others.
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (4, 20), (100, 4)])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "weights"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_ways_give_the_same_bits(dims, pooling, dtype):
+    groups = [make_group(dims) for _ in range(2)]
+    lengths = torch.randint(8, (len(dims) * BATCH,), device=DEVICE)
+    lengths[3], lengths[-1] = 200, 90  # more than a tile
+    lengths[40:60] = 0
+    n = int(lengths.sum())
+    alone, repeated = torch.randperm(ROWS, device=DEVICE)[:n], torch.randint(300, (n,)).to(DEVICE)
+    ids = alone.clone()
+    ids[torch.randperm(n, device=DEVICE)[: n // 20]] = ids[: n // 20].clone()
+    weights = torch.rand(n, device=DEVICE) if pooling == "weights" else None
+    grad = torch.randn(BATCH, sum(dims), device=DEVICE).to(dtype)
+    mean = pooling == "mean"
+    for group, before in zip(groups, (alone, repeated), strict=True):
+        step(group, before, lengths, None, torch.zeros_like(grad), mean)
+    for group in groups:
+        step(group, ids, lengths, weights, grad, mean)
+    for mine, other in zip(*(contents(group, len(dims)) for group in groups), strict=True):
+        assert torch.equal(mine, other)  # gradients of zero have left no trace
