@@ -172,6 +172,9 @@ bool update_shared_alone(const TableView* tables, const Update& update, const in
   if (!is_plain(update.optimizer, shape) || !shape.rows_in_hbm) return false;
   if (shape.most_slots >= int64_t{1} << 32) return false;
   if (batch.num_ids < 2 * batch.num_bags) return false;  // rows have gradients of their own
+  const bool narrow = shape.widest <= 4 * kWarp / 2;
+  // With weights a gradient is read and summed for each row, which wide rows wait for.
+  if (!narrow && update.pooling.weights != nullptr) return false;
   // Where a line's states serve one position of a feature or more.
   constexpr int64_t kOfLine = 128 / sizeof(float);
   const bool by_lines = batch.num_ids * kOfLine >= shape.most_slots * batch.num_features;
@@ -187,7 +190,7 @@ bool update_shared_alone(const TableView* tables, const Update& update, const in
     HKV_CUDA_CHECK_LAUNCH();
   };
   choose_element(update.grad.type, [&]<typename Element>() {
-    if (shape.widest <= 4 * kWarp / 2) {
+    if (narrow) {
       launch.template operator()<1, Element>();
     } else {
       launch.template operator()<2, Element>();
