@@ -49,7 +49,7 @@ constexpr int kMostRanges = 32;  // see Scratch::before_hot
 constexpr int kSplitThreads = 256;
 constexpr int kSplitOfThread = 4;
 inline int split_of_thread(int64_t num_ids) {
-  return num_ids < 1 << 18 ? kSplitOfThread : kListedOfThread;
+  return num_ids < 1 << 20 ? kSplitOfThread : kListedOfThread;
 }
 inline int64_t split_blocks(int64_t num_ids) {
   return listing_blocks(num_ids, split_of_thread(num_ids), kSplitThreads);

@@ -46,8 +46,8 @@ struct BagsOfPart {
   }
 };
 
-// Of a multiprocessor: so few that the pooling beside keeps most of its places while they wait for
-// one access after the other.
+// Of a multiprocessor, for large batches: so few that the pooling beside keeps most of its places
+// while they wait for one access after the other.
 constexpr int kSplitBlocks = 2;
 
 // A block takes one part of the batch after the other.
@@ -97,12 +97,11 @@ __global__ void __launch_bounds__(kSplitThreads, 4)
 
 void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scratch,
                     cudaStream_t stream) {
-  const auto kernel = split_of_thread(batch.num_ids) == kListedOfThread
-                          ? split_kernel<kListedOfThread>
-                          : split_kernel<kSplitOfThread>;
-  const unsigned most = resident_grid(kSplitBlocks, batch.num_ids);
-  const auto parts = static_cast<unsigned>(split_blocks(batch.num_ids));
-  launch_chained(kernel, std::min(parts, most), kSplitThreads, stream, batch, slots, scratch);
+  const bool large = split_of_thread(batch.num_ids) == kListedOfThread;
+  const auto kernel = large ? split_kernel<kListedOfThread> : split_kernel<kSplitOfThread>;
+  auto blocks = static_cast<unsigned>(split_blocks(batch.num_ids));
+  if (large) blocks = std::min(blocks, resident_grid(kSplitBlocks, batch.num_ids));
+  launch_chained(kernel, blocks, kSplitThreads, stream, batch, slots, scratch);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -29,6 +29,7 @@ constexpr int kNeighbours = 8;  // of the sorted order, a warp's
 // Of one bag each: see updates_in_batch_order; and what fills the device for long, so that it is of
 // no account when a kernel begins.
 constexpr int64_t kManyIds = 1 << 19;
+constexpr int64_t kSomeIds = 1 << 17;  // with fewer, chains take as long as rows that stand alone
 
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -422,16 +423,20 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
     // Rows that stand alone are most of the work, and bound by memory. Most others go by their
     // chains, which have the first places, since they wait for one access after the other: rows
     // that stand alone take theirs as they end.
-    SideStream beside(stream, /*goes_first=*/false);
-    update_chains(tables, update, scratch, shape, stream);
+    // A graph of few ids gains more where both begin at once.
+    const bool swaps = batch.num_ids < kSomeIds && is_captured(stream);
+    SideStream beside(stream, swaps);
+    const cudaStream_t of_chains = swaps ? beside.stream() : stream;
+    update_chains(tables, update, scratch, shape, of_chains);
     // Before the launches that mostly have nothing to do, so that it does not wait for the host.
-    update_alone(tables, update, slots, scratch, shape, beside.stream());
+    update_alone(tables, update, slots, scratch, shape, swaps ? stream : beside.stream());
     // What sorts the rest waits for one small kernel after the other. Mostly these find nothing to
     // do, and must not take places from rows that stand alone; where there was something to do of
     // late, they are to have theirs at once.
     std::optional<SideStream> first;
-    if (static_cast<const volatile UpdateHint*>(hint)->sorts_rest != 0) first.emplace(stream);
-    const cudaStream_t rest = first ? first->stream() : stream;
+    const bool sorts = static_cast<const volatile UpdateHint*>(hint)->sorts_rest != 0;
+    if (sorts && !swaps) first.emplace(stream);
+    const cudaStream_t rest = first ? first->stream() : of_chains;
     sort_small(&scratch.pairs, scratch.sorted, scratch.small_sort, rest,
                resident_grid(1, batch.num_ids));
     scratch.begin_runs(size);
