@@ -117,6 +117,25 @@ def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, pooling):
         assert torch.equal(mine, other)  # gradients of zero have left no trace
 
 
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("kind", ["alone", "pairs", "eights", "runs", "repeated"])
+def test_batches_after_one_of_which_a_part_was_sorted(device_type, kind, optimizer):
+    """What sorts the rest has a stream of its own after a batch where there was a rest."""
+    device = torch.device(device_type)
+    groups = [make_group(optimizer, device) for _ in range(2)]
+    lengths = torch.randint(6, (3 * BATCH,), device=device)
+    ids = draw(kind, lengths, device)
+    grad = torch.randn(BATCH, sum((DIMS[0], DIMS[1], DIMS[0])), device=device)
+    for group, before in zip(groups, ("alone", "runs"), strict=True):
+        for kind_before in ("alone", before):
+            drawn = draw(kind_before, lengths, device)
+            step(group, drawn, lengths, None, torch.zeros_like(grad))
+    for group in groups:
+        step(group, ids, lengths, None, grad)
+    for mine, other in zip(*(rows_of(group, device) for group in groups), strict=True):
+        assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("kind", ["few repeated", "pairs", "runs", "repeated", "one id"])
 def test_batches_after_batches_of_rows_that_stand_alone(device_type, kind):
     """Against the sum of gradients in double precision, and the formula of row-wise Adagrad."""
