@@ -1,8 +1,8 @@
 """Large batches of one id a bag on a GPU: the same outputs, rows and states as on a CPU.
 
 Such batches have ways of their own: rows that are read once are pooled as what leaves the
-second-level cache last, narrow rows that stand alone are updated from shared memory, Adam's by a
-warp each, and both begin before the kernel before them ends.
+second-level cache last, narrow rows that stand alone are updated from shared memory, and Adam's by
+a warp each.
 """
 
 import pytest
@@ -65,7 +65,7 @@ def compare(dim, n, optimizer, repeated, device="cuda"):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-# Below and above where kernels begin early.
+# Below and above 2^17.
 @pytest.mark.parametrize("n", [100_003, 200_003])
 @pytest.mark.parametrize("dim", [4, 64, 100, 128])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
