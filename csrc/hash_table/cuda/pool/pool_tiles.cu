@@ -25,7 +25,6 @@ constexpr int kPoolThreads = 128;
 constexpr int kPoolBlocks = 5;  // of a multiprocessor
 constexpr int kGroup = 4;       // rows
 constexpr int kGroups = 3;      // under way; more take L1 from hot rows
-constexpr int kMostChunks = 3;  // of a tile, about
 // Of a tile, where all run at once and take three quarters of the room.
 constexpr int kChunksTogether = 4;
 constexpr int kTags = 64;  // of the chunk and of the groups under way
@@ -123,6 +122,17 @@ struct HotSlot : Tile<kLanes> {
 // What a kernel knows of its rows: nothing; that there may be hot slots; or that each bag has one
 // (kManyOnce). The last two are of float32 rows without scales.
 enum class Rows { kAny, kHot, kOnce };
+
+// How long a tile is where not all run at once: so few chunks that each that has room at a time
+// takes several, one after the other, and no more than `most`. A tile that knows a hot slot waits
+// for fewer rows, so what it waits for at first weighs more.
+struct TileLength {
+  int rounds;  // of tiles, at least
+  int most;    // chunks, about
+};
+constexpr TileLength length_of(Rows rows) {
+  return rows == Rows::kHot ? TileLength{4, 6} : TileLength{8, 3};
+}
 
 // kFloat32, kFloat32Out: whether rows, and outputs, are of that type. Otherwise of any.
 template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out, Rows kRows>
@@ -342,25 +352,27 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
   HKV_CUDA_CHECK(cudaGetDevice(&device));
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   constexpr int kTilesOfProcessor = kPoolBlocks * kPoolThreads / kLanes;
-  constexpr int kRounds = 8;
   const int64_t at_once = int64_t{kTilesOfProcessor} * processors * kLanes;  // positions
   const int64_t together =
       std::max<int64_t>(1, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
-  const int64_t chunks =
-      together <= kChunksTogether
-          ? together
-          : std::clamp<int64_t>(batch.num_ids / (at_once * kRounds), 1, kMostChunks);
-  const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   const bool float32_out = out.type == RowType::kFloat32;
   const bool once = batch.num_ids == batch.num_bags && batch.num_ids >= kManyOnce;
-  const auto kernel = !shape.float32_rows
-                          ? pool_tiles_kernel<kLanes, true, false, false, Rows::kAny>
-                      : !float32_out ? pool_tiles_kernel<kLanes, true, true, false, Rows::kAny>
-                      : scaled       ? pool_tiles_kernel<kLanes, true, true, true, Rows::kAny>
-                      : once         ? pool_tiles_kernel<kLanes, false, true, true, Rows::kOnce>
-                      : hot          ? pool_tiles_kernel<kLanes, false, true, true, Rows::kHot>
-                                     : pool_tiles_kernel<kLanes, false, true, true, Rows::kAny>;
+  const bool quick = shape.float32_rows && float32_out && !scaled;
+  const Rows rows = quick && once ? Rows::kOnce : quick && hot ? Rows::kHot : Rows::kAny;
+  const TileLength length = length_of(rows);
+  const int64_t chunks =
+      together <= kChunksTogether
+          ? together
+          : std::clamp<int64_t>(batch.num_ids / (at_once * length.rounds), 1, length.most);
+  const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
+  const auto kernel =
+      !shape.float32_rows   ? pool_tiles_kernel<kLanes, true, false, false, Rows::kAny>
+      : !float32_out        ? pool_tiles_kernel<kLanes, true, true, false, Rows::kAny>
+      : scaled              ? pool_tiles_kernel<kLanes, true, true, true, Rows::kAny>
+      : rows == Rows::kOnce ? pool_tiles_kernel<kLanes, false, true, true, Rows::kOnce>
+      : rows == Rows::kHot  ? pool_tiles_kernel<kLanes, false, true, true, Rows::kHot>
+                            : pool_tiles_kernel<kLanes, false, true, true, Rows::kAny>;
   const int64_t threads = tiling.tiles(batch) * kLanes;
   const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
   launch_chained(kernel, blocks, kPoolThreads, stream, tables, batch, slots, pooling, out, tiling);
