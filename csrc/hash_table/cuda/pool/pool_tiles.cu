@@ -123,15 +123,22 @@ struct HotSlot : Tile<kLanes> {
 // (kManyOnce). The last two are of float32 rows without scales.
 enum class Rows { kAny, kHot, kOnce };
 
-// How long a tile is where not all run at once: so few chunks that each that has room at a time
-// takes several, one after the other, and no more than `most`. A tile that knows a hot slot waits
-// for fewer rows, so what it waits for at first weighs more.
+// How long a tile is where not all run at once: as long as there are so many rounds of those that
+// have room at a time, but no longer than `most`. A tile that knows a hot slot waits for fewer
+// rows, so what it waits for at first weighs more.
 struct TileLength {
-  int rounds;  // of tiles, at least
-  int most;    // chunks, about
+  int rounds;
+  int most;  // chunks, about
 };
 constexpr TileLength length_of(Rows rows) {
-  return rows == Rows::kHot ? TileLength{4, 6} : TileLength{8, 3};
+  switch (rows) {
+    case Rows::kHot:
+      return {4, 6};
+    case Rows::kOnce:
+      return {8, 3};
+    default:
+      return {6, 3};
+  }
 }
 
 // kFloat32, kFloat32Out: whether rows, and outputs, are of that type. Otherwise of any.

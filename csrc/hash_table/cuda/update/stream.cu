@@ -58,15 +58,21 @@ __global__ void __launch_bounds__(kThreads)
     list_long_runs_kernel(const Batch batch, uint64_t no_slot,
                           const __grid_constant__ Scratch scratch) {
   __shared__ int singles_of_block;
-  if (threadIdx.x == 0) singles_of_block = 0;
-  __syncthreads();
   const Pairs& sorted = scratch.pairs.pairs;
   const int64_t n = batch.num_ids;
+  // Half of the blocks, where half of the positions are a hot slot's, lie within one run.
+  const int64_t first_of_block = static_cast<int64_t>(blockIdx.x) * kListRounds * kThreads;
+  const int64_t last_of_block = first_of_block + kListRounds * kThreads - 1;
+  if (first_of_block > 0 && last_of_block < n &&
+      sorted.key(first_of_block - 1) == sorted.key(last_of_block)) {
+    return;
+  }
+  if (threadIdx.x == 0) singles_of_block = 0;
+  __syncthreads();
   int singles = 0;
 #pragma unroll
   for (int k = 0; k < kListRounds; ++k) {
-    const int64_t at =
-        (static_cast<int64_t>(blockIdx.x) * kListRounds + k) * kThreads + threadIdx.x;
+    const int64_t at = first_of_block + k * kThreads + threadIdx.x;
     const auto key_at = [&](int64_t i) { return i >= 0 && i < n ? sorted.key(i) : no_slot; };
     const uint64_t key = key_at(at);
     const uint64_t before = key_at(at - 1), after = key_at(at + 1), far = key_at(at + kLongest);
