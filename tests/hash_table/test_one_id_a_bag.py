@@ -1,8 +1,9 @@
 """Large batches of one id a bag on a GPU: the same outputs, rows and states as on a CPU.
 
 Such batches have ways of their own: rows that are read once are pooled as what leaves the
-second-level cache last, narrow rows that stand alone are updated from shared memory, and Adam's by
-a warp each.
+second-level cache last, and copied in bulk where they are wide, narrow rows that stand alone are
+updated from shared memory, and Adam's by a warp each. Of very large batches all positions are
+sorted, and wide rows updated in tiles.
 """
 
 import pytest
@@ -24,15 +25,18 @@ pytestmark = NEEDS_GPU
 OPTIMIZERS = [SGD(), RowWiseAdagrad(eps=1e-8), Adagrad(eps=1e-8), Adam()]
 
 
-def step(group, ids, grad):
-    """The output of one forward and backward."""
+def step(group, ids, grad, offsets=None, weights=None, mean=False):
+    """The output of one forward and backward. offsets: of one id a bag, if none are given."""
     device = ids.device
-    offsets = torch.arange(len(ids) + 1, device=device)
+    if offsets is None:
+        offsets = torch.arange(len(ids) + 1)
+    offsets, bags = offsets.to(device), len(offsets) - 1
+    weights = None if weights is None else weights.to(device)
     anchor = torch.empty(0, device=device, requires_grad=True)
     pin = group.pin()
-    slots = group.find_or_insert(ids, offsets, len(ids), pin)
+    slots = group.find_or_insert(ids, offsets, bags, pin)
     rate = torch.full((), 0.1, device=device)
-    out = group.pooled_lookup(anchor, ids, offsets, None, slots, len(ids), False, pin, rate)
+    out = group.pooled_lookup(anchor, ids, offsets, weights, slots, bags, mean, pin, rate)
     out.backward(grad)
     if device.type == "cuda":
         torch.cuda.synchronize()  # what the batch was like is known when the next begins
@@ -48,7 +52,8 @@ def contents(group):
     return [part[table.occupied][order].cpu() for part in (table.rows, table.states)]
 
 
-def compare(dim, n, optimizer, repeated, device="cuda"):
+def compare(dim, n, optimizer, repeated, device="cuda", hot=0, **of_step):
+    """hot: positions of one id."""
     rows = n * 5 // 4
     spec = TableSpec("t", 2 * rows, dim, initializer=Uniform(-1, 1))
     groups = [TableGroup([spec], [0], optimizer, device=at) for at in ("cpu", device)]
@@ -58,8 +63,9 @@ def compare(dim, n, optimizer, repeated, device="cuda"):
     for _ in range(3):
         ids = torch.randperm(rows)[:n]
         ids[torch.randperm(n)[: int(n * repeated)]] = ids[: int(n * repeated)].clone()
+        ids[torch.randperm(n)[:hot]] = ids[0].item()
         grad = torch.randn(n, dim)
-        expected, out = (step(g, ids.to(g.device), grad.to(g.device)) for g in groups)
+        expected, out = (step(g, ids.to(g.device), grad.to(g.device), **of_step) for g in groups)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     for expected, found in zip(*(contents(group) for group in groups), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -73,8 +79,54 @@ def test_updates(optimizer, dim, n):
     compare(dim, n, optimizer, repeated=0.05)
 
 
-# Above where rows are read as what leaves the cache last.
-@pytest.mark.parametrize("dim", [8, 64, 128])
-@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(eps=1e-8), Adam()], ids=["rowwise", "adam"])
+# Above where rows are read as what leaves the cache last, and positions are sorted.
+MANY = (1 << 19) + 77
+
+
+@pytest.mark.parametrize("dim", [8, 64, 100, 128])
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(), RowWiseAdagrad(eps=1e-8), Adam()],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
 def test_pooling_of_many(optimizer, dim):
-    compare(dim, (1 << 19) + 77, optimizer, repeated=0.05)
+    compare(dim, MANY, optimizer, repeated=0.05)
+
+
+# Runs of two positions and a long one, whose gradients have scales.
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("dim", [100, 128])
+def test_sorted_rows_with_weights(dim, mean):
+    weights = torch.rand(MANY) + 0.5
+    compare(dim, MANY, RowWiseAdagrad(eps=1e-8), 0.05, hot=700, weights=weights, mean=mean)
+
+
+# As many ids as bags, but not one in each.
+@pytest.mark.parametrize("dim", [100, 128])
+def test_bags_of_other_lengths(dim):
+    lengths = torch.ones(MANY, dtype=torch.int64)
+    some = torch.randperm(MANY // 2)[: MANY // 50]
+    lengths[2 * some] = torch.randint(3, some.shape)
+    lengths[2 * some + 1] = 2 - lengths[2 * some]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    compare(dim, MANY, RowWiseAdagrad(eps=1e-8), repeated=0.05, offsets=offsets)
+
+
+@pytest.mark.parametrize("dim", [100, 128])
+def test_pooling_of_ids_without_rows(dim):
+    spec = TableSpec("t", 1 << 20, dim, initializer=Uniform(-1, 1))
+    ids = torch.randint(1 << 18, (MANY,))
+    outs = []
+    for device in ("cpu", "cuda"):
+        group = TableGroup([spec], [0], SGD(), device=device)
+        there = torch.arange(1 << 17, device=device)
+        group.find_or_insert(there, torch.tensor([0, len(there)], device=device), 1)
+        offsets, anchor = torch.arange(MANY + 1, device=device), torch.empty(0, device=device)
+        slots = group.find(ids.to(device), offsets, MANY)
+        rate = torch.zeros((), device=device)
+        outs.append(
+            group.pooled_lookup(
+                anchor, ids.to(device), offsets, None, slots, MANY, False, None, rate
+            ).cpu()
+        )
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-6)

@@ -45,11 +45,6 @@ struct alignas(16) PoolRing {
 static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
 static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
 
-// Positions from which on rows that are read once leave nothing in the second-level cache that the
-// next kernels need: where each bag has one, they are read as what leaves it last. The memory
-// serves reads among as many writes faster then.
-constexpr int64_t kManyOnce = int64_t{1} << 19;
-
 // Four columns of a row, as they are stored. kStay: they leave the second-level cache last.
 template <bool kFloat32, bool kStay>
 __device__ __forceinline__ void copy_columns(float4* to, const char* from, RowType type) {
@@ -390,6 +385,7 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
                     Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream) {
+  if (pool_once(tables, batch, slots, pooling, out, shape, stream)) return;
   if (shape.widest <= 32) {
     launch<8>(tables, batch, slots, pooling, out, shape, hot, stream);
   } else if (shape.widest <= 64) {

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -12,5 +14,15 @@ namespace torchrec_hkv::hash_table::cuda {
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
                     Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream);
+
+// Positions from which on rows that are read once leave nothing in the second-level cache that the
+// next kernels need: where each bag has one, they are read as what leaves it last. The memory
+// serves reads among as many writes faster then.
+constexpr int64_t kManyOnce = int64_t{1} << 19;
+
+// The same where each bag has one id; false where it is not for such a batch, which is then left to
+// pool_four_wide (pool_once.cu).
+bool pool_once(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
+               Output<char> out, const GroupShape& shape, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -4,8 +4,9 @@
 // cut in pieces whose sums are added up at the end (long_runs.cu). Where most rows stand at one
 // position of the batch only, these are updated before, in the order of the batch, since then the
 // rows of a bag share its gradient (alone.cu). What the last batches were like decides. Plain
-// updaters take the sorted order as a stream (stream.cu), others run by run. No gradient is stored
-// for each id. Deterministic: all ways add up the same numbers in the same order.
+// updaters take the sorted order as a stream (stream.cu), or by tiles where most rows stand alone
+// all the same (sorted_rows.cu), others run by run. No gradient is stored for each id.
+// Deterministic: all ways add up the same numbers in the same order.
 //
 // What takes no gradients, and must be done before the first row is updated, is group_positions: it
 // can be done as soon as slots are known, beside the forward. In batch order the rows of slots at a
@@ -449,7 +450,10 @@ void update_rows(const TableView* tables, const Batch& batch, const int64_t* slo
   }
   if (size.quick) {
     if (streams_runs(optimizer, shape)) {
-      stream_runs(tables, update, scratch, shape, stream);
+      const bool mostly_alone = wants_batch_order(hint, shape);
+      if (!mostly_alone || !update_sorted_rows(tables, update, scratch, shape, stream)) {
+        stream_runs(tables, update, scratch, shape, stream);
+      }
     } else {
       update_runs(tables, update, scratch, shape, stream);
     }

@@ -269,6 +269,10 @@ void list_long_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch
                     cudaStream_t stream);
 void stream_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
+// The same where most runs are of one position; false where it is not for such rows, which are then
+// left to stream_runs (sorted_rows.cu).
+bool update_sorted_rows(const TableView* tables, const Update& update, const Scratch& scratch,
+                        const GroupShape& shape, cudaStream_t stream);
 
 // Blocks of which so many are on a multiprocessor at once, but no more than there is work for.
 unsigned resident_grid(int blocks_of_processor, int64_t threads);
