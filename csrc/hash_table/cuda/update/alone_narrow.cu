@@ -44,15 +44,8 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
   Place* const ring = places[threadIdx.x / kLanes];
   const Batch& batch = update.batch;
   const int64_t number = (static_cast<int64_t>(blockIdx.x) * kNarrowThreads + threadIdx.x) / kLanes;
-  // The lane's next position, looked up ahead.
-  int64_t ahead = 0, ahead_slot = kNoSlot;
-  uint32_t ahead_bits = 0;
-  const auto look = [&](int64_t at) {
-    ahead = at;
-    if (at >= batch.num_ids) return;
-    ahead_slot = load_once(slots + at);
-    ahead_bits = load_once(&scratch.repeated_positions[at / 32]);
-  };
+  AlonePosition ahead;  // the lane's next one
+  const auto look = [&](int64_t at) { ahead.look(batch, slots, scratch, at); };
   // All that says what the tile has to do is on its way at once.
   const BagRange range = tiling.range_of(batch, number);
   if (range.bags > 0) look(range.first * ids_of_bag + Tile<kLanes>::lane());
@@ -90,9 +83,9 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
       int64_t slot = kNoSlot;
       bool alone = false;
       if (at < tile.end) {
-        if (at != ahead) look(at);
-        slot = ahead_slot;
-        alone = table.has(slot) && !(ahead_bits >> (at % 32) & 1);
+        if (at != ahead.at) look(at);
+        slot = ahead.slot;
+        alone = ahead.is_of(table);
         if (update.pooling.weights != nullptr) scale *= update.pooling.weights[at];
       }
       slot -= first_slot;

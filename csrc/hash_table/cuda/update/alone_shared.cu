@@ -43,15 +43,8 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks)
   SharedRow<Updater>* const ring = places[threadIdx.x / kLanes];
   const Batch& batch = update.batch;
   const int64_t number = (static_cast<int64_t>(blockIdx.x) * kSharedThreads + threadIdx.x) / kLanes;
-  // The lane's position, looked up as soon as it is known.
-  int64_t looked_at = 0, its_slot = kNoSlot;
-  uint32_t its_bits = 0;
-  const auto look = [&](int64_t at) {
-    looked_at = at;
-    if (at >= batch.num_ids) return;
-    its_slot = load_once(slots + at);
-    its_bits = load_once(&scratch.repeated_positions[at / 32]);
-  };
+  AlonePosition position;  // the lane's
+  const auto look = [&](int64_t at) { position.look(batch, slots, scratch, at); };
   // All that says what the tile has to do is on its way at once.
   const BagRange range = tiling.range_of(batch, number);
   if (range.bags > 0) look(range.first * ids_of_bag + Tile<kLanes>::lane());
@@ -85,11 +78,11 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks)
       bool alone = false;
       if (mine < count) {
         const int64_t at = tile.begin + mine;
-        if (chunk != 0 || at != looked_at) look(at);
-        alone = table.has(its_slot) && !(its_bits >> (at % 32) & 1);
+        if (chunk != 0 || at != position.at) look(at);
+        alone = position.is_of(table);
         if (weighted) scale *= update.pooling.weights[at];
       }
-      const auto slot = static_cast<uint32_t>(its_slot - table.first_slot);
+      const auto slot = static_cast<uint32_t>(position.slot - table.first_slot);
       unsigned to_begin = tile.ballot(alone), to_finish = to_begin;
       // Begins to copy the next row, if there is one; a group of copies in any case.
       const auto begin = [&](SharedRow<Updater>& to) {

@@ -223,6 +223,22 @@ constexpr int32_t kQuickColumns = 4 * kWarp;
 // order, and looks at the offsets.
 void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
                   const Scratch& scratch, cudaStream_t stream);
+// What a lane knows of a position of a batch in its own order, looked up as soon as it is known.
+struct AlonePosition {
+  int64_t at = 0, slot = kNoSlot;
+  uint32_t repeated = 0;  // of its 32 neighbours, a bit each
+
+  __device__ __forceinline__ void look(const Batch& batch, const int64_t* slots,
+                                       const Scratch& scratch, int64_t position) {
+    at = position;
+    if (at >= batch.num_ids) return;
+    slot = load_once(slots + at);
+    repeated = load_once(&scratch.repeated_positions[at / 32]);
+  }
+  __device__ __forceinline__ bool is_of(const TableView& table) const {
+    return table.has(slot) && !(repeated >> (at % 32) & 1);
+  }
+};
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
