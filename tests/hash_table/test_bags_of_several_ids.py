@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.gpu import NEEDS_GPU
+from tests.support.steps import contents, pooled_step
 from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 pytestmark = NEEDS_GPU
@@ -28,30 +29,6 @@ def make_group(dims):
     return group
 
 
-def step(group, ids, lengths, weights, grad, mean):
-    """One forward and backward."""
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    anchor = torch.empty(0, device=DEVICE, requires_grad=True)
-    rate = torch.full((), 0.1, device=DEVICE)
-    pin = group.pin()
-    slots = group.find_or_insert(ids, offsets, BATCH, pin)
-    pooled = group.pooled_lookup(
-        anchor, ids, offsets, weights, slots, BATCH, mean, pin, rate, dtype=grad.dtype
-    )
-    pooled.backward(grad)
-    torch.cuda.synchronize()  # what the batch was like is known when the next begins
-
-
-def contents(group, number):
-    """Rows and states of all tables, in the order of ids."""
-    parts = []
-    for table in range(number):
-        state = group.export_table(table)
-        order = state.ids[state.occupied].argsort()
-        parts += [state.rows[state.occupied][order], state.states[state.occupied][order]]
-    return parts
-
-
 # Tables of one width, narrow ones, and those of which some have fewer columns than others.
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (4, 20), (100, 4)])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "weights"])
@@ -68,9 +45,10 @@ def test_both_ways_give_the_same_bits(dims, pooling, dtype):
     weights = torch.rand(n, device=DEVICE) if pooling == "weights" else None
     grad = torch.randn(BATCH, sum(dims), device=DEVICE).to(dtype)
     mean = pooling == "mean"
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     for group, before in zip(groups, (alone, repeated), strict=True):
-        step(group, before, lengths, None, torch.zeros_like(grad), mean)
+        pooled_step(group, before, offsets, BATCH, torch.zeros_like(grad), None, mean)
     for group in groups:
-        step(group, ids, lengths, weights, grad, mean)
+        pooled_step(group, ids, offsets, BATCH, grad, weights, mean)
     for mine, other in zip(*(contents(group, len(dims)) for group in groups), strict=True):
         assert torch.equal(mine, other)  # gradients of zero have left no trace

@@ -9,37 +9,13 @@ import pytest
 import torch
 
 from tests.support.gpu import NEEDS_GPU
+from tests.support.steps import contents, pooled_step
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 pytestmark = NEEDS_GPU
 
 FEATURES = 26
 ROWS = 2_000
-
-
-def step(group, ids, offsets, batch_size, grad):
-    """The output of one forward and backward."""
-    device = group.device
-    ids, offsets, grad = ids.to(device), offsets.to(device), grad.to(device)
-    anchor = torch.empty(0, device=device, requires_grad=True)
-    pin = group.pin()
-    slots = group.find_or_insert(ids, offsets, batch_size, pin)
-    rate = torch.full((), 0.1, device=device)
-    out = group.pooled_lookup(anchor, ids, offsets, None, slots, batch_size, False, pin, rate)
-    out.backward(grad)
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # what the batch was like is known when the next begins
-    return out.detach().cpu()
-
-
-def rows_of(group):
-    """The rows of all tables, in the order of ids."""
-    parts = []
-    for number in range(FEATURES):
-        table = group.export_table(number)
-        order = table.ids[table.occupied].argsort()
-        parts.append(table.rows[table.occupied][order].cpu())
-    return parts
 
 
 def compare(dim, batch_size, optimizer, device="cuda"):
@@ -54,9 +30,9 @@ def compare(dim, batch_size, optimizer, device="cuda"):
         ids = torch.randint(ROWS, (int(offsets[-1]),))
         ids[torch.rand(len(ids)) < 0.5] = 7
         grad = torch.randn(batch_size, FEATURES * dim) / len(ids)
-        expected, out = (step(g, ids, offsets, batch_size, grad) for g in groups)
+        expected, out = (pooled_step(g, ids, offsets, batch_size, grad) for g in groups)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    for expected, found in zip(*(rows_of(group) for group in groups), strict=True):
+    for expected, found in zip(*(contents(group, FEATURES) for group in groups), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.gpu import NEEDS_GPU
+from tests.support.steps import contents, pooled_step
 from torchrec_hkv.hash_table import (
     SGD,
     Adagrad,
@@ -25,35 +26,9 @@ pytestmark = NEEDS_GPU
 OPTIMIZERS = [SGD(), RowWiseAdagrad(eps=1e-8), Adagrad(eps=1e-8), Adam()]
 
 
-def step(group, ids, grad, offsets=None, weights=None, mean=False):
-    """The output of one forward and backward. offsets: of one id a bag, if none are given."""
-    device = ids.device
-    if offsets is None:
-        offsets = torch.arange(len(ids) + 1)
-    offsets, bags = offsets.to(device), len(offsets) - 1
-    weights = None if weights is None else weights.to(device)
-    anchor = torch.empty(0, device=device, requires_grad=True)
-    pin = group.pin()
-    slots = group.find_or_insert(ids, offsets, bags, pin)
-    rate = torch.full((), 0.1, device=device)
-    out = group.pooled_lookup(anchor, ids, offsets, weights, slots, bags, mean, pin, rate)
-    out.backward(grad)
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # what the batch was like is known when the next begins
-    return out.detach().cpu()
-
-
-def contents(group):
-    """Rows and states in the order of ids."""
-    table = group.export_table(0)
-    ids = table.ids[table.occupied]
-    order = ids.argsort()
-    assert torch.equal(ids[order].cpu(), torch.arange(len(ids)))
-    return [part[table.occupied][order].cpu() for part in (table.rows, table.states)]
-
-
-def compare(dim, n, optimizer, repeated, device="cuda", hot=0, **of_step):
-    """hot: positions of one id."""
+def compare(dim, n, optimizer, repeated, device="cuda", hot=0, offsets=None, **of_step):
+    """hot: positions of one id. offsets: of one id a bag, if none are given."""
+    offsets = torch.arange(n + 1) if offsets is None else offsets
     rows = n * 5 // 4
     spec = TableSpec("t", 2 * rows, dim, initializer=Uniform(-1, 1))
     groups = [TableGroup([spec], [0], optimizer, device=at) for at in ("cpu", device)]
@@ -65,9 +40,9 @@ def compare(dim, n, optimizer, repeated, device="cuda", hot=0, **of_step):
         ids[torch.randperm(n)[: int(n * repeated)]] = ids[: int(n * repeated)].clone()
         ids[torch.randperm(n)[:hot]] = ids[0].item()
         grad = torch.randn(n, dim)
-        expected, out = (step(g, ids.to(g.device), grad.to(g.device), **of_step) for g in groups)
+        expected, out = (pooled_step(g, ids, offsets, n, grad, **of_step) for g in groups)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    for expected, found in zip(*(contents(group) for group in groups), strict=True):
+    for expected, found in zip(*(contents(group, 1) for group in groups), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
