@@ -143,7 +143,9 @@ __global__ void __launch_bounds__(kNarrowThreads, kNarrowBlocks)
           }
           stored = StoredColumns<Element>::load(&from.gradient[column]);
         }
-        if constexpr (Updater::kAdapts) row.old_square = tile.of_lane(from.once[0], 0);
+        if constexpr (Updater::kAdapts) {
+          row.old_square = tile.of_lane(lane == 0 ? from.once[0] : 0.0f, 0);  // who copied it
+        }
         begin(from);
         sum.v[0].add(tile.of_lane(scale, source), stored.widened(update.grad.type));
         updater.finish(its, row, sum);

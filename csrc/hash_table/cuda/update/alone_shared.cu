@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kSharedThreads, kSharedBlocks)
           const int32_t column = Gradient::column(i);
           if (column < dim) row.value.v[i] = Columns<4>::load(&from.value[column]);
         }
-        row.old_square = tile.of_lane(from.state[0], 0);
+        row.old_square = tile.of_lane(lane == 0 ? from.state[0] : 0.0f, 0);  // who copied it
         begin(from);
         const int its_bag = tile.of_lane(bag, source);
         if (weighted || its_bag != summed_bag) {
