@@ -1,7 +1,7 @@
 // Pieces of dense runs, those of ids that stand several times in most bags of a feature, as one hot
 // id may. In the sorted order a bag's positions follow each other. Its gradient is read once for
 // all of them, and added as often as it stands there, so that sums are those of other pieces, bit
-// for bit.
+// for bit. So other pieces may go this way, too, as the few of sorted_rows.cu do.
 #pragma once
 
 #include <cstdint>

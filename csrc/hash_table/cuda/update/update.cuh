@@ -223,6 +223,7 @@ constexpr int32_t kQuickColumns = 4 * kWarp;
 // order, and looks at the offsets.
 void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
                   const Scratch& scratch, cudaStream_t stream);
+
 // What a lane knows of a position of a batch in its own order, looked up as soon as it is known.
 struct AlonePosition {
   int64_t at = 0, slot = kNoSlot;
@@ -239,6 +240,7 @@ struct AlonePosition {
     return table.has(slot) && !(repeated >> (at % 32) & 1);
   }
 };
+
 // Updates rows that stand alone, in the order of the batch.
 void update_alone(const TableView* tables, const Update& update, const int64_t* slots,
                   const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
@@ -246,7 +248,8 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
 // then left to update_alone (alone_narrow.cu).
 bool update_narrow_alone(const TableView* tables, const Update& update, const int64_t* slots,
                          const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
-// The same of rows of row-wise Adagrad whose bags have several ids (alone_shared.cu).
+// The same of rows of row-wise Adagrad whose bags have several ids and share a gradient
+// (alone_shared.cu).
 bool update_shared_alone(const TableView* tables, const Update& update, const int64_t* slots,
                          const Scratch& scratch, const GroupShape& shape, cudaStream_t stream);
 // In place of prepare_update, after mark_repeats: splits the positions of repeated slots off,
