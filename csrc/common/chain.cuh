@@ -45,9 +45,6 @@ struct LaunchShape {
   // All blocks run at the same time, so that they may wait for each other. Such a launch is not
   // overlapped with the one before.
   bool together = false;
-  // A multiprocessor that runs it is to have all the shared memory that it can: so blocks of other
-  // kernels find some beside. Of kernels with dynamic shared memory.
-  bool most_shared = false;
 };
 
 // Of the current device. The driver is asked once for each device: every launch wants to know.
@@ -77,10 +74,6 @@ inline void allow_launch(const void* kernel, const LaunchShape& shape) {
   const auto [at, is_new] = allowed.try_emplace({device, kernel}, 0);
   if (is_new && shape.cluster > kFreeCluster) {
     HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  }
-  if (is_new && shape.most_shared) {
-    HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                        cudaSharedmemCarveoutMaxShared));
   }
   if (shape.shared_bytes <= at->second) return;
   HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

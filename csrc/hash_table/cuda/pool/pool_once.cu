@@ -145,8 +145,7 @@ bool pool_once(const TableView* tables, const Batch& batch, const int64_t* slots
   if (compute_capability() < 9) return false;
   constexpr int64_t kBlockBags = kOnceWarps * kOnceBags;
   const int64_t blocks = (batch.num_bags + kBlockBags - 1) / kBlockBags;
-  LaunchShape launch{dim3(static_cast<unsigned>(blocks)), kOnceWarps * kWarp, kOnceShared};
-  launch.most_shared = true;
+  const LaunchShape launch{dim3(static_cast<unsigned>(blocks)), kOnceWarps * kWarp, kOnceShared};
   launch_chained(pool_once_kernel, launch, stream, tables, batch, slots, out);
   return true;
 }
