@@ -1,0 +1,211 @@
+"""What the kernels of a training step move, by Nsight Compute, beside what a step has to move.
+
+    python -m benchmarks.training_step_kernels --out benchmarks/results/training_step_kernels.csv
+
+One step of a ``TableGroup`` on each workload of ``benchmarks.training_step``, after steps that warm
+it up. ``ncu``, which must be on the ``PATH``, measures its kernels one after the other, with the
+caches and clocks as they are; in a step that is not measured some of them run beside each other.
+
+- ``stage``: ``lookup`` finds or inserts; ``pooling`` is the forward with the grouping of positions
+  beside it; ``update`` the backward with the optimizer.
+- ``kernel``: its function; or ``least`` for what the stage has to move, see :func:`least_bytes`,
+  and what that takes at the rate of a copy in HBM, measured in the same process.
+- ``launches``, ``us``, ``read_mb``, ``written_mb``: of all its launches in the stage, microseconds
+  and millions of bytes of DRAM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import report
+from benchmarks.training_step import OPTIMIZERS, WORKLOADS, HashTables, Workload
+
+STAGES = ("lookup", "pooling", "update")
+METRICS = {
+    "us": ("gpu__time_duration.sum", 1e-3),  # ns
+    "read_mb": ("dram__bytes_read.sum", 1e-6),
+    "written_mb": ("dram__bytes_write.sum", 1e-6),
+}
+#: Between two stages: the kernel of ``torch.cuda._sleep``.
+MARK = "spin_kernel"
+WARM_STEPS = 8
+SECTOR = 32  # bytes: what DRAM is read and written by, at least
+LINE = 128  # bytes of a bucket's digests
+BUCKET_SLOTS = 64
+COPY_BYTES = 2 << 30
+
+
+def least_bytes(slots: Tensor, work: Workload, state_width: int) -> dict[str, tuple[int, int]]:
+    """Bytes that each stage has to read and to write, each once, if no cache had any before.
+
+    Ids and slots are 8 bytes of a position. A lookup reads a line of digests of each bucket, and
+    the sectors in which ids stand, and reads and writes those of last steps. Pooling reads rows and
+    writes outputs. The update reads gradients, and reads and writes rows and states, a state of
+    four bytes by its sector.
+
+    Args:
+        slots: [positions], numbered through all tables.
+        work: whose they are.
+        state_width: floats of a row's state.
+    """
+
+    def distinct(of_one: int) -> int:
+        return int((slots // of_one).unique().numel())
+
+    positions = 8 * slots.numel()
+    rows = 4 * work.dim * distinct(1)
+    columns = 4 * work.dim * work.tables * work.batch  # of outputs, or their gradients
+    steps = SECTOR * distinct(SECTOR // 4)
+    states = steps if state_width == 1 else 4 * state_width * distinct(1)
+    found = LINE * distinct(BUCKET_SLOTS) + SECTOR * distinct(SECTOR // 8)
+    return {
+        "lookup": (positions + found + steps, positions + steps),
+        "pooling": (positions + rows, columns),
+        "update": (positions + columns + rows + states, rows + states),
+    }
+
+
+def copy_rate() -> float:
+    """Bytes a second that a copy in HBM reads and writes, both counted."""
+    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 2 * COPY_BYTES / (min(times) / 1e3)
+
+
+def run_step(name: str, optimizer: str, load: float) -> None:
+    """Takes the step that ``ncu`` measures, and prints its least bytes and the rate of a copy."""
+    device = torch.device("cuda")
+    work = WORKLOADS[name]
+    tables = HashTables(work, optimizer, load, device)
+    batches = [work.draw(device) for _ in range(WARM_STEPS + 1)]
+    offsets = torch.arange(work.tables * work.batch + 1, device=device) * work.bag
+    grad = torch.randn(work.batch, work.tables * work.dim, device=device)
+    for ids in batches[:-1]:
+        tables.forward(ids, offsets).backward(grad)
+        torch.cuda.synchronize()  # what a batch was like is known when the next begins
+    rate = copy_rate()
+    ids = batches[-1]
+    group = tables.group
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    pin = group.pin()
+    slots = group.find_or_insert(ids, offsets, work.batch, pin)
+    torch.cuda._sleep(1)
+    out = group.pooled_lookup(
+        tables.anchor, ids, offsets, None, slots, work.batch, False, pin, tables.learning_rate
+    )
+    torch.cuda._sleep(1)
+    out.backward(grad)
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+    least = least_bytes(slots, work, OPTIMIZERS[optimizer][0].state_width(work.dim))
+    print(json.dumps({"least": least, "rate": rate}))
+
+
+def parse_kernels(lines: Iterable[str]) -> list[dict[str, object]]:
+    """Rows of a step's kernels from ``ncu --csv --page raw``, those of one name in a stage as one.
+
+    Raises:
+        ValueError: the lines have not the marks between the stages.
+    """
+    table = csv.DictReader(line for line in lines if line.startswith('"'))
+    rows: dict[tuple[int, str], dict[str, object]] = {}
+    stage = 0
+    for kernel in table:
+        if not kernel["ID"]:  # the units
+            continue
+        name = kernel["Kernel Name"]
+        if MARK in name:
+            stage += 1
+            continue
+        if stage == len(STAGES):
+            break
+        row = rows.setdefault(
+            (stage, name),
+            {"stage": STAGES[stage], "kernel": name, "launches": 0, **dict.fromkeys(METRICS, 0.0)},
+        )
+        row["launches"] += 1
+        for column, (metric, scale) in METRICS.items():
+            row[column] += float(kernel[metric].replace(",", "")) * scale
+    if stage != len(STAGES) - 1:
+        raise ValueError(f"ncu has {stage} of the {len(STAGES) - 1} marks between a step's stages.")
+    return list(rows.values())
+
+
+def measure_step(ncu: str, name: str, optimizer: str, load: float) -> Iterator[dict[str, object]]:
+    """Rows of one step: of each stage what it has to move, then its kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        command = [ncu, "--profile-from-start", "off", "--cache-control", "none"]
+        command += ["--clock-control", "none", "--print-kernel-base", "function"]
+        command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
+        command += ["--metrics", ",".join(metric for metric, _ in METRICS.values())]
+        command += [sys.executable, "-m", "benchmarks.training_step_kernels"]
+        command += ["--load", str(load), "--step", name, optimizer]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            said = log.read_text() if log.exists() else ""
+            raise RuntimeError(f"ncu exits with {done.returncode}.\n{said[-2000:]}")
+        kernels = parse_kernels(log.read_text().splitlines())
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith('{"least"')]
+    facts = json.loads(said)
+    for stage in STAGES:
+        read, written = facts["least"][stage]
+        least = {"stage": stage, "kernel": "least", "launches": 0}
+        least |= {"us": (read + written) / facts["rate"] * 1e6}
+        least |= {"read_mb": read / 1e6, "written_mb": written / 1e6}
+        for row in (least, *(kernel for kernel in kernels if kernel["stage"] == stage)):
+            yield row | {column: round(row[column], 1) for column in METRICS}
+
+
+def measure(args: argparse.Namespace, ncu: str) -> Iterator[dict[str, object]]:
+    """The rows of all workloads and optimizers."""
+    for name in args.workloads:
+        for optimizer in args.optimizers:
+            for row in measure_step(ncu, name, optimizer, args.load):
+                yield {"workload": name, "optimizer": optimizer, **row}
+
+
+def main() -> None:
+    """Parses arguments, measures, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
+    )
+    parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
+    parser.add_argument("--out", type=Path, help="CSV file")
+    parser.add_argument(
+        "--step", nargs=2, metavar=("WORKLOAD", "OPTIMIZER"), help="take the step to be measured"
+    )
+    args = parser.parse_args()
+    if args.step:
+        run_step(*args.step, args.load)
+        return
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        parser.error("ncu, which comes with the CUDA toolkit, is not on the PATH.")
+    report(measure(args, ncu), args.out)
+
+
+if __name__ == "__main__":
+    main()
