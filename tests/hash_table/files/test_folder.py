@@ -59,3 +59,11 @@ def test_a_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is a file, but a table is saved to a folder"):
         filled("cpu").save(path)
     assert path.read_text() == "mine"
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    path = tmp_path / "t"
+    path.symlink_to("unmounted/t")
+    with pytest.raises(ValueError, match="is a link to 'unmounted/t', where there is nothing"):
+        filled("cpu").save(path)
+    assert os.listdir(tmp_path) == ["t"]

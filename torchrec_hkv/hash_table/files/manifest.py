@@ -173,10 +173,15 @@ def prepare_folder(folder: Path) -> None:
     """Makes the folder of a saved table, or clears it of what killed saves left.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: it holds something else, or is a link to nothing.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but a table is saved to a folder.")
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(
+            f"{folder} is a link to {os.readlink(folder)!r}, where there is nothing: make that "
+            "folder, or name another."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(os.listdir(folder)):
         if name not in (MANIFEST, _UNFINISHED) and not _is_ours(name):
