@@ -1,13 +1,22 @@
 """What the benchmark of a step's kernels makes of Nsight Compute's output, and what it takes for
 the least bytes of a step."""
 
+import json
+import sys
+
 import pytest
 import torch
 
 pytest.importorskip("fbgemm_gpu")
 
 from benchmarks.training_step import Workload
-from benchmarks.training_step_kernels import MARK, METRICS, least_bytes, parse_kernels
+from benchmarks.training_step_kernels import (
+    MARK,
+    METRICS,
+    least_bytes,
+    measure_step,
+    parse_kernels,
+)
 
 HEADER = ["ID", "Kernel Name", *(metric for metric, _ in METRICS.values())]
 
@@ -67,3 +76,44 @@ def test_least_bytes(state_width):
         "pooling": (8 * 240 + rows, columns),
         "update": (8 * 240 + columns + rows + states, rows + states),
     }
+
+
+def in_place_of_ncu(path, log, said, code=0):
+    """A program that writes a log where ncu would, and says what the step does."""
+    path.write_text(
+        f"#!{sys.executable}\n"
+        "import pathlib, sys\n"
+        "place = sys.argv[sys.argv.index('--log-file') + 1]\n"
+        f"pathlib.Path(place).write_text({log!r})\n"
+        f"print({said!r})\n"
+        f"sys.exit({code})\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_rows_of_a_step(tmp_path):
+    kernels = [("find_kernel", "2500", "3000000", "1000000"), mark(), mark()]
+    least = {"lookup": [2_000_000, 500_000], "pooling": [1_000_000, 0], "update": [0, 3_000_000]}
+    said = json.dumps({"least": least, "rate": 1e12})
+    ncu = in_place_of_ncu(tmp_path / "ncu", "\n".join(lines(*kernels)), f"warm\n{said}")
+    assert list(measure_step(ncu, "S1", "adam", 0.8)) == [
+        {
+            "stage": stage,
+            "kernel": kernel,
+            "launches": launches,
+            **dict(zip(METRICS, figures, strict=True)),
+        }
+        for stage, kernel, launches, *figures in (
+            ("lookup", "least", 0, 2.5, 2.0, 0.5),
+            ("lookup", "find_kernel", 1, 2.5, 3.0, 1.0),
+            ("pooling", "least", 0, 1.0, 1.0, 0.0),
+            ("update", "least", 0, 3.0, 0.0, 3.0),
+        )
+    ]
+
+
+def test_ncu_fails(tmp_path):
+    ncu = in_place_of_ncu(tmp_path / "ncu", "==ERROR== no permission", "", code=3)
+    with pytest.raises(RuntimeError, match=r"ncu exits with 3\.\n==ERROR== no permission"):
+        list(measure_step(ncu, "S1", "adam", 0.8))
