@@ -15,6 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from tests.support.batches import Bags, lookup, random_ids, rows_by_id
 from torchrec_hkv.hash_table import (
     SGD,
+    Constant,
     RowWiseAdagrad,
     TableGroup,
     TableSpec,
@@ -123,20 +124,22 @@ def test_any_dim_against_the_formula(device_type, dim, optimizer):
             torch.testing.assert_close(trained[id_].double(), rows[row], rtol=1e-4, atol=1e-5)
 
 
-def test_a_hot_id(device_type):
-    """One id in 300,000 bags: its gradients are added up once."""
+@pytest.mark.parametrize("bag", [1, 7, 10**6])
+def test_a_hot_id(device_type, bag):
+    """One id a million times: its rows are added up, and its gradients once."""
     group = TableGroup(
-        [TableSpec("t", 64, 8, initializer=Uniform(-1, 1))], [0], SGD(), device=device_type
+        [TableSpec("t", 64, 8, initializer=Constant(0.375))], [0], SGD(), device=device_type
     )
-    n = 300_000
-    ids = torch.full((n,), 2**62, device=device_type)
-    out = lookup(group, Bags(ids, torch.arange(n + 1, device=device_type), n), learning_rate=1.0)
-    before = rows_by_id(group)[2**62]
+    n = 10**6
+    offsets = torch.arange(0, n + bag, bag, device=device_type).clamp(max=n)
+    bags = Bags(torch.full((n,), 2**62, device=device_type), offsets, len(offsets) - 1)
+    out = lookup(group, bags, learning_rate=1.0)
+    # Such sums, and those below, are exact in float32, in any order.
+    assert torch.equal(out, (offsets.diff() * 0.375).float().unsqueeze(1).expand_as(out))
     grad = (torch.randint(-8, 9, out.shape, device=device_type) / 1024).float()
     out.backward(grad)
-    # These sums are exact in float32, in any order.
-    expected = before.double() - grad.double().sum(0).cpu()
-    torch.testing.assert_close(rows_by_id(group)[2**62].double(), expected, rtol=1e-6, atol=1e-6)
+    total = (grad.double() * offsets.diff().unsqueeze(1)).sum(0).cpu()
+    assert torch.equal(rows_by_id(group)[2**62], (0.375 - total).float())
 
 
 @pytest.mark.parametrize("n", [129, 160, 161, 257, 300, 700, 5000])

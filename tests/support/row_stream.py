@@ -1,0 +1,101 @@
+"""A Python model of tables in training: which ids have rows, and the rows themselves.
+
+It shares no code with the tables. That an id has left is told by its slot, which a later call gives
+to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table import TableSpec, initial_rows
+
+Key = tuple[int, int]  # a table and an id
+
+
+class RowStream:
+    """Rows of SGD, or of row-wise Adagrad.
+
+    Args:
+        specs: of the tables.
+        learning_rate: of all steps.
+        eps: of row-wise Adagrad; None: SGD, whose rows are float32 and rounded once a step.
+    """
+
+    def __init__(
+        self, specs: Sequence[TableSpec], learning_rate: float, eps: float | None = None
+    ) -> None:
+        self._specs = specs
+        self._learning_rate = learning_rate
+        self._eps = eps
+        self._dtype = torch.float32 if eps is None else torch.float64
+        self._holders: dict[int, Key] = {}  # of slots
+        self._waiting: list[set[Key]] = []  # of batches that were found and not yet trained
+        self.rows: dict[Key, Tensor] = {}
+        self.squares: dict[Key, float] = {}
+        self.inserted = self.evicted = self.refused = 0
+
+    def _initial(self, keys: Sequence[Key]) -> list[Tensor]:
+        rows: dict[Key, Tensor] = {}
+        for table, spec in enumerate(self._specs):
+            mine = [key for key in keys if key[0] == table]
+            ids = torch.tensor([id_ for _, id_ in mine], dtype=torch.int64)
+            first = initial_rows(ids, spec.dim, table=spec.name, initializer=spec.initializer)
+            rows |= zip(mine, first.to(self._dtype), strict=True)
+        return [rows[key] for key in keys]
+
+    def find_or_insert(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """Takes over what a call did whose positions have these keys and were given these slots."""
+        batch = set(keys)
+        held = set().union(batch, *self._waiting)
+        slot_of: dict[Key, int] = {}
+        for key, slot in zip(keys, slots, strict=True):
+            assert slot_of.setdefault(key, slot) == slot, f"{key} has two slots"
+        new = []
+        for key, slot in slot_of.items():
+            if slot < 0:
+                assert key not in self.rows, f"{key} has a row and was not found"
+                self.refused += 1
+                continue
+            holder = self._holders.get(slot)
+            if holder == key:
+                continue
+            assert key not in self.rows, f"{key} has two slots"
+            if holder is not None:
+                assert holder not in held, f"{holder} left, which is needed"
+                del self.rows[holder], self.squares[holder]
+                self.evicted += 1
+            self._holders[slot] = key
+            new.append(key)
+        self.inserted += len(new)
+        self.rows |= zip(new, self._initial(new), strict=True)
+        self.squares |= dict.fromkeys(new, 0.0)
+        self._waiting.append(batch)
+
+    def pooled(self, keys: Sequence[Key], lengths: Sequence[int]) -> list[Tensor]:
+        """Sums of the rows of each bag in float64; a key without a row has its initial one."""
+        missing = [key for key in set(keys) if key not in self.rows]
+        rows = self.rows | dict(zip(missing, self._initial(missing), strict=True))
+        sums, at = [], 0
+        for length in lengths:
+            bag = [rows[key].double() for key in keys[at : at + length]]
+            sums.append(torch.stack(bag).sum(0) if bag else torch.zeros(0, dtype=torch.float64))
+            at += length
+        return sums
+
+    def train(self, keys: Sequence[Key], gradients: Sequence[Tensor]) -> None:
+        """One update of the rows of the oldest batch that waits, by a gradient a position."""
+        sums: dict[Key, Tensor] = {}
+        for key, gradient in zip(keys, gradients, strict=True):
+            if key in self.rows:
+                sums[key] = sums[key] + gradient.double() if key in sums else gradient.double()
+        for key, total in sums.items():
+            step = self._learning_rate
+            if self._eps is not None:
+                self.squares[key] += float(total.square().mean())
+                step /= self.squares[key] ** 0.5 + self._eps
+            self.rows[key] = self.rows[key] - (step * total).to(self._dtype)
+        self._waiting.pop(0)
