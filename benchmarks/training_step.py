@@ -288,14 +288,20 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             yield {"workload": name, "optimizer": optimizer, **row, **versions}
 
 
-def main() -> None:
-    """Parses arguments, measures, writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of_workloads(description: str) -> argparse.ArgumentParser:
+    """A parser that asks for workloads, optimizers and a load factor."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument(
         "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
     )
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
+    return parser
+
+
+def main() -> None:
+    """Parses arguments, measures, writes."""
+    parser = parser_of_workloads(__doc__.splitlines()[0])
     parser.add_argument(
         "--deterministic", action="store_true", help="deterministic mode beside the other"
     )

@@ -30,7 +30,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import report
-from benchmarks.training_step import OPTIMIZERS, WORKLOADS, HashTables, Workload
+from benchmarks.training_step import (
+    OPTIMIZERS,
+    WORKLOADS,
+    HashTables,
+    Workload,
+    parser_of_workloads,
+)
 
 STAGES = ("lookup", "pooling", "update")
 METRICS = {
@@ -187,12 +193,7 @@ def measure(args: argparse.Namespace, ncu: str) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     """Parses arguments, measures, writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument(
-        "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
-    )
-    parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
+    parser = parser_of_workloads(__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument(
         "--step", nargs=2, metavar=("WORKLOAD", "OPTIMIZER"), help="take the step to be measured"

@@ -173,8 +173,9 @@ def test_dtypes(device_type, case, rows, output):
         pytest.skip("FBGEMM has such outputs on GPUs only")
     both = Both(case, device_type, False, rows, output)
     last = max(torch.finfo(dtype).eps for dtype in (rows, output))
+    tolerance = {"rtol": 1e-5 + 2 * last, "atol": 1e-5 + 2 * last}
     for _ in range(3):
         (out, reference), _ = both.step(False)
         assert out.dtype == reference.dtype == output
-        torch.testing.assert_close(out, reference, rtol=2 * last, atol=2 * last)
-    both.compare_rows(rtol=1e-5 + 2 * last, atol=1e-5 + last)
+        torch.testing.assert_close(out, reference, **tolerance)
+    both.compare_rows(**tolerance)
