@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.support.ranks import Ranks
+from tests.support.workers import take_share
 
+take_share(os.environ)
 # A calibration of this machine's would change plans.
 os.environ["TORCHREC_HKV_CALIBRATION"] = ""
 
