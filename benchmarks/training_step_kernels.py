@@ -166,7 +166,7 @@ def measure_step(ncu: str, name: str, optimizer: str, load: float) -> Iterator[d
         command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         command += ["--metrics", ",".join(metric for metric, _ in METRICS.values())]
         command += [sys.executable, "-m", "benchmarks.training_step_kernels"]
-        command += ["--load", str(load), "--step", name, optimizer]
+        command += ["--workloads", name, "--optimizers", optimizer, "--load", str(load), "--step"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             said = log.read_text() if log.exists() else ""
@@ -196,11 +196,13 @@ def main() -> None:
     parser = parser_of_workloads(__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument(
-        "--step", nargs=2, metavar=("WORKLOAD", "OPTIMIZER"), help="take the step to be measured"
+        "--step", action="store_true", help="only take the step, of one workload and optimizer"
     )
     args = parser.parse_args()
     if args.step:
-        run_step(*args.step, args.load)
+        if len(args.workloads) + len(args.optimizers) != 2:
+            parser.error("--step takes one of --workloads and one of --optimizers.")
+        run_step(args.workloads[0], args.optimizers[0], args.load)
         return
     ncu = shutil.which("ncu")
     if ncu is None:

@@ -41,11 +41,11 @@ class Step:
 
 
 def draw_steps():
-    """Ids of before come back, new ones are met until the end."""
+    """Ids of before come back, and every hundred steps all are new."""
     steps = []
     for number in range(STEPS):
         bags = power_law_bags(number, FEATURES, BATCH, pool=600)
-        bags.ids += number // 13 * 0x1234567
+        bags.ids += number // 100 * 0x1234567
         steps.append(Step(bags, exact_gradients(BATCH, sum(DIMS))))
     return steps
 
@@ -148,6 +148,7 @@ def test_rows_of_a_model(device, hbm_share, optimizer):
         compare_step(model, step)
     counters = group.counters()
     assert sum(table["inserted"] for table in counters) == model.inserted
+    assert sum(table["refused"] for table in counters) == model.refused
     assert sum(table["evicted"] for table in counters) == model.evicted > 10 * STEPS
     if hbm_share is not None:
         assert all(table["written_home"] > STEPS for table in counters)

@@ -6,12 +6,14 @@ to another.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import TableSpec, initial_rows
+from tests.support.initial_value import initial_value
+from torchrec_hkv.hash_table import TableSpec
 
 Key = tuple[int, int]  # a table and an id
 
@@ -36,16 +38,19 @@ class RowStream:
         self._waiting: list[set[Key]] = []  # of batches that were found and not yet trained
         self.rows: dict[Key, Tensor] = {}
         self.squares: dict[Key, float] = {}
-        self.inserted = self.evicted = self.refused = 0
+        self.inserted = self.evicted = self.refused = 0  # refused: positions
 
-    def _initial(self, keys: Sequence[Key]) -> list[Tensor]:
-        rows: dict[Key, Tensor] = {}
-        for table, spec in enumerate(self._specs):
-            mine = [key for key in keys if key[0] == table]
-            ids = torch.tensor([id_ for _, id_ in mine], dtype=torch.int64)
-            first = initial_rows(ids, spec.dim, table=spec.name, initializer=spec.initializer)
-            rows |= zip(mine, first.to(self._dtype), strict=True)
-        return [rows[key] for key in keys]
+        self._initial = functools.cache(self._draw)
+
+    def _draw(self, key: Key) -> Tensor:
+        """The initial row of a table's id."""
+        table, id_ = key
+        spec = self._specs[table]
+        row = [
+            initial_value(id_, column, spec.name, spec.seed, spec.initializer)
+            for column in range(spec.dim)
+        ]
+        return torch.tensor(row, dtype=torch.float32).to(self._dtype)
 
     def find_or_insert(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
         """Takes over what a call did whose positions have these keys and were given these slots."""
@@ -54,11 +59,11 @@ class RowStream:
         slot_of: dict[Key, int] = {}
         for key, slot in zip(keys, slots, strict=True):
             assert slot_of.setdefault(key, slot) == slot, f"{key} has two slots"
+        self.refused += sum(slot < 0 for slot in slots)
         new = []
         for key, slot in slot_of.items():
             if slot < 0:
                 assert key not in self.rows, f"{key} has a row and was not found"
-                self.refused += 1
                 continue
             holder = self._holders.get(slot)
             if holder == key:
@@ -71,14 +76,13 @@ class RowStream:
             self._holders[slot] = key
             new.append(key)
         self.inserted += len(new)
-        self.rows |= zip(new, self._initial(new), strict=True)
+        self.rows |= {key: self._initial(key) for key in new}
         self.squares |= dict.fromkeys(new, 0.0)
         self._waiting.append(batch)
 
     def pooled(self, keys: Sequence[Key], lengths: Sequence[int]) -> list[Tensor]:
         """Sums of the rows of each bag in float64; a key without a row has its initial one."""
-        missing = [key for key in set(keys) if key not in self.rows]
-        rows = self.rows | dict(zip(missing, self._initial(missing), strict=True))
+        rows = {key: self.rows.get(key, self._initial(key)) for key in set(keys)}
         sums, at = [], 0
         for length in lengths:
             bag = [rows[key].double() for key in keys[at : at + length]]

@@ -27,7 +27,7 @@ def share(number: int, workers: int, cores: int, gpus: int) -> dict[str, str]:
 
 
 def take_share(environment: MutableMapping[str, str]) -> None:
-    """Sets a worker's variables, but for those that somebody has set, and its threads.
+    """Sets a worker's variables and threads, but for what somebody has set.
 
     Before anything is done on a GPU. In a process that is no worker nothing is set.
     """
@@ -40,6 +40,7 @@ def take_share(environment: MutableMapping[str, str]) -> None:
         os.cpu_count() or 1,
         torch.cuda.device_count(),
     )
+    if "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(int(mine["OMP_NUM_THREADS"]))
     for name, value in mine.items():
         environment.setdefault(name, value)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
