@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from tests.support.batches import random_ids, rate, rows_by_id
-from tests.support.gpu import NEEDS_GPU, needs_gpu
+from tests.support.gpu import needs_gpu
+from tests.support.ragged_batches import Batch, look_up, reference_step
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 OPTIMIZERS = {"sgd": SGD(), "rowwise_adagrad": RowWiseAdagrad(eps=1e-6)}
@@ -21,56 +20,6 @@ def make_groups(dims, optimizer, device):
     specs = [TableSpec(f"t{i}", 600, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)]
     features = [*range(len(dims)), 0]
     return TableGroup(specs, features, optimizer, device), specs, features
-
-
-class Batch:
-    """Ids in bags of 0 to 4, drawn from a pool so that they repeat."""
-
-    def __init__(self, bags, pool, device):
-        self.bags = list(bags)
-        lengths = torch.randint(0, 5, (sum(bags),))
-        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
-        self.ids = pool[torch.randint(0, len(pool), (int(lengths.sum()),))].to(device)
-        self.weights = torch.rand(len(self.ids), device=device)
-
-    def of_feature(self, index):
-        """Its ids, offsets from 0, and weights."""
-        first = sum(self.bags[:index])
-        bounds = self.offsets[first : first + self.bags[index] + 1]
-        begin, end = int(bounds[0]), int(bounds[-1])
-        return self.ids[begin:end], bounds - bounds[0], self.weights[begin:end]
-
-
-def look_up(group, ids, offsets, weights, mean, bags=None, batch_size=0, dtype=None):
-    anchor = torch.empty(0, device=ids.device, requires_grad=True)
-    pin = group.pin()
-    slots = group.find_or_insert(ids, offsets, batch_size, pin, bags)
-    where = (ids, offsets, weights, slots, batch_size, mean, pin, rate(0.1, group))
-    return group.pooled_lookup(anchor, *where, bags, dtype)
-
-
-def reference_step(rows, batch, features, dims, weights, mean, learn):
-    """In float64, by EmbeddingBag: the output, and from ``learn(output)``, its gradient, those of
-    rows and weights."""
-    tables = [table.clone().requires_grad_() for table in rows]
-    weights = weights.double().cpu().requires_grad_()
-    parts, position = [], 0
-    for index, table in enumerate(features):
-        ids, offsets, _ = batch.of_feature(index)
-        ids, offsets = ids.cpu(), offsets.cpu()
-        scale = weights[position : position + len(ids)]
-        position += len(ids)
-        if mean:
-            lengths = offsets.diff()
-            scale = scale / lengths.repeat_interleave(lengths)
-        pooled = torch.nn.functional.embedding_bag(
-            ids, tables[table], offsets, mode="sum", per_sample_weights=scale,
-            include_last_offset=True,
-        )  # fmt: skip
-        parts.append(pooled.flatten())
-    out = torch.cat(parts)
-    grads = torch.autograd.grad(out, [*tables, weights], learn(out), allow_unused=True)
-    return out.detach(), grads[:-1], grads[-1]
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -95,7 +44,7 @@ def test_against_embedding_bag(device_type, dims, bags, mean):
     assert out.shape == (size,)
     grad = torch.randn_like(out)
     wanted, row_grads, weight_grad = reference_step(
-        rows, batch, features, dims, weights.detach(), mean, lambda _: grad.double().cpu()
+        rows, batch, features, weights.detach(), mean, lambda _: grad.double().cpu()
     )
     torch.testing.assert_close(out.detach().double().cpu(), wanted, rtol=1e-5, atol=1e-5)
     out.backward(grad)
@@ -183,57 +132,6 @@ def test_evaluation_inserts_nothing(device_type):
     assert out.shape == (3 * 4 + 5 * 4,)
     assert not out.requires_grad
     assert group.sizes() == [0, 0]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-@settings(max_examples=60, deadline=None)
-@given(
-    bags=st.lists(st.integers(0, 40), min_size=1, max_size=70),
-    dims=st.lists(
-        st.sampled_from([1, 2, 4, 8, 20, 64, 128, 130]) | st.integers(1, 1024),
-        min_size=1,
-        max_size=64,
-    ),
-    ragged=st.booleans(),
-    mean=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-@example(bags=[0, 3] * 35, dims=[1, 1024] * 32, ragged=True, mean=False, seed=0)
-@example(bags=[5] * 70, dims=[128, 36, 3] * 21, ragged=False, mean=True, seed=1)
-@example(bags=[0], dims=[8], ragged=False, mean=False, seed=2)
-def test_any_shape(device, bags, dims, ragged, mean, seed):
-    if not ragged:  # as many bags of each feature
-        bags = bags[:1] * len(bags)
-    torch.manual_seed(seed)
-    specs = [TableSpec(f"t{i}", 200, dim, initializer=Uniform(-1, 1)) for i, dim in enumerate(dims)]
-    features = [index % len(dims) for index in range(len(bags))]
-    group = TableGroup(specs, features, SGD(), device)
-    batch = Batch(bags, torch.arange(30), device)
-    weights = batch.weights.clone().requires_grad_()
-    if ragged:
-        out = look_up(group, batch.ids, batch.offsets, weights, mean, bags)
-    else:
-        out = look_up(group, batch.ids, batch.offsets, weights, mean, batch_size=bags[0])
-        columns = out.split([dims[table] for table in features], dim=1)
-        out = torch.cat([part.flatten() for part in columns])
-    names = [rows_by_id(group, table) for table in range(len(dims))]
-    rows = [
-        torch.stack([held.get(i, torch.zeros(dim)) for i in range(30)]).double()
-        for held, dim in zip(names, dims, strict=True)
-    ]
-    grad = torch.randn_like(out)
-    wanted, row_grads, weight_grad = reference_step(
-        rows, batch, features, dims, weights.detach(), mean, lambda _, g=grad: g.double().cpu()
-    )
-    torch.testing.assert_close(out.detach().double().cpu(), wanted, rtol=1e-5, atol=1e-5)
-    out.backward(grad)
-    if weight_grad is not None:
-        got = weights.grad.double().cpu()
-        torch.testing.assert_close(got, weight_grad, rtol=1e-4, atol=1e-4)
-    for table, row_grad in enumerate(row_grads):
-        for id_, row in rows_by_id(group, table).items():
-            step = 0.0 if row_grad is None else 0.1 * row_grad[id_]
-            torch.testing.assert_close(row.double(), rows[table][id_] - step, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
