@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=100_000, help="rows a table")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows a table")
     parser.add_argument("--load", type=float, default=0.8, help="load factor of the hash tables")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch", type=int, default=2048)

@@ -57,7 +57,8 @@ def test_more_gpu_memory_than_there_is(initial):
     index = _C.index_bytes(capacity, False, initial, packed=initial is None)
     assert needed == index + expected.num_slots * expected.row_bytes
     assert there == total if initial else abs(there - free) < 1 << 30
-    assert torch.cuda.mem_get_info()[0] == before
+    # Other programs use memory, too, but the index alone would take more.
+    assert abs(torch.cuda.mem_get_info()[0] - before) < 1 << 30 < index
 
 
 @needs_gpu

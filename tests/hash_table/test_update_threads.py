@@ -1,4 +1,5 @@
-"""On a CPU the backward adds up gradients in the order of the batch, on any number of threads."""
+"""On a CPU the backward adds up gradients in the order of the batch, on any number of threads: in
+pieces of 64, which end where a multiple of 64 is still to come, and the pieces in double."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from torchrec_hkv.hash_table import (
 )
 
 BATCH, IDS, LENGTH = 700, 40_000, 100
+PIECE = 64
 #: Two features of one table, and tables whose positions are cut in several parts or in one.
 DIMS, FEATURES = (64, 132, 3), [0, 0, 1, 2]
 
@@ -50,6 +52,22 @@ def make(optimizer: Optimizer) -> TableGroup:
     return TableGroup(specs, FEATURES, optimizer, "cpu")
 
 
+def sums_in_pieces(ids: Tensor, terms: Tensor) -> Tensor:
+    """Sums of the terms of each id, ``[IDS, dim]``."""
+    by_id = ids.sort(stable=True).indices
+    counts = ids.bincount(minlength=IDS)
+    left = torch.empty_like(ids)  # of the id's positions, behind each
+    left[by_id] = counts.cumsum(0).repeat_interleave(counts) - 1 - torch.arange(len(ids))
+    piece = left // PIECE
+    pieces = int(piece.max()) + 1
+    assert pieces > 3
+    sums = torch.zeros(pieces * IDS, terms.shape[1]).index_add_(0, piece * IDS + ids, terms)
+    total = torch.zeros(IDS, terms.shape[1], dtype=torch.double)
+    for part in reversed(sums.split(IDS)):
+        total += part
+    return total.float()
+
+
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("threads", [1, 3])
@@ -65,16 +83,21 @@ def test_sums_to_the_last_bit(set_threads, threads, weighted, mean):
     scale = weights if weighted else torch.ones(len(bags.ids))
     if mean:
         scale = scale * (1.0 / lengths.repeat_interleave(lengths))
-    sums = [torch.zeros(IDS, dim) for dim in DIMS]
+    # By table: the ids of its positions, and their gradients.
+    positions: list[list[Tensor]] = [[] for _ in DIMS]
+    terms: list[list[Tensor]] = [[] for _ in DIMS]
     first = 0
     for feature, table in enumerate(FEATURES):
         dim, bag = DIMS[table], feature * BATCH
         own = slice(int(bags.offsets[bag]), int(bags.offsets[bag + BATCH]))
         bag_of = torch.arange(BATCH).repeat_interleave(lengths[bag : bag + BATCH])
-        sums[table].index_add_(
-            0, bags.ids[own], grad[:, first : first + dim][bag_of] * scale[own, None]
-        )
+        positions[table].append(bags.ids[own])
+        terms[table].append(grad[:, first : first + dim][bag_of] * scale[own, None])
         first += dim
+    sums = [
+        sums_in_pieces(torch.cat(ids), torch.cat(of))
+        for ids, of in zip(positions, terms, strict=True)
+    ]
     for table, summed in enumerate(sums):
         after = rows_by_id(group, table)
         ids = sorted(after)

@@ -10,6 +10,7 @@
 #include "common/elements_cpu.h"
 #include "common/optimizers.h"
 #include "common/rounding.h"
+#include "hash_table/cpu/bucket.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -133,10 +134,11 @@ class RowUpdater {
     const OptimizerConfig config = config_;
     float squares = 0.0f;
     if constexpr (kKind == Optimizer::kRowWiseAdagrad) squares = sum_of_squares(grad, dim);
+    const HomeVectors rows(table.rows), states(table.states);
     for (int64_t i = 0; i < n; ++i) {
       before(i);
-      float* const __restrict__ row = reinterpret_cast<float*>(table.row(slots[i]));
-      float* const __restrict__ state = table.state(slots[i]);
+      float* const __restrict__ row = reinterpret_cast<float*>(rows.at(slots[i]));
+      float* const __restrict__ state = reinterpret_cast<float*>(states.at(slots[i]));
       float* const second_state = state + dim;
       RowTerms terms = first_terms(table, dim, state);
       if constexpr (kKind == Optimizer::kRowWiseAdagrad) {

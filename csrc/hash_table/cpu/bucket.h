@@ -46,14 +46,46 @@ inline int64_t row_bytes(const TableView& table) {
   return static_cast<int64_t>(table.dim()) * element_size(table.rows.type);
 }
 
+constexpr int64_t kCacheLine = 64;
+
+inline int64_t lines_of(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine; }
+
 // Reads ahead. GCC takes functions and loops that only prefetch for ones that do nothing, and drops
-// them: hence the empty statement, which it may not drop.
-inline void prefetch_bytes(const void* from, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) {
-    __builtin_prefetch(static_cast<const char*>(from) + b);
+// them: hence the empty statement, which it may not drop. Few lines without a loop: who prefetches
+// waits for the memory with each instruction.
+inline void prefetch_lines(const void* from, int64_t lines) {
+  const auto prefetch = [&](int64_t line) {
+    __builtin_prefetch(static_cast<const char*>(from) + line * kCacheLine);
     asm volatile("");
-  }
+  };
+  if (lines < 1) return;
+  prefetch(0);
+  if (lines < 2) return;
+  prefetch(1);
+  if (lines < 3) return;
+  prefetch(2);
+  if (lines < 4) return;
+  prefetch(3);
+  for (int64_t line = 4; line < lines; ++line) prefetch(line);
 }
+inline void prefetch_bytes(const void* from, int64_t bytes) {
+  prefetch_lines(from, lines_of(bytes));
+}
+
+// Rows or states of a table on the CPU, all of which are at home. For loops over many: asking for
+// frames and for a row's width, as TableView::row does, takes longer there than what is done.
+class HomeVectors {
+ public:
+  explicit HomeVectors(const RowStore& store)
+      : first_(store.homes), bytes_(store.bytes()), lines_(lines_of(bytes_)) {}
+
+  char* at(int64_t slot) const { return first_ + slot * bytes_; }
+  void prefetch(int64_t slot) const { prefetch_lines(at(slot), lines_); }
+
+ private:
+  char* const first_;
+  const int64_t bytes_, lines_;
+};
 
 inline void prefetch_line(const TableView& table, uint32_t bucket) {
   prefetch_bytes(digest_line(table, bucket), kBucketDigests * sizeof(uint16_t));

@@ -157,7 +157,7 @@ class SlotGroups {
  public:
   struct Group {
     int64_t slot;
-    uint32_t occurrences;
+    uint32_t left;    // occurrences; the caller counts them down
     uint32_t number;  // for the caller; kNone at first
   };
 
@@ -181,7 +181,7 @@ class SlotGroups {
         groups_.push_back(Group{slot, 0, kNone});
       }
       group_of_[i] = places_[at];
-      ++groups_[places_[at]].occurrences;
+      ++groups_[places_[at]].left;
     }
   }
 

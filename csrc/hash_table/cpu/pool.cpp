@@ -27,44 +27,64 @@ float dot(const float* a, const float* b, int32_t n) {
   return sum;
 }
 
-// Rows of one table, as floats.
+// Rows of one table, as floats. kFloats: they are stored as such.
+template <bool kFloats>
 class Rows {
  public:
   // For positions [first, last), in this order.
   Rows(const TableView& table, const Batch& batch, const int64_t* slots, int64_t first,
        int64_t last, float* buffer)
-      : table_(table), batch_(batch), slots_(slots), last_(last), buffer_(buffer) {
-    for (int64_t at = first; at < std::min(first + kAhead, last); ++at) prefetch(at);
+      : table_(table),
+        batch_(batch),
+        slots_(slots),
+        last_(last),
+        row_bytes_(row_bytes(table)),
+        first_row_(table.rows.homes - table.first_slot * row_bytes_),
+        buffer_(buffer) {
+    for (int64_t at = first; at < std::min(first + kAhead, last); ++at)
+      prefetch(at, 0, table.dim());
   }
 
-  // Columns [column, column + n) of the id at a position, of its initial row where it has none.
-  // Valid until the next call.
+  // To be called with columns(at, column, n): so those further on arrive in time.
+  void before(int64_t at, int32_t column, int32_t n) const {
+    if (at + kAhead < last_) prefetch(at + kAhead, column, n);
+  }
+  // Columns [column, column + n) of the id at a position; of its initial row where it has none, or
+  // null if kThere. Valid until the next call.
+  template <bool kThere = false>
   const float* columns(int64_t at, int32_t column, int32_t n) const {
-    if (column == 0 && at + kAhead < last_) prefetch(at + kAhead);
-    if (slots_[at] == kNoSlot) {
-      initial_row(table_.initial_rows, batch_.ids[at],
-                  static_cast<uint32_t>(table_.column_offset + column), n, buffer_);
-      return buffer_;
+    const int64_t slot = slots_[at];
+    if (slot == kNoSlot) [[unlikely]] {
+      return kThere ? nullptr : initial_columns(at, column, n);
     }
-    if (table_.rows.type == RowType::kFloat32) {
-      return reinterpret_cast<const float*>(row(at)) + column;
-    }
+    const char* const row = first_row_ + slot * row_bytes_;
+    if constexpr (kFloats) return reinterpret_cast<const float*>(row) + column;
     const RowType type = table_.rows.type;
-    widen_elements(type, row(at) + column * element_size(type), n, buffer_);
+    widen_elements(type, row + column * element_size(type), n, buffer_);
     return buffer_;
   }
 
  private:
-  void prefetch(int64_t at) const {
-    if (slots_[at] != kNoSlot) prefetch_bytes(row(at), row_bytes(table_));
+  void prefetch(int64_t at, int32_t column, int32_t n) const {
+    const int64_t slot = slots_[at];
+    if (slot == kNoSlot) [[unlikely]]
+      return;
+    const int64_t of_column = kFloats ? sizeof(float) : element_size(table_.rows.type);
+    prefetch_bytes(first_row_ + slot * row_bytes_ + column * of_column, n * of_column);
   }
-  const char* row(int64_t at) const { return table_.row(slots_[at] - table_.first_slot); }
+  [[gnu::noinline]] const float* initial_columns(int64_t at, int32_t column, int32_t n) const {
+    initial_row(table_.initial_rows, batch_.ids[at],
+                static_cast<uint32_t>(table_.column_offset + column), n, buffer_);
+    return buffer_;
+  }
 
   const TableView& table_;
   const Batch& batch_;
-  const int64_t* slots_;
-  int64_t last_;
-  float* buffer_;  // [dim]
+  const int64_t* const slots_;
+  const int64_t last_;
+  const int64_t row_bytes_;
+  const char* const first_row_;  // of the group's first slot, if that were this table's
+  float* const buffer_;          // [dim]
 };
 
 // Calls visit(feature, sample, table, rows, first position, one past the last) for each bag in the
@@ -79,10 +99,18 @@ void for_each_bag(const TableView* tables, const Batch& batch, const int64_t* sl
     const int64_t stop = std::min(end, batch.first_bag(feature + 1));
     const TableView& table = tables[batch.feature_tables[feature]];
     buffer.resize(std::max<size_t>(buffer.size(), table.dim()));
-    const Rows rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop], buffer.data());
-    for (int64_t bag = begin; bag < stop; ++bag) {
-      const int64_t first = batch.offsets[bag], last = batch.offsets[bag + 1];
-      visit(feature, bag - start, table, rows, first, last);
+    const auto visit_all = [&]<bool kFloats>() {
+      const Rows<kFloats> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
+                               buffer.data());
+      for (int64_t bag = begin; bag < stop; ++bag) {
+        const int64_t first = batch.offsets[bag], last = batch.offsets[bag + 1];
+        visit(feature, bag - start, table, rows, first, last);
+      }
+    };
+    if (table.rows.type == RowType::kFloat32) {
+      visit_all.template operator()<true>();
+    } else {
+      visit_all.template operator()<false>();
     }
     begin = stop;
   }
@@ -91,14 +119,19 @@ void for_each_bag(const TableView* tables, const Batch& batch, const int64_t* sl
 // Eight columns, of GCC's and Clang's vector extension.
 typedef float Columns __attribute__((vector_size(32)));
 
-// to[c] = the sum of the rows' columns column + c, for 8 * kVectors columns, which stay in
-// registers. scale(at) multiplies the row of a position.
-template <int kVectors, typename Scale>
-void sum_columns(const Rows& rows, int64_t first, int64_t last, const Scale& scale, int32_t column,
-                 float* to) {
-  Columns sums[kVectors] = {};
+// to[c] = the sum of the rows' columns column + c, for 8 * kVectors columns. scale(at) multiplies
+// the row of a position. kThere: stops and returns false at an id that has no row. The sums stay in
+// registers, since nothing takes the address of all of them, and kThere calls nothing.
+template <int kVectors, bool kThere, bool kFloats, typename Scale>
+bool try_sum_columns(const Rows<kFloats>& rows, int64_t first, int64_t last, const Scale& scale,
+                     int32_t column, float* to) {
+  Columns sums[kVectors];
+  for (int v = 0; v < kVectors; ++v) sums[v] = Columns{};
   for (int64_t at = first; at < last; ++at) {
-    const float* from = rows.columns(at, column, 8 * kVectors);
+    rows.before(at, column, 8 * kVectors);
+    const float* from = rows.template columns<kThere>(at, column, 8 * kVectors);
+    if (kThere && from == nullptr) [[unlikely]]
+      return false;
     const float by = scale(at);
     for (int v = 0; v < kVectors; ++v) {
       Columns values;
@@ -106,12 +139,20 @@ void sum_columns(const Rows& rows, int64_t first, int64_t last, const Scale& sca
       sums[v] += by * values;
     }
   }
-  std::memcpy(to, sums, sizeof(sums));
+  for (int v = 0; v < kVectors; ++v) std::memcpy(to + 8 * v, &sums[v], sizeof(Columns));
+  return true;
 }
 
-template <typename Scale>
-void sum_rows(const Rows& rows, int64_t first, int64_t last, const Scale& scale, int32_t dim,
-              float* to) {
+template <int kVectors, bool kFloats, typename Scale>
+void sum_columns(const Rows<kFloats>& rows, int64_t first, int64_t last, const Scale& scale,
+                 int32_t column, float* to) {
+  if (kFloats && try_sum_columns<kVectors, true>(rows, first, last, scale, column, to)) return;
+  try_sum_columns<kVectors, false>(rows, first, last, scale, column, to);
+}
+
+template <bool kFloats, typename Scale>
+void sum_rows(const Rows<kFloats>& rows, int64_t first, int64_t last, const Scale& scale,
+              int32_t dim, float* to) {
   int32_t c = 0;
   for (; dim - c >= 64; c += 64) sum_columns<8>(rows, first, last, scale, c, to + c);
   if (dim - c >= 32) sum_columns<4>(rows, first, last, scale, c, to + c), c += 32;
@@ -120,6 +161,7 @@ void sum_rows(const Rows& rows, int64_t first, int64_t last, const Scale& scale,
   if (c == dim) return;
   std::fill_n(to + c, dim - c, 0.0f);
   for (int64_t at = first; at < last; ++at) {
+    rows.before(at, c, dim - c);
     const float* from = rows.columns(at, c, dim - c);
     for (int32_t k = 0; k < dim - c; ++k) to[c + k] += scale(at) * from[k];
   }
@@ -132,7 +174,7 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
   parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> sums;  // of a bag, where outputs are no floats
     for_each_bag(tables, batch, slots, begin, end,
-                 [&](int32_t feature, int64_t sample, const TableView& table, const Rows& rows,
+                 [&](int32_t feature, int64_t sample, const TableView& table, const auto& rows,
                      int64_t first, int64_t last) {
                    char* const to = out.at(batch.output_of(feature, sample, out.stride));
                    const float bag_scale =
@@ -156,7 +198,7 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
   parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> widened;  // a bag's gradient, where it is no floats
     for_each_bag(tables, batch, slots, begin, end,
-                 [&](int32_t feature, int64_t sample, const TableView& table, const Rows& rows,
+                 [&](int32_t feature, int64_t sample, const TableView& table, const auto& rows,
                      int64_t first, int64_t last) {
                    const char* const given = grad.at(batch.output_of(feature, sample, grad.stride));
                    const auto* from = reinterpret_cast<const float*>(given);
@@ -167,6 +209,7 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
                    }
                    const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
                    for (int64_t at = first; at < last; ++at) {
+                     rows.before(at, 0, table.dim());
                      weights_grad[at] =
                          dot(from, rows.columns(at, 0, table.dim()), table.dim()) * bag_scale;
                    }

@@ -1,7 +1,7 @@
 // The backward on the CPU. Positions are grouped by slot. Gradients of a row that stands at several
 // positions are summed in the order of the batch, by one thread, so the result does not depend on
-// the number of threads. Rows that stand at one position are updated in the order of the batch,
-// where those of a bag share its gradient.
+// the number of threads; those of many positions in pieces (GradientSums). Rows that stand at one
+// position are updated in the order of the batch, where those of a bag share its gradient.
 #include <algorithm>
 #include <vector>
 
@@ -106,6 +106,56 @@ void add_gradient(const char* from, float scale, int32_t dim, bool is_first, flo
   });
 }
 
+// Sums of gradients of a partition's rows that stand at several positions; a thread reuses them,
+// with their memory. Rounding errors of a sum in float grow with the number of its terms, and where
+// these are alike they don't cancel: a tenth, added a million times, is 1 % off. So a row's
+// gradients are added up in pieces of some positions, and pieces in double.
+class GradientSums {
+ public:
+  void clear(int32_t dim) {
+    dim_ = dim;
+    rows_ = 0;
+    totals_of_.clear();
+    totals_.clear();
+  }
+  // The number of a further row, that of so many positions.
+  uint32_t add_row(uint32_t positions) {
+    const bool in_pieces = positions > kPiece;
+    totals_of_.push_back(in_pieces ? static_cast<int64_t>(totals_.size()) : kNoTotals);
+    if (in_pieces) totals_.resize(totals_.size() + dim_);
+    sums_.resize(std::max<size_t>(sums_.size(), (rows_ + 1) * dim_));
+    return static_cast<uint32_t>(rows_++);
+  }
+  float* of(uint32_t row) { return sums_.data() + int64_t{row} * dim_; }
+  // The next of a row's gradients, put into a sum or added to it by add(replaces, sum). left: how
+  // many of its positions are still to come, this one among them.
+  template <typename Add>
+  void add(uint32_t row, uint32_t left, bool is_first, const Add& add) {
+    float* const sum = of(row);
+    add(is_first || is_border(row, left), sum);
+    if (!is_border(row, left - 1)) return;
+    double* const totals = totals_.data() + totals_of_[row];
+    for (int32_t c = 0; c < dim_; ++c) totals[c] += sum[c];
+    if (left > 1) return;
+    for (int32_t c = 0; c < dim_; ++c) sum[c] = static_cast<float>(totals[c]);
+  }
+
+ private:
+  // Between two pieces, or behind the last one.
+  bool is_border(uint32_t row, uint32_t left) const {
+    return left % kPiece == 0 && totals_of_[row] != kNoTotals;
+  }
+
+  static constexpr uint32_t kPiece = 64;
+  static constexpr int64_t kNoTotals = -1;
+
+  int32_t dim_ = 0;
+  int64_t rows_ = 0;
+  std::vector<float> sums_;
+  std::vector<int64_t> totals_of_;  // by row: where its totals begin
+  std::vector<double> totals_;
+};
+
 // Rows that are on their way from memory, and gradients.
 constexpr int64_t kRowsAhead = 12;
 constexpr int64_t kGradientsAhead = 8;
@@ -114,7 +164,10 @@ constexpr int64_t kGradientsAhead = 8;
 class RowsAhead {
  public:
   RowsAhead(const TableView& table, const std::vector<int64_t>& slots)
-      : table_(table), slots_(slots) {
+      : rows_(table.rows),
+        states_(table.states),
+        slots_(slots.data()),
+        n_(static_cast<int64_t>(slots.size())) {
     for (int64_t i = 0; i < kRowsAhead; ++i) prefetch(i);
   }
 
@@ -123,13 +176,14 @@ class RowsAhead {
 
  private:
   void prefetch(int64_t i) const {
-    if (i >= static_cast<int64_t>(slots_.size())) return;
-    prefetch_bytes(table_.row(slots_[i]), row_bytes(table_));
-    prefetch_bytes(table_.state(slots_[i]), table_.states.width * sizeof(float));
+    if (i >= n_) return;
+    rows_.prefetch(slots_[i]);
+    states_.prefetch(slots_[i]);
   }
 
-  const TableView& table_;
-  const std::vector<int64_t>& slots_;
+  const HomeVectors rows_, states_;
+  const int64_t* const slots_;
+  const int64_t n_;
 };
 
 // A batch's update.
@@ -156,7 +210,7 @@ class Update {
     parallel_for(partitions.size(), 1, threads, [&](int64_t begin, int64_t end) {
       SlotGroups groups;
       std::vector<int64_t> slots;  // in the table, of rows that stand at several positions
-      std::vector<float> sums;     // of their gradients
+      GradientSums sums;           // theirs
       RowUpdater updater(optimizer_, learning_rate_, widest_);
       for (int64_t p = begin; p < end; ++p) {
         const TableView& table = tables_[partitions[p].table];
@@ -165,7 +219,7 @@ class Update {
         const RowsAhead rows(table, slots);
         for (size_t i = 0; i < slots.size(); ++i) {
           rows.before(i);
-          updater.update(table, slots[i], sums.data() + i * table.dim());
+          updater.update(table, slots[i], sums.of(i));
         }
       }
     });
@@ -202,29 +256,30 @@ class Update {
  private:
   // Adds up gradients of slots that occur several times, and marks the other positions.
   void sum(const Partition& partition, const TableView& table, SlotGroups& groups,
-           std::vector<int64_t>& slots, std::vector<float>& sums) {
+           std::vector<int64_t>& slots, GradientSums& sums) {
     const int32_t dim = table.dim();
     const int64_t n = partition.end - partition.begin;
+    const int64_t lines = lines_of(dim * element_size(kType));
     slots.clear();
+    sums.clear(dim);
     for (int64_t i = 0; i < n; ++i) {
       const Occurrence& it = partition.begin[i];
       SlotGroups::Group& group = groups.of(i);
-      if (group.occurrences == 1) {
+      const bool is_first = group.number == SlotGroups::kNone;
+      if (is_first && group.left == 1) {
         alone_[it.position] = 1;
         continue;
       }
       if (i + kGradientsAhead < n) {
-        prefetch_bytes(gradients_.from(partition.begin[i + kGradientsAhead]),
-                       dim * element_size(kType));
+        prefetch_lines(gradients_.from(partition.begin[i + kGradientsAhead]), lines);
       }
-      const bool is_first = group.number == SlotGroups::kNone;
       if (is_first) {
-        group.number = static_cast<uint32_t>(slots.size());
+        group.number = sums.add_row(group.left);
         slots.push_back(group.slot - table.first_slot);
-        sums.resize(std::max(sums.size(), slots.size() * dim));
       }
-      add_gradient<kType>(gradients_.from(it), gradients_.scale(it), dim, is_first,
-                          sums.data() + static_cast<int64_t>(group.number) * dim);
+      sums.add(group.number, group.left--, is_first, [&](bool replaces, float* sum) {
+        add_gradient<kType>(gradients_.from(it), gradients_.scale(it), dim, replaces, sum);
+      });
     }
   }
 

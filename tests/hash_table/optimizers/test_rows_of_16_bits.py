@@ -29,7 +29,9 @@ def test_the_nearest(device_type, case, dtype, dim):
         grad = exact_gradients(bags.batch_size, dim).to(device_type)
         for group in (narrow, wide):
             lookup(group, bags).backward(grad)
-        (rows, states), (exact, exact_states) = (read_rows(group, names) for group in (narrow, wide))
+        (rows, states), (exact, exact_states) = (
+            read_rows(group, names) for group in (narrow, wide)
+        )
         assert 0.3 < float((rows != before).double().mean()) < 1
         least = (exact.to(dtype).double() - exact).abs()
         assert ((rows - exact).abs() <= least + 1e-6 * (1 + exact.abs())).all()
