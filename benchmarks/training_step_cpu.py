@@ -156,8 +156,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                     if turn >= WARM_UP:
                         for what, its in took.items():
                             times.setdefault(f"{side}_{what}", []).append(its)
+            # FBGEMM adds up the thousands of gradients of the hottest rows in float32.
             torch.testing.assert_close(
-                rows_of(group, args), torch.stack([w.detach() for w in weights])
+                rows_of(group, args),
+                torch.stack([w.detach() for w in weights]),
+                rtol=1e-4,
+                atol=1e-4,
             )
             row: dict[str, Any] = {
                 "optimizer": optimizer,
