@@ -39,7 +39,8 @@ class Rows {
         slots_(slots),
         last_(last),
         row_bytes_(row_bytes(table)),
-        first_row_(table.rows.homes - table.first_slot * row_bytes_),
+        rows_(table.rows.homes),
+        first_slot_(table.first_slot),
         buffer_(buffer) {
     for (int64_t at = first; at < std::min(first + kAhead, last); ++at)
       prefetch(at, 0, table.dim());
@@ -57,7 +58,7 @@ class Rows {
     if (slot == kNoSlot) [[unlikely]] {
       return kThere ? nullptr : initial_columns(at, column, n);
     }
-    const char* const row = first_row_ + slot * row_bytes_;
+    const char* const row = row_of(slot);
     if constexpr (kFloats) return reinterpret_cast<const float*>(row) + column;
     const RowType type = table_.rows.type;
     widen_elements(type, row + column * element_size(type), n, buffer_);
@@ -65,12 +66,13 @@ class Rows {
   }
 
  private:
+  const char* row_of(int64_t slot) const { return rows_ + (slot - first_slot_) * row_bytes_; }
   void prefetch(int64_t at, int32_t column, int32_t n) const {
     const int64_t slot = slots_[at];
     if (slot == kNoSlot) [[unlikely]]
       return;
     const int64_t of_column = kFloats ? sizeof(float) : element_size(table_.rows.type);
-    prefetch_bytes(first_row_ + slot * row_bytes_ + column * of_column, n * of_column);
+    prefetch_bytes(row_of(slot) + column * of_column, n * of_column);
   }
   [[gnu::noinline]] const float* initial_columns(int64_t at, int32_t column, int32_t n) const {
     initial_row(table_.initial_rows, batch_.ids[at],
@@ -83,8 +85,9 @@ class Rows {
   const int64_t* const slots_;
   const int64_t last_;
   const int64_t row_bytes_;
-  const char* const first_row_;  // of the group's first slot, if that were this table's
-  float* const buffer_;          // [dim]
+  const char* const rows_;
+  const int64_t first_slot_;
+  float* const buffer_;  // [dim]
 };
 
 // Calls visit(feature, sample, table, rows, first position, one past the last) for each bag in the
