@@ -45,6 +45,9 @@ struct LaunchShape {
   // All blocks run at the same time, so that they may wait for each other. Such a launch is not
   // overlapped with the one before.
   bool together = false;
+  // Percent of what a multiprocessor has for its first-level cache and shared memory together; -1:
+  // what the driver chooses.
+  int shared_percent = -1;
 };
 
 // Of the current device. The driver is asked once for each device: every launch wants to know.
@@ -65,7 +68,8 @@ constexpr int kFreeCluster = 8;  // blocks that every kernel may have
 // Lets a kernel have the dynamic shared memory and the cluster that it is launched with. The driver
 // is asked once for each kernel and device, as asking takes about as long as a part of a launch.
 inline void allow_launch(const void* kernel, const LaunchShape& shape) {
-  if (shape.shared_bytes == 0 && shape.cluster <= kFreeCluster) return;
+  const bool prefers = shape.shared_percent >= 0;
+  if (shape.shared_bytes == 0 && shape.cluster <= kFreeCluster && !prefers) return;
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, size_t> allowed;  // bytes
   int device = 0;
@@ -74,6 +78,10 @@ inline void allow_launch(const void* kernel, const LaunchShape& shape) {
   const auto [at, is_new] = allowed.try_emplace({device, kernel}, 0);
   if (is_new && shape.cluster > kFreeCluster) {
     HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
+  if (is_new && prefers) {
+    HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        shape.shared_percent));
   }
   if (shape.shared_bytes <= at->second) return;
   HKV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -19,8 +19,11 @@ constexpr int kOnceWarps = 2;  // of a block; none needs another
 constexpr int kOnceBags = 16;  // of a warp
 constexpr int32_t kOnceColumns = 4 * kWarp;
 constexpr int kOnceBytes = kOnceBags * kOnceColumns * static_cast<int>(sizeof(float));  // of a warp
-// Shared memory that a block takes, twice what it needs: so a multiprocessor has six.
+// Shared memory that a block takes, twice what it needs: so a multiprocessor has five in the
+// percent of its memory that the kernel prefers, which leaves the grouping beside 60 KiB of cache
+// in place of 28 (docs/measurements/training_step_gpu_kernels.md).
 constexpr size_t kOnceShared = size_t{2} * kOnceWarps * kOnceBytes;
+constexpr int kOncePercent = 80;
 
 // The lane's columns of a position's row; of an initial one where that is not there.
 __device__ __forceinline__ Columns<4> row_columns(const TableView& table, const Batch& batch,
@@ -145,7 +148,8 @@ bool pool_once(const TableView* tables, const Batch& batch, const int64_t* slots
   if (compute_capability() < 9) return false;
   constexpr int64_t kBlockBags = kOnceWarps * kOnceBags;
   const int64_t blocks = (batch.num_bags + kBlockBags - 1) / kBlockBags;
-  const LaunchShape launch{dim3(static_cast<unsigned>(blocks)), kOnceWarps * kWarp, kOnceShared};
+  LaunchShape launch{dim3(static_cast<unsigned>(blocks)), kOnceWarps * kWarp, kOnceShared};
+  launch.shared_percent = kOncePercent;
   launch_chained(pool_once_kernel, launch, stream, tables, batch, slots, out);
   return true;
 }
