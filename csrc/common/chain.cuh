@@ -45,7 +45,7 @@ struct LaunchShape {
   // All blocks run at the same time, so that they may wait for each other. Such a launch is not
   // overlapped with the one before.
   bool together = false;
-  // Percent of what a multiprocessor has for its first-level cache and shared memory together; -1:
+  // Percent of the most that a multiprocessor can have of shared memory, the rest being cache; -1:
   // what the driver chooses.
   int shared_percent = -1;
 };
