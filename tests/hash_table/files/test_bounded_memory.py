@@ -61,19 +61,22 @@ def test_host_memory(tmp_path):
     except OSError:
         pytest.skip("needs /proc/self/clear_refs")
     arguments = [str(tmp_path / "t"), str(BATCH), "400000", "200000"]
+    # Blocks of more than that many bytes are of their own and go when they are given back: in the
+    # heap, by default, what is free between others would count.
+    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **malloc},
         check=False,
     )
     assert done.returncode == 0, done.stderr
     grown = [float(line) for line in done.stdout.split()]
     assert len(grown) == 3
-    # 16 MiB, and some for the interpreter, libraries that are mapped again, and malloc.
-    assert max(grown) < 16 + 12, grown
+    # 16 MiB, and some for the interpreter and libraries that are mapped again.
+    assert max(grown) < 16 + 4, grown
 
 
 @pytest.mark.gpu
