@@ -39,6 +39,7 @@ rm -f "$out"/report* "$out"/*.log
 
 # Tests of what the process takes in memory and time, which a sanitizer multiplies.
 skipped=(
+  --deselect tests/hash_table/files/test_bounded_memory.py::test_device_memory
   --deselect tests/hash_table/files/test_bounded_memory.py::test_host_memory
   --deselect tests/hash_table/growth/test_memory.py::test_host_memory
 )

@@ -4,7 +4,9 @@
 //
 // A pin holds a step whose backward is still to come. It is named by a place among kMaxPins and a
 // generation, counted up each time the place is taken. A release names both, and does nothing where
-// the place has been taken again: so a release may be repeated, as a replayed graph does.
+// the place has been taken again: so a release may be repeated, as a replayed graph does. It ends
+// the earlier pins of its place, too: the host tells of the last one only, though the device may not
+// have seen that one.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +34,7 @@ struct Clock {
 struct Tick {
   bool counts;                     // the step goes on
   uint64_t released;               // bit i: the pin in place i ends
-  uint32_t generations[kMaxPins];  // of the pins that end
+  uint32_t generations[kMaxPins];  // of the last pins that ended
   int32_t pin;                     // place that the call's own step takes, or -1
   uint32_t generation;             // of that pin
 };
@@ -44,7 +46,7 @@ HKV_HOST_DEVICE uint32_t next_step(uint32_t now, const Tick& tick) {
 }
 
 HKV_HOST_DEVICE void release_pin(Clock& clock, int32_t place, uint32_t generation) {
-  if (clock.generations[place] == generation) clock.pins[place] = kFreeStep;
+  if (clock.generations[place] <= generation) clock.pins[place] = kFreeStep;
 }
 
 // Brings one pin up to date and returns its step.

@@ -136,6 +136,23 @@ def test_a_pin_without_a_lookup(device_type):
     assert rows_by_id(group).keys() == set(ids[64:].tolist())
 
 
+def test_a_place_that_is_taken_and_left_unused(device_type):
+    """The rows of the pin that had the place before are free all the same."""
+    group = make(device_type)
+    ids = random_ids(128).to(device_type)
+    bags = Bags.flat(ids[:64])
+    pin = group.pin()
+    place = pin.number % _C.MAX_PINS
+    group.find_or_insert(bags.ids, bags.offsets, 1, pin)
+    del pin
+    pin = group.pin()
+    assert pin.number % _C.MAX_PINS == place
+    del pin
+    insert(group, Bags.flat(ids[64:]))
+    assert group.counters()[0]["refused"] == 0
+    assert rows_by_id(group).keys() == set(ids[64:].tolist())
+
+
 def test_a_pin_outlives_its_group(device_type):
     group = make(device_type)
     pin = group.pin()
