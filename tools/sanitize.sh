@@ -105,6 +105,8 @@ run_gpu() {
   done >"$out/files.txt"
   echo "$(wc -l <"$out/files.txt") files under compute-sanitizer $kind, $jobs at a time"
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  # Of the host nothing is shown: to look at Python's frames the sanitizer takes references to them
+  # which it keeps (2025.3), so that tests of what ends with its last reference fail.
   # shellcheck disable=SC2016
   xargs -a "$out/files.txt" -P "$jobs" -I{} bash -c '
     file=$1 out=$2 seconds=$3 sanitizer=$4 kind=$5 python=$6
@@ -112,7 +114,7 @@ run_gpu() {
     name=${file//\//.}
     begin=$SECONDS
     timeout --kill-after=30 "$seconds" "$sanitizer" --tool "$kind" --error-exitcode 99 \
-      --target-processes all --log-file "$out/report.$name" \
+      --show-backtrace device --target-processes all --log-file "$out/report.$name" \
       "$python" -m pytest -q -m gpu -o timeout="$seconds" "$@" "$file" >"$out/$name.log" 2>&1
     code=$?
     # 5: the file has no test that needs a GPU.
