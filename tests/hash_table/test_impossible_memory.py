@@ -72,12 +72,16 @@ def test_rows_beyond_hbm_bytes_count_as_host_memory():
 
 @needs_gpu
 def test_what_pytorch_holds_without_use_counts_as_free():
+    """Tried a few times, since other processes on the GPU may take or return memory meanwhile."""
     device = torch.device("cuda", 0)
-    torch.cuda.empty_cache()
-    free, _ = available_memory.gpu_memory(device)
-    held = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    del held
-    assert abs(available_memory.gpu_memory(device)[0] - free) < 64 << 20
+    differences = []
+    for _ in range(10):
+        torch.cuda.empty_cache()
+        free, _ = available_memory.gpu_memory(device)
+        held = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+        del held
+        differences.append(abs(available_memory.gpu_memory(device)[0] - free))
+    assert min(differences) < 64 << 20
 
 
 MEMINFO = "MemTotal:  1000 kB\nMemFree:  5 kB\nMemAvailable:  800 kB\nHugePages_Total: 0\n"
