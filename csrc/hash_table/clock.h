@@ -5,8 +5,8 @@
 // A pin holds a step whose backward is still to come. It is named by a place among kMaxPins and a
 // generation, counted up each time the place is taken. A release names both, and does nothing where
 // the place has been taken again: so a release may be repeated, as a replayed graph does. It ends
-// the earlier pins of its place, too: the host tells of the last one only, though the device may not
-// have seen that one.
+// the earlier pins of its place, too: the host tells of the last one only, which the device may not
+// have seen.
 #pragma once
 
 #include <cstdint>
