@@ -24,14 +24,16 @@ struct InFlight {
   uint64_t mask;    // the digest's matches there
 };
 
-template <bool kTouch>
+template <bool kTouch, bool kListed>
 class Finder {
  public:
-  // Of the ids at positions [begin, end), all of one table.
-  Finder(const TableView& table, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit,
-         int64_t* slots, bool* found_at)
+  // Of the ids at positions [begin, end), all of one table; of positions[begin] to
+  // positions[end - 1], if kListed.
+  Finder(const TableView& table, const int64_t* ids, const int64_t* positions, int64_t begin,
+         int64_t end, const Visit& visit, int64_t* slots, bool* found_at)
       : table_(table),
         ids_(ids),
+        positions_(positions),
         begin_(begin),
         end_(end),
         visit_(visit),
@@ -62,11 +64,13 @@ class Finder {
     if (has(at - 3 * kAhead)) finish(at - 3 * kAhead);
   }
 
+  int64_t position(int64_t at) const { return kListed ? positions_[at] : at; }
+
   InFlight& flying(int64_t at) { return flying_[static_cast<uint64_t>(at) % kInFlight]; }
 
   void choose(int64_t at) {
     InFlight& it = flying(at);
-    it.choice = choose_buckets(ids_[at], table_.num_buckets);
+    it.choice = choose_buckets(ids_[position(at)], table_.num_buckets);
     prefetch_line(table_, it.choice.first);
   }
 
@@ -100,8 +104,9 @@ class Finder {
     }
   }
 
-  void finish(int64_t at) {
-    const InFlight& it = flying(at);
+  void finish(int64_t nth) {
+    const InFlight& it = flying(nth);
+    const int64_t at = position(nth);
     const int64_t id = ids_[at];
     const bool maybe = it.mask != 0;
     int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
@@ -136,6 +141,7 @@ class Finder {
 
   const TableView& table_;
   const int64_t* const ids_;
+  const int64_t* const positions_;
   const int64_t begin_, end_;
   const Visit& visit_;
   int64_t* const slots_;
@@ -147,6 +153,73 @@ class Finder {
   InFlight flying_[kInFlight];
 };
 
+// Which positions of a range have the id of an earlier one, as far as a small table of ids that
+// came last remembers it.
+class Repeats {
+ public:
+  static constexpr int64_t kMost = 4096;  // positions at a time
+
+  // Of positions from `first` on.
+  Repeats(const int64_t* ids, int64_t first) : ids_(ids + first), first_(first) {}
+
+  // Lists those of positions [begin, end), at most kMost, that repeat none. Returns how many.
+  int64_t list(int64_t begin, int64_t end) {
+    int64_t n = 0;
+    for (int64_t at = begin; at < end; ++at) {
+      const auto own = static_cast<uint32_t>(at - first_);
+      uint32_t& last = last_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
+      const bool repeats = (ids_[last] == ids_[own]) & (last != own);  // no branch, as in Finder
+      last = static_cast<uint32_t>(select(repeats, last, own));
+      origins_[at - begin] = last;
+      listed_[n] = at;
+      n += !repeats;
+    }
+    return n;
+  }
+  const int64_t* listed() const { return listed_; }
+  // The position that the i-th of them repeats, or itself.
+  int64_t origin(int64_t i) const { return first_ + origins_[i]; }
+
+ private:
+  static constexpr int kBits = 12, kShift = 64 - kBits;
+
+  const int64_t* const ids_;
+  const int64_t first_;
+  uint32_t last_[1 << kBits] = {};  // by a hash of the id, behind first_
+  uint32_t origins_[kMost];
+  int64_t listed_[kMost];
+};
+
+// Finds the ids at positions [begin, end), all of one table, and returns how many it found. Where
+// many repeat others, as under a power law, each of these is looked for once: that takes less than
+// looking again, even where all it reads is in the cache.
+template <bool kTouch>
+int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
+                   const Visit& visit, int64_t* slots, bool* found_at) {
+  constexpr int64_t kTrial = 512;
+  int64_t found = 0;
+  // Scores count how often an id was touched.
+  if (end - begin > kTrial && !(kTouch && table.scores != nullptr)) {
+    Repeats repeats(ids, begin);
+    int64_t stop = begin + kTrial;
+    for (bool many = true; many && begin < end;) {
+      const int64_t n = repeats.list(begin, stop);
+      Finder<kTouch, true>(table, ids, repeats.listed(), 0, n, visit, slots, found_at).run();
+      for (int64_t at = begin; at < stop; ++at) {
+        const int64_t slot = slots[repeats.origin(at - begin)];
+        slots[at] = slot;
+        if (kTouch && found_at != nullptr) found_at[at] = slot != kNoSlot;
+        found += slot != kNoSlot;
+      }
+      many = n * 4 < (stop - begin) * 3;
+      begin = stop;
+      stop = std::min(end, begin + Repeats::kMost);
+    }
+  }
+  Finder<kTouch, false> rest(table, ids, nullptr, begin, end, visit, slots, found_at);
+  return found + rest.run();
+}
+
 template <bool kTouch>
 void find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
               bool* found_at, int threads) {
@@ -156,7 +229,7 @@ void find_all(const TableView* tables, const Batch& batch, const Visit& visit, i
       if (stop <= begin) continue;
       const TableView& table = tables[batch.feature_tables[feature]];
       const int64_t found =
-          Finder<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at).run();
+          find_range<kTouch>(table, batch.ids, begin, stop, visit, slots, found_at);
       if (kTouch) {
         count(table, kLookups, stop - begin);
         count(table, kMisses, stop - begin - found);
