@@ -6,6 +6,7 @@
 
 #include "bindings/optimizer_config.h"
 #include "bindings/table_group.h"
+#include "bindings/torch_threads.h"
 
 namespace py = pybind11;
 
@@ -104,6 +105,7 @@ void define_optimizer_config(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  torchrec_hkv::bindings::use_torch_threads();
 #ifdef TORCHREC_HKV_CUDA
   m.attr("has_cuda") = true;
 #else

@@ -95,7 +95,18 @@ Pool& pool() {
   return *current;
 }
 
+struct RunnerOfProcess {
+  std::atomic<Runner> run = nullptr;
+  std::atomic<pid_t> process = 0;
+};
+RunnerOfProcess given;
+
 }  // namespace
+
+void run_on(Runner runner) {
+  given.process.store(getpid());
+  given.run.store(runner);
+}
 
 void parallel_for(int64_t n, int64_t grain, int threads,
                   const std::function<void(int64_t, int64_t)>& body) {
@@ -112,7 +123,12 @@ void parallel_for(int64_t n, int64_t grain, int threads,
   job.n = n;
   // A few ranges a thread even out unequal work.
   job.chunk = std::max(grain, (n + threads * 4 - 1) / (threads * 4));
-  pool().run(job, threads);
+  const Runner run = given.run.load();
+  if (run != nullptr && given.process.load() == getpid()) {
+    run(threads, [&job] { job.run(); });
+  } else {
+    pool().run(job, threads);
+  }
   if (job.error) std::rethrow_exception(job.error);
 }
 
