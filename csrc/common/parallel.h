@@ -1,6 +1,6 @@
 // The threads of the CPU kernels: those that the host program has for such work, if it says how to
-// use them (run_on), else a small pool of std::thread. Safe to use in a child made by fork, which
-// always gets a pool of its own.
+// use them (run_on), else a small pool of std::thread. Safe to use in a child made by fork of a
+// process that has loaded this: it gets a pool of its own.
 #pragma once
 
 #include <cstdint>
