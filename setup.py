@@ -132,6 +132,8 @@ def extension():
         "-fno-math-errno",
         "-fvisibility=hidden",
         "-pthread",
+        # CPython's own flags often have -g, which doubles the time of a build; the last one counts.
+        "-g" if is_set("TORCHREC_HKV_DEBUG") else "-g0",
     ]
     cxx += ["-Wall", "-Wextra", *system]
     if arch := cpu_arch():
