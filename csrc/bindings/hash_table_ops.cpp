@@ -127,6 +127,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
     }
   }
 #endif
+  placement.keeps_scores = group.shape().keeps_scores;
   placement.remembers = group.remembers_evicted();
   placement.ordered = group.deterministic();
   owner->make_room(batch, ids, offsets, layout.first_bags());

@@ -96,6 +96,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
         shape_.rows_in_hbm && !memory_.back().rows_on_host(memory_.back().full_slots());
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     shape_.most_slots = std::max(shape_.most_slots, memory_.back().full_slots());
+    shape_.keeps_scores = shape_.keeps_scores || keeps_scores(config.eviction);
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
     deterministic_ = deterministic_ || config.deterministic;

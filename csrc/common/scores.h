@@ -23,6 +23,11 @@ HKV_HOST_DEVICE bool takes_scores(Eviction policy) {
          policy == Eviction::kCustomized;
 }
 
+// Whether a score is the sum of what all lookups of an id give.
+HKV_HOST_DEVICE bool sums_scores(Eviction policy) {
+  return policy == Eviction::kLfu || policy == Eviction::kEpochLfu;
+}
+
 // LRU scores are the last steps, which every table keeps; the others need an array of their own.
 HKV_HOST_DEVICE bool keeps_scores(Eviction policy) { return policy != Eviction::kLru; }
 

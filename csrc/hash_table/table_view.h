@@ -127,6 +127,7 @@ struct GroupShape {
   bool rows_in_hbm;            // of a GPU's tables, also at their full capacities
   int32_t features_apart = 0;  // features, where each has a table of its own; 0: some share one
   int64_t most_slots = 0;      // of one table, at its full capacity
+  bool keeps_scores = false;   // of some table; the others evict by LRU
 };
 
 // How low an entry ranks: the lowest leaves a full bucket.
@@ -269,6 +270,8 @@ struct Placement {
   MovingRows moving{};
   // Whether most ids are expected to stand at one position of the batch. Only speed depends on it.
   bool spread = false;
+  // Whether a table of the group keeps scores.
+  bool keeps_scores = true;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
   // Whether ids are placed in the order of the batch, so that a call's result follows from the

@@ -89,6 +89,9 @@ __device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
 __device__ __forceinline__ void store_l2(uint32_t* to, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
+__device__ __forceinline__ void store_l2(unsigned long long* to, unsigned long long value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
 __device__ __forceinline__ void store_l2(uint16_t* to, uint16_t value) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
 }

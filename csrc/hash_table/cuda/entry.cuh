@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/score_update.cuh"
 #include "hash_table/packed_entries.h"
 #include "hash_table/table_view.h"
 
@@ -109,20 +110,6 @@ __device__ __forceinline__ void write_id(const TableView& table, int64_t slot, i
   }
 }
 
-__device__ __forceinline__ void touch_score(const TableView& table, int64_t slot,
-                                            const Visit& visit, uint64_t given) {
-  auto* score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
-  unsigned long long old = load_l2(score);
-  for (;;) {
-    const unsigned long long next =
-        next_score(table.eviction, old, visit.now(), visit.epoch(), given);
-    if (next == old) return;
-    const unsigned long long seen = atomicCAS(score, old, next);
-    if (seen == old) return;
-    old = seen;
-  }
-}
-
 // Whether an id of several positions is touched by this one first is worth an atomic exchange only
 // where `exclusive` asks for it; otherwise the answer means nothing.
 __device__ __forceinline__ bool touch(const TableView& table, int64_t slot, const Visit& visit,
@@ -137,7 +124,7 @@ __device__ __forceinline__ bool touch(const TableView& table, int64_t slot, cons
       store_l2(step, visit.now());
     }
   }
-  if (table.scores != nullptr) touch_score(table, slot, visit, given);
+  if (table.scores != nullptr) update_scores_of_lanes(table, table.first_slot + slot, visit, given);
   return first;
 }
 

@@ -93,6 +93,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Whether this is the first of a call's positions to claim a slot. A bit is looked at before it is
+// set, so that the positions of a hot slot don't wait for each other.
+__device__ __forceinline__ bool claims_slot(uint32_t* claims, int64_t slot) {
+  const uint32_t bit = 1u << (slot & 31);
+  if (load_l2(&claims[slot >> 5]) & bit) return false;
+  return (atomicOr(&claims[slot >> 5], bit) & bit) == 0;
+}
+
 // Of several rows for one slot, the writer's, or the one whose lane claims the slot first.
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
@@ -108,8 +116,7 @@ __global__ void __launch_bounds__(kThreads)
     if (writer != nullptr) {
       if (writer[first + lane]) to = row_to_write(table, slot);
     } else if (slot != kNoSlot) {
-      const uint32_t bit = 1u << (slot & 31);
-      if (!(atomicOr(&claims[slot >> 5], bit) & bit)) to = row_to_write(table, slot);
+      if (claims_slot(claims, slot)) to = row_to_write(table, slot);
     }
   }
   copy_rows(to, rows + (first + lane) * bytes, bytes);
@@ -128,16 +135,32 @@ __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, 
   }
 }
 
+// A warp takes 32 neighbouring positions. Rows for one slot are added up before they go to memory,
+// so that a hot slot costs a warp one atomic operation a column instead of one for each position.
+template <bool kOneTable>
 __global__ void __launch_bounds__(kThreads)
-    add_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
-               int64_t n) {
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (i >= n || slots[i] == kNoSlot) return;
-  const RowStore& store = table.rows;
-  const char* from = rows + i * store.bytes();
-  char* row = row_to_write(table, slots[i], threadIdx.x % kWarp == 0);
-  for (int32_t c = threadIdx.x % kWarp; c < store.width; c += kWarp) {
-    add_element(store.type, row, c, load_element(store.type, from, c));
+    add_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
+               int32_t num_tables, const int64_t* __restrict__ slots, int64_t n,
+               const RowMatrix rows) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t first = at - lane;
+  const int64_t slot = at < n ? slots[at] : kNoSlot;
+  const unsigned peers = __match_any_sync(kAllLanes, static_cast<unsigned long long>(slot));
+  const bool leads = slot != kNoSlot && (peers & ((1u << lane) - 1)) == 0;
+  for (unsigned left = __ballot_sync(kAllLanes, leads); left; left &= left - 1) {
+    const int source = __ffs(static_cast<int>(left)) - 1;
+    const int64_t its_slot = __shfl_sync(kAllLanes, slot, source);
+    const unsigned its_peers = __shfl_sync(kAllLanes, peers, source);
+    const TableView& table = kOneTable ? only : tables[table_of_slot(tables, num_tables, its_slot)];
+    char* const row = row_to_write(table, its_slot - table.first_slot, lane == 0);
+    for (int32_t c = lane; c < table.dim(); c += kWarp) {
+      float sum = 0.0f;
+      for (unsigned of = its_peers; of; of &= of - 1) {
+        sum += load_element(rows.type, rows.at(first + __ffs(static_cast<int>(of)) - 1), c);
+      }
+      add_element(table.rows.type, row, c, sum);
+    }
   }
 }
 
@@ -180,27 +203,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t slot = i < n ? slots[i] : kNoSlot;
   bool chosen = false;
   if (lane == 0 && slot != kNoSlot) {
-    const uint32_t bit = 1u << (slot & 31);
-    chosen = writer != nullptr ? writer[i] : !(atomicOr(&claims[slot >> 5], bit) & bit);
+    chosen = writer != nullptr ? writer[i] : claims_slot(claims, slot);
   }
   chosen = __shfl_sync(kAllLanes, static_cast<int>(chosen), 0, kRowLanes) != 0;
   if (!chosen) return;
   const TableView& table = tables[table_of_slot(tables, num_tables, slot)];
   char* const row = row_to_write(table, slot - table.first_slot, lane == 0);
   copy_from_matrix<kRowLanes>(rows, i, table.rows.type, row, table.dim(), lane);
-}
-
-__global__ void __launch_bounds__(kThreads)
-    add_group_kernel(const TableView* __restrict__ tables, int32_t num_tables,
-                     const int64_t* __restrict__ slots, int64_t n, const RowMatrix rows) {
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
-  if (i >= n || slots[i] == kNoSlot) return;
-  const int lane = threadIdx.x % kRowLanes;
-  const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
-  char* const row = row_to_write(table, slots[i] - table.first_slot, lane == 0);
-  for (int32_t c = lane; c < table.dim(); c += kRowLanes) {
-    add_element(table.rows.type, row, c, load_element(rows.type, rows.at(i), c));
-  }
 }
 
 // Without ids zeros where there is no slot.
@@ -239,14 +248,13 @@ void write_rows(const TableView* tables, const TableView* only, int32_t num_tabl
                 const bool* writer, uint32_t* claims, cudaStream_t stream) {
   if (n == 0) return;
   const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
-  const unsigned grid = grid_for(n * kRowLanes);
-  if (only == nullptr && add) {
-    add_group_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, slots, n, rows);
+  if (add) {
+    const auto kernel = only != nullptr ? add_kernel<true> : add_kernel<false>;
+    kernel<<<grid_for(n), kThreads, 0, stream>>>(only != nullptr ? *only : TableView{}, tables,
+                                                 num_tables, slots, n, rows);
   } else if (only == nullptr) {
-    assign_group_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, slots, n, rows, writer,
-                                                       claims);
-  } else if (add) {
-    add_kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(*only, slots, rows.data, n);
+    assign_group_kernel<<<grid_for(n * kRowLanes), kThreads, 0, stream>>>(tables, num_tables, slots,
+                                                                          n, rows, writer, claims);
   } else {
     launch_chained(assign_kernel, grid_for(warps * kWarp), kThreads, stream, *only, slots,
                    static_cast<const char*>(rows.data), n, writer, claims);

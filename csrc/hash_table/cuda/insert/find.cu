@@ -6,11 +6,14 @@
 //
 // Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
 // would be asked for thousands of times, one after the other.
+#include <type_traits>
+
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/find.cuh"
+#include "hash_table/cuda/score_update.cuh"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -20,7 +23,7 @@ constexpr int kFindLanes = 4;
 constexpr int kTilesOfWarp = kWarp / kFindLanes;
 constexpr int kLinesAhead = 2;  // of a tile
 constexpr int kFindBlocks = 6;  // of a multiprocessor, which bound the registers of a thread
-constexpr int kTouchers = 512;  // entries of a block's table of who touches a slot
+constexpr int kTouchers = BlockScores::kEntries;  // of a block's table of who touches a slot
 
 constexpr uint32_t kNowhere = ~0u;
 
@@ -166,8 +169,9 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
 // position. Steps are exchanged then, and those of many tables are brought near before it is known
 // that their ids are the right ones. Elsewhere they are written untested: waiting for a hot id's
 // step, which many write, costs more than the writes that are saved. Of a block's threads that
-// touch one slot mostly one writes. kPacked: ids and steps are; of one table.
-template <bool kTouch, bool kOneTable, bool kPacked>
+// touch one slot mostly one writes. kPacked: ids and steps are; of one table. kScores: whether a
+// table keeps scores; a block then adds up what its threads give to one slot (score_update.cuh).
+template <bool kTouch, bool kOneTable, bool kPacked, bool kScores>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                 const Batch batch, const Visit visit, int64_t* __restrict__ slots,
@@ -178,9 +182,11 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   __shared__ int64_t of_thread[kThreads];
   // By slot, modulo their number: of the threads that touch it, one.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
+  __shared__ std::conditional_t<kScores, BlockScores, char> scores;
   __shared__ BlockParts parts;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
   if (kTouch) let_next_kernel_start();
+  if constexpr (kScores) scores.clear();  // count_listed synchronises before they are used
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
@@ -227,6 +233,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         if (kTouch && !kOneTable && spread) {
           prefetch_l2(&table.last_steps[slot]);  // most are hits
         }
+        if (kScores && table.scores != nullptr) prefetch_l2(&table.scores[slot]);
         if (stored == of_thread[threadIdx.x]) {
           position = candidate;
           break;
@@ -253,16 +260,36 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   int64_t result = kNoSlot;
   if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
   bool first = false;  // of the call to touch its slot, where that is wanted
+  const uint32_t entry = static_cast<uint32_t>(slot) % kTouchers;
+  bool adds = false;  // what the block gives to the slot, to its score
   if (there) {
     result = table.first_slot + slot;
     if (kTouch) {
-      const uint32_t toucher = touchers[static_cast<uint32_t>(slot) % kTouchers];
-      if (toucher == threadIdx.x || of_thread[toucher] != result) {
+      const uint32_t toucher = touchers[entry];
+      const bool shares = of_thread[toucher] == result;
+      if (toucher == threadIdx.x || !shares) {
         uint32_t* const step =
             kPacked ? entry_at(table, bucket, position).step() : &table.last_steps[slot];
         first = write_step(step, visit.now(), spread || found.writer != nullptr);
       }
-      if (table.scores != nullptr) touch_score(table, slot, visit, visit.given(at));
+      if constexpr (kScores) {
+        if (table.scores != nullptr) {
+          adds = toucher == threadIdx.x;
+          if (!shares) {
+            update_scores_of_lanes(table, result, visit, visit.given(at));
+          } else if (!adds && sums_scores(table.eviction)) {
+            scores.add(entry, visit.given(at));
+          }
+        }
+      }
+    }
+  }
+  if constexpr (kScores) {
+    __syncthreads();
+    if (adds) {
+      const uint64_t given = visit.given(at);
+      update_score(table, slot, visit,
+                   sums_scores(table.eviction) ? add_saturated(scores.sum(entry), given) : given);
     }
   }
   if (given) {
@@ -282,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
 template <bool kTouch>
 void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
                  const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                 bool spread, bool begun, cudaStream_t stream) {
+                 bool spread, bool keeps_scores, bool begun, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const unsigned grid = grid_for(batch.num_ids);
   const auto launch = [&](auto kernel, auto... arguments) {
@@ -293,28 +320,37 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
       HKV_CUDA_CHECK_LAUNCH();
     }
   };
-  if (only != nullptr) {
-    const bool packed = only->entries.words != nullptr;
-    launch(packed ? find_kernel<kTouch, true, true> : find_kernel<kTouch, true, false>, *only,
-           static_cast<const TableView*>(nullptr), batch, visit, slots, found, missing, spread,
-           begun);
-  } else {
-    launch(find_kernel<kTouch, false, false>, TableView{}, tables, batch, visit, slots, found,
-           missing, spread, begun);
+  const auto choose = [&]<bool kScores>() {
+    if (only != nullptr) {
+      const bool packed = only->entries.words != nullptr;
+      launch(packed && !kScores ? find_kernel<kTouch, true, true, false>
+                                : find_kernel<kTouch, true, false, kScores>,
+             *only, static_cast<const TableView*>(nullptr), batch, visit, slots, found, missing,
+             spread, begun);
+    } else {
+      launch(find_kernel<kTouch, false, false, kScores>, TableView{}, tables, batch, visit, slots,
+             found, missing, spread, begun);
+    }
+  };
+  if constexpr (kTouch) {
+    if (keeps_scores) return choose.template operator()<true>();
   }
+  choose.template operator()<false>();
 }
 
 }  // namespace
 
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream) {
-  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, false, stream);
+  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, false, false,
+                     stream);
 }
 
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    bool spread, bool begun, cudaStream_t stream) {
-  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, begun, stream);
+                    bool spread, bool keeps_scores, bool begun, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, keeps_scores, begun,
+                    stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

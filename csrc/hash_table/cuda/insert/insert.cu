@@ -331,7 +331,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   const unsigned grid = grid_for(batch.num_ids);
   if (placement.believed == nullptr) {
     find_and_touch(tables, only, batch, visit, slots, Found{there, writer, notes}, missing,
-                   placement.spread, /*begun=*/aging.expire_after == nullptr, stream);
+                   placement.spread, placement.keeps_scores,
+                   /*begun=*/aging.expire_after == nullptr, stream);
   } else {
     find(tables, only, batch, slots, stream);
     believe_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, placement.believed, slots,
