@@ -119,6 +119,20 @@ HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_table
   return low;
 }
 
+// How wide the rows of a table are, as far as kernels differ by it.
+enum class WidthClass : int32_t { k32, k64, k128, k256, k512, kWider };
+constexpr int32_t kWidthClasses = 6;
+constexpr int32_t kAllWidths = -1;
+
+HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
+  return dim <= 32    ? WidthClass::k32
+         : dim <= 64  ? WidthClass::k64
+         : dim <= 128 ? WidthClass::k128
+         : dim <= 256 ? WidthClass::k256
+         : dim <= 512 ? WidthClass::k512
+                      : WidthClass::kWider;
+}
+
 // What kernels are chosen by.
 struct GroupShape {
   int32_t widest;  // columns of the widest table
@@ -128,6 +142,7 @@ struct GroupShape {
   int32_t features_apart = 0;  // features, where each has a table of its own; 0: some share one
   int64_t most_slots = 0;      // of one table, at its full capacity
   bool keeps_scores = false;   // of some table; the others evict by LRU
+  uint32_t width_classes = 0;  // of its tables, a bit each
 };
 
 // How low an entry ranks: the lowest leaves a full bucket.

@@ -104,8 +104,7 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
     using Updater = typename OfAlone<Plain>::Type;
     // As many rows under way as registers allow. Where the gradients of bags serve several rows and
     // states are small, there is bandwidth left to bring rows nearer.
-    constexpr bool kOneVector =
-        Updater::kPlain && sizeof(typename Updater::Gradient) == sizeof(Columns<4>);
+    constexpr bool kOneVector = sizeof(typename Updater::Gradient) == sizeof(Columns<4>);
     constexpr int kAhead = (Updater::kColumnStates ? 2 : 3) + (kOneVector ? 1 : 0);
     const Batch& batch = update.batch;
     const bool prefetch = !Updater::kColumnStates && batch.num_ids >= 2 * batch.num_bags;
@@ -123,9 +122,9 @@ void update_alone(const TableView* tables, const Update& update, const int64_t* 
                    [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
   };
   if (shape.widest <= 4 * kWarp / 2) {
-    choose_updater<1>(update.optimizer, shape, choose);
+    choose_plain_updater<1>(update.optimizer, shape, choose);
   } else {
-    choose_updater<2>(update.optimizer, shape, choose);
+    choose_plain_updater<2>(update.optimizer, shape, choose);
   }
 }
 

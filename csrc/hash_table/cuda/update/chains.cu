@@ -150,7 +150,7 @@ void update_chains(const TableView* tables, const Update& update, const Scratch&
     launch_chained(kernel, resident_grid(kChainBlocks, threads), kThreads, stream, tables, update,
                    scratch);
   };
-  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+  choose_plain_updater(update.optimizer, shape, [&]<typename Updater>() {
     choose_element(update.grad.type,
                    [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
   });

@@ -1,6 +1,6 @@
-// Updates of single rows by a warp, as kernels are compiled for them. What depends on the table
-// alone is held in registers, and computed once for all rows of a warp. Rows have at most four
-// columns a lane, in multiples of four.
+// Updates of single rows by a tile of lanes, for the optimizers that are used most: fp32 rows of at
+// most kQuickColumns columns, in multiples of four. What depends on the table alone is held in
+// registers, and computed once for all rows of a tile. row_update.cuh has all others.
 //
 // An updater has load(slot), which begins to read a row and its state, and finish(slot, row,
 // gradient), which updates them; all lanes call them together.
@@ -10,35 +10,9 @@
 #include <limits>
 
 #include "hash_table/cuda/tile.cuh"
-#include "hash_table/cuda/update/apply_row.cuh"
+#include "hash_table/cuda/update/row_update.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
-
-// Any optimizer, any type of row.
-template <bool kStates>
-struct AnyUpdater {
-  static constexpr bool kPlain = false;
-  static constexpr bool kColumnStates = kStates;
-  static constexpr int kLanes = kWarp;
-  using Gradient = LaneColumns<kWarp, 1>;
-  using Row = RowInFlight<4, kStates>;
-
-  const TableView* table;
-  const OptimizerConfig* optimizer;
-  float rate;
-
-  __device__ __forceinline__ AnyUpdater(const TableView& of, const OptimizerConfig& config,
-                                        float learning_rate)
-      : table(&of), optimizer(&config), rate(learning_rate) {}
-  __device__ __forceinline__ Row load(int64_t slot) const {
-    return load_row<4, kStates>(*table, slot, *optimizer);
-  }
-  __device__ __forceinline__ void finish(int64_t slot, const Row& row,
-                                         const Gradient& gradient) const {
-    finish_row<4, kStates>(*table, slot, row, *optimizer, rate,
-                           [&](int32_t) { return gradient.v[0]; });
-  }
-};
 
 // One optimizer, fp32 rows, and nothing else: see is_plain. A row takes half a warp, so that what
 // is done once a row, the division and the root above all, is done for two rows at once. kOfLane:
@@ -46,7 +20,6 @@ struct AnyUpdater {
 // kStay: what is read of rows and column states leaves the second-level cache after others.
 template <Optimizer kKind, int kOfLane, int kOfRow = kWarp / 2, bool kStay = false>
 struct PlainUpdater {
-  static constexpr bool kPlain = true;
   static constexpr int kStates = column_states(kKind);
   static constexpr bool kColumnStates = kStates > 0;
   static constexpr bool kAdapts =
@@ -160,12 +133,19 @@ inline bool is_plain(const OptimizerConfig& optimizer, const GroupShape& shape) 
          optimizer.clip_value == kInfinity && optimizer.coupled_decay == 0.0f;
 }
 
+inline bool has_plain_updater(const OptimizerConfig& optimizer, const GroupShape& shape) {
+  const bool known = optimizer.kind == Optimizer::kSgd ||
+                     optimizer.kind == Optimizer::kRowWiseAdagrad ||
+                     optimizer.kind == Optimizer::kAdagrad || optimizer.kind == Optimizer::kAdam;
+  return known && is_plain(optimizer, shape);
+}
+
 // Calls with_updater.template operator()<Updater>() for the plain updater of an optimizer. Returns
 // whether there is one. Kernels are compiled once for each, so few have one.
 template <int kOfLane = 2, typename WithUpdater>
 bool choose_plain_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
                           const WithUpdater& with_updater) {
-  if (!is_plain(optimizer, shape)) return false;
+  if (!has_plain_updater(optimizer, shape)) return false;
   switch (optimizer.kind) {
     case Optimizer::kSgd:
       with_updater.template operator()<PlainUpdater<Optimizer::kSgd, kOfLane>>();
@@ -181,18 +161,6 @@ bool choose_plain_updater(const OptimizerConfig& optimizer, const GroupShape& sh
       return true;
     default:
       return false;
-  }
-}
-
-// The same for any optimizer.
-template <int kOfLane = 2, typename WithUpdater>
-void choose_updater(const OptimizerConfig& optimizer, const GroupShape& shape,
-                    const WithUpdater& with_updater) {
-  if (choose_plain_updater<kOfLane>(optimizer, shape, with_updater)) return;
-  if (has_column_states(optimizer)) {
-    with_updater.template operator()<AnyUpdater<true>>();
-  } else {
-    with_updater.template operator()<AnyUpdater<false>>();
   }
 }
 

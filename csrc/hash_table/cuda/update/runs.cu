@@ -1,6 +1,6 @@
-// Updates of the rows of the sorted order, for quick groups: the runs are listed, and tiles of
-// lanes take one after the other. What a tile needs of the next run is under way while it works on
-// one.
+// Updates of the rows of a batch in its own order that are left when unique rows and chains are
+// done: the runs of the sorted rest are listed, and tiles of lanes take one after the other. What a
+// tile needs of the next run is under way while it works on one.
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/offsets.cuh"
@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t places[2][kWarps];  // of singles, of longer ones
   wait_for_kernel_before();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t n = scratch.sorted == nullptr ? batch.num_ids : *scratch.sorted;
-  if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) hint->sorts_rest = n > 0;
+  const int64_t n = *scratch.sorted;
+  if (blockIdx.x == 0 && threadIdx.x == 0) hint->sorts_rest = n > 0;
   const Pairs& sorted = scratch.pairs.pairs;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads; first < n;
        first += static_cast<int64_t>(gridDim.x) * kThreads) {
@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint64_t key = at < n ? sorted.key(at) : no_slot;
     bool begins = key != no_slot && (at == 0 || sorted.key(at - 1) != key);
     int64_t length = begins ? length_of_run(sorted, at, n, key) : 0;
-    if (begins && scratch.sorted != nullptr &&
-        scratch.chains.has_updated(key, length, static_cast<uint32_t>(n))) {
+    if (begins && scratch.chains.has_updated(key, length, static_cast<uint32_t>(n))) {
       begins = false;
       length = 0;
     }
@@ -86,66 +85,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A tile takes as many runs of one position as it has lanes. kAhead: rows that it reads at once.
-template <typename Updater, typename Element, int kAhead>
-__global__ void __launch_bounds__(kThreads, kRunBlocks)
-    single_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
-                  const __grid_constant__ Scratch scratch) {
-  using Gradient = typename Updater::Gradient;
-  constexpr int kLanes = Updater::kLanes;
-  const Tile<kLanes> tile;
-  const int lane = tile.lane();
-  const int64_t singles = *scratch.runs.singles;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  int64_t chunk = tile.number() * kLanes;
-  if (chunk >= singles || is_refused(update.batch)) return;
-  const float rate = *update.learning_rate;
-  const Pairs& sorted = scratch.pairs.pairs;
-  uint32_t table = ~0u;
-  Updater updater(tables[0], update.optimizer, rate);
-  int32_t dim = 0;
-  for (; chunk < singles; chunk += stride) {
-    Neighbour mine{};
-    const int64_t at = chunk + lane;
-    if (at < singles) {
-      const Pair pair = sorted.load(*(scratch.runs.last - at));
-      mine = neighbour_at(tables, update, scratch, sorted.key_of(pair), sorted.value_of(pair));
-    }
-    const int count = static_cast<int>(min(static_cast<int64_t>(kLanes), singles - chunk));
-    for (int group = 0; group < count;) {
-      const uint32_t its_table = tile.of_lane(mine.table, group);
-      if (its_table != table) {
-        table = its_table;
-        updater = Updater(tables[table], update.optimizer, rate);
-        dim = tables[table].dim();
-      }
-      // Neighbours of one table.
-      const unsigned other = tile.ballot(lane >= count || mine.table != table) >> group;
-      const int take = other == 0 ? kAhead : min(kAhead, __ffs(static_cast<int>(other)) - 1);
-      typename Gradient::template Stored<Element> gradient[kAhead];
-      typename Updater::Row row[kAhead];
-      int64_t slot[kAhead];
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (k >= take || group + k >= count) break;
-        slot[k] = tile.of_lane(mine.slot, group + k);
-        row[k] = updater.load(slot[k]);
-        gradient[k] = Gradient::template Stored<Element>::load(
-            update.grad, tile.of_lane(mine.gradient, group + k), dim);
-      }
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (k >= take || group + k >= count) break;
-        Gradient sum = Gradient::zero();
-        sum.template add<Element>(tile.of_lane(mine.scale, group + k), gradient[k],
-                                  update.grad.type);
-        updater.finish(slot[k], row[k], sum);
-      }
-      group += take;
-    }
-  }
-}
-
 // kAhead: positions whose gradients are under way at once, beside the row.
 template <typename Updater, typename Element, int kAhead>
 __global__ void __launch_bounds__(kThreads, kRunBlocks)
@@ -161,8 +100,7 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
   // Pieces come first, as they take longest.
   const uint32_t pieces = *long_runs.pieces;
   const uint32_t longer = pieces + *scratch.runs.number;
-  // Where few positions are sorted, few of these stand alone, which single_kernel is not worth.
-  const uint32_t parts = longer + (scratch.sorted == nullptr ? 0 : *scratch.runs.singles);
+  const uint32_t parts = longer + *scratch.runs.singles;
   const uint32_t stride = gridDim.x * (kThreads / kLanes);
   const auto part_at = [&](uint32_t i) {
     if (i >= parts) return Part{0, 0};
@@ -252,10 +190,9 @@ __global__ void __launch_bounds__(kThreads, kRunBlocks)
 
 void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, UpdateHint* hint,
                cudaStream_t stream) {
-  // Of a part of the positions, whose number is not known here, no more blocks than may be
-  // resident: they run beside others.
-  const unsigned blocks = scratch.sorted == nullptr ? grid_for(batch.num_ids)
-                                                    : resident_grid(kListBlocks, batch.num_ids);
+  // The number of positions is not known here; no more blocks than may be resident: they run beside
+  // others.
+  const unsigned blocks = resident_grid(kListBlocks, batch.num_ids);
   launch_chained(list_runs_kernel, blocks, kThreads, stream, batch, no_slot, scratch, hint);
 }
 
@@ -264,16 +201,11 @@ void update_runs(const TableView* tables, const Update& update, const Scratch& s
   const int64_t n = update.batch.num_ids;
   const auto launch = [&]<typename Updater, typename Element>() {
     // As many rows, or gradients, under way as registers allow.
-    if (scratch.sorted == nullptr) {
-      const auto kernel = single_kernel < Updater, Element, Updater::kColumnStates ? 2 : 3 > ;
-      kernel<<<resident_grid(kRunBlocks, n), kThreads, 0, stream>>>(tables, update, scratch);
-      HKV_CUDA_CHECK_LAUNCH();
-    }
     const auto kernel = run_kernel < Updater, Element, Updater::kColumnStates ? 4 : 8 > ;
     launch_chained(kernel, resident_grid(kRunBlocks, n / 2 * Updater::kLanes), kThreads, stream,
                    tables, update, scratch);
   };
-  choose_updater(update.optimizer, shape, [&]<typename Updater>() {
+  choose_plain_updater(update.optimizer, shape, [&]<typename Updater>() {
     choose_element(update.grad.type,
                    [&]<typename Element>() { launch.template operator()<Updater, Element>(); });
   });

@@ -72,7 +72,7 @@ struct RunLists {
 RunLists place_runs(const UpdateSize& size, char* base) {
   RunLists lists{};
   Carver carver(base);
-  if (size.quick) lists.shorter = carver.take<uint32_t>(size.num_ids);
+  if (size.batch_order) lists.shorter = carver.take<uint32_t>(size.num_ids);
   // A run longer than kLongest has at most a piece for each kLongest of its positions.
   static_assert(kPieceSize >= 2 * kLongest);
   const size_t most = size.num_ids / kLongest + 1;
@@ -88,8 +88,6 @@ RunLists place_runs(const UpdateSize& size, char* base) {
 int UpdateSize::key_bits() const { return bits_for(num_slots + 1); }
 
 PairFormat UpdateSize::format() const {
-  // The general kernels read positions from memory as they are.
-  if (!quick) return PairFormat{key_bits() > 32, false, 0};
   return PairFormat::of(key_bits(), bits_for(positions() ? num_ids : num_bags));
 }
 
@@ -170,7 +168,7 @@ void Scratch::begin_runs(const UpdateSize& size) {
   // Free are the middle and the half that is not sorted: before it or behind it.
   char* const other = static_cast<char*>(pairs.other.keys);
   const RunLists lists = place_runs(size, std::min(other, middle));
-  if (size.quick) {
+  if (size.batch_order) {
     runs.longer = reinterpret_cast<Part*>(lists.shorter);
     runs.last = lists.shorter + (size.num_ids - 1);
   }

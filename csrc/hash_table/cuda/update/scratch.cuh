@@ -148,7 +148,6 @@ struct UpdateSize {
   int64_t num_bags;
   int64_t num_slots;
   int32_t widest;         // columns of the widest table
-  bool quick;             // the group has the kernels of runs.cu
   bool weighted;          // ids have weights
   bool batch_order;       // rows that stand alone are updated in the order of the batch
   size_t cub_sort_bytes;  // unless batch_order
@@ -156,9 +155,8 @@ struct UpdateSize {
   // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
   // comes last.
   int key_bits() const;
-  // Values are bags. With weights, and for the general kernels, they are positions, and bags stand
-  // apart.
-  bool positions() const { return weighted || !quick; }
+  // Values are bags. With weights they are positions, and bags stand apart.
+  bool positions() const { return weighted; }
   PairFormat format() const;
 };
 

@@ -476,9 +476,8 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
 }  // namespace
 
 bool streams_runs(const OptimizerConfig& optimizer, const GroupShape& shape) {
-  bool plain = false;
-  choose_plain_updater(optimizer, shape, [&]<typename Updater>() { plain = true; });
-  return plain && shape.rows_in_hbm && shape.four_wide && shape.widest <= kQuickColumns;
+  return has_plain_updater(optimizer, shape) && shape.rows_in_hbm && shape.four_wide &&
+         shape.widest <= kQuickColumns;
 }
 
 void list_long_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch,

@@ -8,38 +8,11 @@
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
-#include "hash_table/cuda/update/apply_row.cuh"
+#include "hash_table/cuda/update/row_update.cuh"
 #include "hash_table/cuda/update/scratch.cuh"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cuda {
-
-// What the reduction of one run by the general kernels reads.
-struct Run {
-  const uint32_t* positions;  // of the run
-  int64_t length;
-  const uint32_t* bags;
-};
-
-template <typename Element, int kWidth>
-__device__ __forceinline__ Columns<kWidth> sum_run(const Run& run, const Batch& batch,
-                                                   const Pooling& pooling,
-                                                   const Output<const char>& grad, int32_t column) {
-  Columns<kWidth> sum = Columns<kWidth>::zero();
-#pragma unroll 4
-  for (int64_t k = 0; k < run.length; ++k) {
-    const uint32_t position = run.positions[k];
-    const uint32_t bag = run.bags[position];
-    const int32_t feature = batch.feature_of_bag(bag);
-    float scale = pooling.weights != nullptr ? pooling.weights[position] : 1.0f;
-    if (pooling.mean) {
-      scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
-    }
-    const int64_t place = batch.output_of(feature, bag - batch.first_bag(feature), grad.stride);
-    sum.add(scale, gradient_at<Element, kWidth>(grad, place + column));
-  }
-  return sum;
-}
 
 // What the kernels of an update share.
 struct Update {
@@ -154,29 +127,15 @@ __device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, in
       __shfl_sync(kAllLanes, mine.gradient, lane), __shfl_sync(kAllLanes, mine.scale, lane)};
 }
 
-// Has what the update of a row reads brought into the second-level cache.
-__device__ __forceinline__ void prefetch_update(const TableView& table, const Neighbour& it,
-                                                const Update& update) {
-  const auto row_bytes = static_cast<uint32_t>(table.rows.bytes());
-  const auto state_bytes = static_cast<uint32_t>(table.states.bytes());
-  const int64_t frame = table.frames.frame_of(it.slot);
-  if (table.in_hbm(frame)) {
-    if (row_bytes % 16 == 0) prefetch_l2(table.rows.at(it.slot, frame), row_bytes);
-    const char* state = table.states.at(it.slot, frame);
-    if (state_bytes > 0 && state_bytes % 16 == 0) {
-      prefetch_l2(state, state_bytes);
-    } else if (state_bytes > 0) {
-      prefetch_l2(state);
-    }
-  }
-  if (update.group_four_wide) {
-    const auto bytes = static_cast<uint32_t>(table.dim()) * element_size(update.grad.type);
-    const char* const gradient = update.grad.at(it.gradient);
-    if (bytes % 16 == 0 && reinterpret_cast<uintptr_t>(gradient) % 16 == 0) {
-      prefetch_l2(gradient, bytes);
-    } else {
-      prefetch_l2(gradient);
-    }
+// Has a gradient brought into the second-level cache.
+__device__ __forceinline__ void prefetch_gradient(const TableView& table, const Neighbour& it,
+                                                  const Update& update) {
+  const auto bytes = static_cast<uint32_t>(table.dim()) * element_size(update.grad.type);
+  const char* const gradient = update.grad.at(it.gradient);
+  if (bytes % 16 == 0 && reinterpret_cast<uintptr_t>(gradient) % 16 == 0) {
+    prefetch_l2(gradient, bytes);
+  } else {
+    prefetch_l2(gradient);
   }
 }
 
@@ -260,9 +219,8 @@ void split_repeated(const Batch& batch, const int64_t* slots, const Scratch& scr
 // other rows left (chains.cu).
 void update_chains(const TableView* tables, const Update& update, const Scratch& scratch,
                    const GroupShape& shape, cudaStream_t stream);
-// Lists the runs of the sorted order whose rows are not updated yet, and cuts long ones. Where all
-// positions are sorted, counts those that stand alone. hint: null, or of a batch in its own order,
-// which is told whether anything was sorted (runs.cu).
+// Lists the runs of the sorted rest of a batch in its own order whose rows are not updated yet, and
+// cuts long ones. hint: is told whether anything was sorted (runs.cu).
 void list_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch, UpdateHint* hint,
                cudaStream_t stream);
 // Updates the rows of the listed runs, but for long ones, whose pieces it adds up.
@@ -275,8 +233,7 @@ __device__ __forceinline__ void set_hint(UpdateHint* hint, int64_t alone, int64_
 }
 
 // Updates the rows of long runs, whose pieces have been added up, and says in the hint how the next
-// batch is to be updated; null in batch order, where it is known before (long_runs.cu). For quick
-// groups.
+// batch is to be updated; null in batch order, where it is known before (long_runs.cu).
 void update_long_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                       UpdateHint* hint, cudaStream_t stream);
 
@@ -288,8 +245,12 @@ void list_long_runs(const Batch& batch, uint64_t no_slot, const Scratch& scratch
                     cudaStream_t stream);
 void stream_runs(const TableView* tables, const Update& update, const Scratch& scratch,
                  const GroupShape& shape, cudaStream_t stream);
-// The same where most runs are of one position; false where it is not for such rows, which are then
-// left to stream_runs (sorted_rows.cu).
+// Updates the rows of all runs but long ones, whose pieces it adds up: the way of all groups and
+// optimizers that have no other (segment_update.cu).
+void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
+                     const GroupShape& shape, cudaStream_t stream);
+// stream_runs where most runs are of one position; false where it is not for such rows, which are
+// then left to stream_runs (sorted_rows.cu).
 bool update_sorted_rows(const TableView* tables, const Update& update, const Scratch& scratch,
                         const GroupShape& shape, cudaStream_t stream);
 
