@@ -266,7 +266,9 @@ def milliseconds(step: Callable[[int], object]) -> float:
     return statistics.median(timed(STEPS) for _ in range(ROUNDS))
 
 
-def measure_cell(cell: Cell, device: torch.device) -> dict[str, float | None]:
+def measure_cell(
+    cell: Cell, device: torch.device, with_stock: bool = True
+) -> dict[str, float | None]:
     """Milliseconds of both sides."""
     numbers = [draw(cell, cell.rows, device) for _ in range(4)]
     ids = [hashed(batch) for batch in numbers]
@@ -277,7 +279,7 @@ def measure_cell(cell: Cell, device: torch.device) -> dict[str, float | None]:
     if cell.reduction == "weighted":
         weights = torch.rand(len(numbers[0]), device=device)
     times: dict[str, float | None] = {"fbgemm_ms": None}
-    if OPTIMIZERS[cell.optimizer][1] is not None:
+    if with_stock and OPTIMIZERS[cell.optimizer][1] is not None:
         stock = make_fbgemm(cell, device)
         times["fbgemm_ms"] = milliseconds(
             lambda at: stock(numbers[at % 4], offsets, weights).backward(grad)
@@ -306,12 +308,12 @@ def _shown(dims: Sequence[int]) -> str:
     return "+".join(map(str, dims))
 
 
-def measure(chosen: Sequence[str]) -> Iterator[dict[str, object]]:
+def measure(chosen: Sequence[str], skip_stock: Sequence[str]) -> Iterator[dict[str, object]]:
     """One row a cell, and, of each section, the geometric mean of its ratios."""
     device = torch.device("cuda")
     for name in chosen:
         for cell in sections()[name]:
-            times = measure_cell(cell, device)
+            times = measure_cell(cell, device, cell.optimizer not in skip_stock)
             torch.cuda.empty_cache()
             row: dict[str, object] = dataclasses.asdict(cell) | {"dims": _shown(cell.dims)}
             row |= {key: value and round(value, 4) for key, value in times.items()}
@@ -337,13 +339,20 @@ def main() -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=list(sections()), default=list(sections()))
+    parser.add_argument(
+        "--skip-stock",
+        nargs="*",
+        choices=list(OPTIMIZERS),
+        default=[],
+        help="optimizers that FBGEMM is not measured with, where its build lacks them",
+    )
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--plot", type=Path, help="SVG file of heat maps; needs matplotlib")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
 
     def kept() -> Iterator[dict[str, object]]:
-        for row in measure(args.sections):
+        for row in measure(args.sections, args.skip_stock):
             rows.append(row)
             yield row
 
