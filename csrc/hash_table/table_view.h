@@ -120,17 +120,31 @@ HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_table
 }
 
 // How wide the rows of a table are, as far as kernels differ by it.
-enum class WidthClass : int32_t { k32, k64, k128, k256, k512, kWider };
-constexpr int32_t kWidthClasses = 6;
+enum class WidthClass : int32_t { k32, k64, k256, k1024, kWider };
+constexpr int32_t kWidthClasses = 5;
 constexpr int32_t kAllWidths = -1;
 
+// Columns of the widest row of a class.
+constexpr int32_t most_columns(WidthClass width) {
+  switch (width) {
+    case WidthClass::k32:
+      return 32;
+    case WidthClass::k64:
+      return 64;
+    case WidthClass::k256:
+      return 256;
+    case WidthClass::k1024:
+      return 1024;
+    default:
+      return INT32_MAX;
+  }
+}
 HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
-  return dim <= 32    ? WidthClass::k32
-         : dim <= 64  ? WidthClass::k64
-         : dim <= 128 ? WidthClass::k128
-         : dim <= 256 ? WidthClass::k256
-         : dim <= 512 ? WidthClass::k512
-                      : WidthClass::kWider;
+  return dim <= 32     ? WidthClass::k32
+         : dim <= 64   ? WidthClass::k64
+         : dim <= 256  ? WidthClass::k256
+         : dim <= 1024 ? WidthClass::k1024
+                       : WidthClass::kWider;
 }
 
 // What kernels are chosen by.

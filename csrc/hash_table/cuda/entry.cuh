@@ -128,10 +128,6 @@ __device__ __forceinline__ bool touch(const TableView& table, int64_t slot, cons
   return first;
 }
 
-__device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
-  return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
-}
-
 __device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {
   const uint32_t step = load_l2(step_of(table, slot));
   return Rank{table.scores == nullptr ? step : load_score(table, slot), step};

@@ -20,39 +20,39 @@ __device__ __forceinline__ uint64_t add_saturated(uint64_t a, uint64_t b) {
   return a + b < a ? ~0ull : a + b;
 }
 
+__device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
+  return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
+}
+
 // Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
-// under LFU and epoch LFU, and of one of them under the other policies.
+// under LFU and epoch LFU, and what one of them gives under the other policies. old: the score,
+// read during the call. Mostly nothing is waited for.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given) {
+                                             const Visit& visit, uint64_t given,
+                                             unsigned long long old) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   const Eviction policy = table.eviction;
-  if (policy == Eviction::kLfu) {
-    const unsigned long long old = atomicAdd(score, static_cast<unsigned long long>(given));
-    // Whoever wraps the sum stores the highest score, and so does everyone who wraps that.
-    if (old + given < old) atomicMax(score, ~0ull);
+  if (!sums_scores(policy)) {
+    store_l2(score, first_score(policy, visit.now(), visit.epoch(), given));
     return;
   }
-  unsigned long long old = load_l2(score);
-  if (policy == Eviction::kEpochLfu) {
-    // Counts of an epoch have 32 bits. An addition can't carry into the epoch as long as the count
-    // is below half of that: at most some thousand threads add at a time.
-    constexpr uint64_t kFarFromFull = uint64_t{1} << 31;
-    constexpr uint64_t kSmall = uint64_t{1} << 16;
-    for (;;) {
-      const bool present = old >> 32 == visit.epoch();
-      if (present && (old & 0xffffffffull) < kFarFromFull && given < kSmall) {
-        atomicAdd(score, static_cast<unsigned long long>(given));
-        return;
-      }
-      const unsigned long long next = next_score(policy, old, visit.now(), visit.epoch(), given);
-      if (next == old) return;
-      const unsigned long long seen = atomicCAS(score, old, next);
-      if (seen == old) return;
-      old = seen;
+  // Far from the highest count the sum can be added without looking: what others add at the same
+  // time does not fill the rest. Counts of an epoch have 32 bits, those of LFU 64.
+  const bool in_epochs = policy == Eviction::kEpochLfu;
+  const uint64_t far = in_epochs ? uint64_t{1} << 31 : uint64_t{1} << 63;
+  const uint64_t small = in_epochs ? uint64_t{1} << 16 : uint64_t{1} << 32;
+  for (;;) {
+    const bool present = !in_epochs || old >> 32 == visit.epoch();
+    if (present && (in_epochs ? old & 0xffffffffull : old) < far && given < small) {
+      atomicAdd(score, static_cast<unsigned long long>(given));
+      return;
     }
+    const unsigned long long next = next_score(policy, old, visit.now(), visit.epoch(), given);
+    if (next == old) return;
+    const unsigned long long seen = atomicCAS(score, old, next);
+    if (seen == old) return;
+    old = seen;
   }
-  const unsigned long long next = next_score(policy, old, visit.now(), visit.epoch(), given);
-  if (next != old) store_l2(score, next);
 }
 
 // The sum of what the lanes in `peers` have, saturated. All lanes in `peers` call it together.
@@ -71,38 +71,13 @@ __device__ __forceinline__ void update_scores_of_lanes(const TableView& table, i
                                                        const Visit& visit, uint64_t given) {
   const unsigned lanes = __activemask();
   const unsigned peers = __match_any_sync(lanes, static_cast<unsigned long long>(slot));
-  const uint64_t sum = sum_of_peers(peers, given, visit.scores == nullptr);
+  if (sums_scores(table.eviction)) {
+    given = sum_of_peers(peers, given, visit.scores == nullptr);
+  }
   if ((peers & ((1u << threadIdx.x % kWarp) - 1)) != 0) return;
-  update_score(table, slot - table.first_slot, visit, sum);
+  const int64_t in_table = slot - table.first_slot;
+  update_score(table, in_table, visit, given,
+               sums_scores(table.eviction) ? load_score(table, in_table) : 0);
 }
-
-// What the threads of a block bring to one slot, added up in shared memory. A sum of 64 bits is
-// kept in three words of 24, 24 and 16 bits, whose sums over a block fit in 32: shared memory adds
-// 32 bits at a time. Most sums only use the first.
-struct BlockScores {
-  static constexpr int kEntries = 512;
-  static constexpr uint32_t kMask = (1u << 24) - 1;
-  static_assert(kThreads <= 256);
-
-  uint32_t words[3][kEntries];
-
-  // All threads of the block, which synchronise before add.
-  __device__ __forceinline__ void clear() {
-    for (int i = threadIdx.x; i < 3 * kEntries; i += kThreads) words[0][i] = 0;
-  }
-  __device__ __forceinline__ void add(uint32_t entry, uint64_t given) {
-    const auto low = static_cast<uint32_t>(given) & kMask;
-    atomicAdd(&words[0][entry], low);
-    if (given <= kMask) return;
-    atomicAdd(&words[1][entry], static_cast<uint32_t>(given >> 24) & kMask);
-    atomicAdd(&words[2][entry], static_cast<uint32_t>(given >> 48));
-  }
-  __device__ __forceinline__ uint64_t sum(uint32_t entry) const {
-    const uint64_t middle = words[1][entry] + (words[0][entry] >> 24);
-    const uint64_t high = words[2][entry] + (middle >> 24);
-    if (high >> 16) return ~0ull;
-    return high << 48 | (middle & kMask) << 24 | (words[0][entry] & kMask);
-  }
-};
 
 }  // namespace torchrec_hkv::hash_table::cuda

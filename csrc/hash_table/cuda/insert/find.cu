@@ -6,8 +6,6 @@
 //
 // Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
 // would be asked for thousands of times, one after the other.
-#include <type_traits>
-
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -23,7 +21,9 @@ constexpr int kFindLanes = 4;
 constexpr int kTilesOfWarp = kWarp / kFindLanes;
 constexpr int kLinesAhead = 2;  // of a tile
 constexpr int kFindBlocks = 6;  // of a multiprocessor, which bound the registers of a thread
-constexpr int kTouchers = BlockScores::kEntries;  // of a block's table of who touches a slot
+constexpr int kTouchers = 512;  // entries of a block's table of who touches a slot
+// An entry has the number of a thread, and above it how many others have its slot.
+constexpr uint32_t kOtherToucher = kThreads;
 
 constexpr uint32_t kNowhere = ~0u;
 
@@ -170,7 +170,7 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
 // that their ids are the right ones. Elsewhere they are written untested: waiting for a hot id's
 // step, which many write, costs more than the writes that are saved. Of a block's threads that
 // touch one slot mostly one writes. kPacked: ids and steps are; of one table. kScores: whether a
-// table keeps scores; a block then adds up what its threads give to one slot (score_update.cuh).
+// table keeps scores; a block then counts how many of its threads have one slot (score_update.cuh).
 template <bool kTouch, bool kOneTable, bool kPacked, bool kScores>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
@@ -182,11 +182,9 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   __shared__ int64_t of_thread[kThreads];
   // By slot, modulo their number: of the threads that touch it, one.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
-  __shared__ std::conditional_t<kScores, BlockScores, char> scores;
   __shared__ BlockParts parts;
   Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
   if (kTouch) let_next_kernel_start();
-  if constexpr (kScores) scores.clear();  // count_listed synchronises before they are used
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool given = at < batch.num_ids;
@@ -233,7 +231,6 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         if (kTouch && !kOneTable && spread) {
           prefetch_l2(&table.last_steps[slot]);  // most are hits
         }
-        if (kScores && table.scores != nullptr) prefetch_l2(&table.scores[slot]);
         if (stored == of_thread[threadIdx.x]) {
           position = candidate;
           break;
@@ -249,11 +246,16 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   const bool full = kTouch && !room && missing.sorts_full;
   bool any_listed = false;
   const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
+  [[maybe_unused]] uint64_t old_score = 0;
   if (kTouch) {
     if (begun) wait_for_kernel_before();  // for the clock and the flags
     if (there) {
       of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
+      // Through L1, which serves hot ids: update_score does with what was there some time ago.
+      if (kScores && table.scores != nullptr && sums_scores(table.eviction)) {
+        old_score = __ldca(reinterpret_cast<const unsigned long long*>(&table.scores[slot]));
+      }
     }
     any_listed = count_listed(parts, missing, listed, full);
   }
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (there) {
     result = table.first_slot + slot;
     if (kTouch) {
-      const uint32_t toucher = touchers[entry];
+      const uint32_t toucher = touchers[entry] % kOtherToucher;
       const bool shares = of_thread[toucher] == result;
       if (toucher == threadIdx.x || !shares) {
         uint32_t* const step =
@@ -274,11 +276,12 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       }
       if constexpr (kScores) {
         if (table.scores != nullptr) {
-          adds = toucher == threadIdx.x;
-          if (!shares) {
+          if (!shares || visit.scores != nullptr) {
             update_scores_of_lanes(table, result, visit, visit.given(at));
-          } else if (!adds && sums_scores(table.eviction)) {
-            scores.add(entry, visit.given(at));
+          } else if (toucher == threadIdx.x) {
+            adds = true;
+          } else {
+            atomicAdd(&touchers[entry], kOtherToucher);
           }
         }
       }
@@ -286,11 +289,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   }
   if constexpr (kScores) {
     __syncthreads();
-    if (adds) {
-      const uint64_t given = visit.given(at);
-      update_score(table, slot, visit,
-                   sums_scores(table.eviction) ? add_saturated(scores.sum(entry), given) : given);
-    }
+    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1, old_score);
   }
   if (given) {
     slots[at] = result;

@@ -20,10 +20,8 @@ template <int kWidth, bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     long_runs_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                      const __grid_constant__ Scratch scratch, UpdateHint* hint) {
-  // 128 columns at a time.
-  using Rows = RowUpdate<kWarp, 4 / kWidth, kWidth, kColumnStates>;
-  using Gradient = typename Rows::Gradient;
-  __shared__ float shares[kShares][Gradient::kColumns];
+  constexpr int32_t kColumns = kWarp * 4;  // at a time
+  __shared__ float shares[kShares][kColumns];
   wait_for_kernel_before();
   if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
     set_hint(hint, *scratch.runs.singles, update.batch.num_ids);
@@ -43,15 +41,13 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   const auto slot_of = [&](const Pair& pair, const TableView& table) {
     return static_cast<int64_t>(sorted.key_of(pair)) - table.first_slot;
   };
-  // A column tile of the sum of pieces that follow each other.
-  const auto sum_pieces = [&](uint32_t begin, uint32_t end, int32_t dim, int32_t first) {
-    Gradient sum = Gradient::zero();
-    const float* from = runs.sums + static_cast<int64_t>(begin) * runs.widest;
+  // Some columns of the sum of pieces that follow each other.
+  const auto sum_pieces = [&](uint32_t begin, uint32_t end, int32_t column) {
+    Columns<kWidth> sum = Columns<kWidth>::zero();
+    const float* from = runs.sums + static_cast<int64_t>(begin) * runs.widest + column;
 #pragma unroll 4
     for (uint32_t p = begin; p < end; ++p, from += runs.widest) {
-      const Gradient piece = Gradient::load(from, dim, first);
-#pragma unroll
-      for (size_t v = 0; v < sizeof(sum.v) / sizeof(sum.v[0]); ++v) sum.v[v].add(1.0f, piece.v[v]);
+      sum.add(1.0f, Columns<kWidth>::load(from));
     }
     return sum;
   };
@@ -61,31 +57,31 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     if (pieces <= kShares) continue;
     const Pair pair = sorted.load(run.first);
     const TableView& table = table_of_run(pair);
-    const int32_t dim = table.dim();
     float* const total = runs.sums + static_cast<int64_t>(run.first_piece) * runs.widest;
-    for (int32_t first = 0; first < dim; first += Gradient::kColumns) {
-      sum_pieces(run.first_piece + pieces * warp / kShares,
-                 run.first_piece + pieces * (warp + 1) / kShares, dim, first)
-          .store(shares[warp], Gradient::kColumns, 0);
-      __syncthreads();  // the tile of all pieces has been read, too
+    for (int32_t first = 0; first < table.dim(); first += kColumns) {
+      const int32_t columns = min(kColumns, table.dim() - first);
+      for_my_columns<kWarp, kWidth>(columns, [&](int32_t column) {
+        sum_pieces(run.first_piece + pieces * warp / kShares,
+                   run.first_piece + pieces * (warp + 1) / kShares, first + column)
+            .store(&shares[warp][column]);
+      });
+      __syncthreads();  // these columns of all pieces have been read, too
       if (warp == 0) {
-        Gradient sum = Gradient::zero();
+        for_my_columns<kWarp, kWidth>(columns, [&](int32_t column) {
+          Columns<kWidth> sum = Columns<kWidth>::zero();
 #pragma unroll
-        for (uint32_t w = 0; w < kShares; ++w) {
-          const Gradient share = Gradient::load(shares[w], Gradient::kColumns, 0);
-#pragma unroll
-          for (size_t v = 0; v < sizeof(sum.v) / sizeof(sum.v[0]); ++v) {
-            sum.v[v].add(1.0f, share.v[v]);
+          for (uint32_t w = 0; w < kShares; ++w) {
+            sum.add(1.0f, Columns<kWidth>::load(&shares[w][column]));
           }
-        }
-        sum.store(total, dim, first);
+          sum.store(total + first + column);
+        });
       }
       __syncthreads();
     }
     if (warp == 0) {
-      const Rows rows(table, update.optimizer, rate);
-      auto row = rows.load(slot_of(pair, table));
-      rows.finish_wide(row, [&](int32_t first) { return Gradient::load(total, dim, first); });
+      update_row_in_memory<kWidth, kColumnStates>(
+          table, update.optimizer, rate, slot_of(pair, table),
+          [&](int32_t column) { return Columns<kWidth>::load(total + column); });
     }
   }
   for (uint32_t r = warp * gridDim.x + blockIdx.x; r < number; r += kShares * gridDim.x) {
@@ -94,11 +90,10 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     if (pieces > kShares) continue;
     const Pair pair = sorted.load(run.first);
     const TableView& table = table_of_run(pair);
-    const Rows rows(table, update.optimizer, rate);
-    auto row = rows.load(slot_of(pair, table));
-    rows.finish_wide(row, [&](int32_t first) {
-      return sum_pieces(run.first_piece, run.first_piece + pieces, table.dim(), first);
-    });
+    update_row_in_memory<kWidth, kColumnStates>(
+        table, update.optimizer, rate, slot_of(pair, table), [&](int32_t column) {
+          return sum_pieces(run.first_piece, run.first_piece + pieces, column);
+        });
   }
 }
 

@@ -1,15 +1,14 @@
 // The update of one row by a tile of lanes: the formulas of common/optimizers.h for any optimizer,
-// any type of row and any number of columns. A lane has vectors of kWidth columns, kLanes * kWidth
-// columns apart. Rows with more columns than the tile has at once are updated by column tiles.
+// any type of row and any number of columns, kWidth neighbouring ones a lane at a time.
 #pragma once
 
 #include <cstdint>
 
 #include "common/optimizers.h"
 #include "common/rounding.h"
-#include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/frames.cuh"
+#include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -20,386 +19,262 @@ __host__ __device__ inline bool has_column_states(const OptimizerConfig& optimiz
   return column_states(optimizer.kind) > 0;
 }
 
-// kWidth neighbouring values of float32 or 16 bits as they are stored: the type is known at run
-// time, and nothing waits for them until they are widened.
-template <int kWidth>
-struct RawColumns {
-  uint32_t words[kWidth];
+// Calls visit(column) for the columns that the lane works on.
+template <int kLanes, int kWidth, typename Visit>
+__device__ __forceinline__ void for_my_columns(int32_t dim, const Visit& visit) {
+  for (int32_t c = Tile<kLanes>::lane() * kWidth; c < dim; c += kLanes * kWidth) visit(c);
+}
 
-  __device__ __forceinline__ static RawColumns zero() {
-    RawColumns raw;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) raw.words[k] = 0;
-    return raw;
-  }
-  __device__ __forceinline__ static RawColumns load(RowType type, const char* row, int32_t column) {
-    RawColumns raw = zero();
-    if (type == RowType::kFloat32) {
-      const auto* from = reinterpret_cast<const uint32_t*>(row) + column;
-      if constexpr (kWidth == 4) {
-        const uint4 x = *reinterpret_cast<const uint4*>(from);
-        raw.words[0] = x.x, raw.words[1] = x.y, raw.words[2] = x.z, raw.words[3] = x.w;
-      } else {
-        raw.words[0] = *from;
-      }
-    } else {
-      const auto* from = reinterpret_cast<const uint16_t*>(row) + column;
-      if constexpr (kWidth == 4) {
-        const uint2 x = *reinterpret_cast<const uint2*>(from);
-        raw.words[0] = x.x, raw.words[1] = x.y;
-      } else {
-        raw.words[0] = *from;
-      }
-    }
-    return raw;
-  }
-  __device__ __forceinline__ Columns<kWidth> widened(RowType type) const {
-    Columns<kWidth> columns;
-    if (type == RowType::kFloat32) {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) columns.v[k] = __uint_as_float(words[k]);
-    } else if constexpr (kWidth == 4) {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        columns.v[k] = widen(type, static_cast<uint16_t>(words[k / 2] >> k % 2 * 16));
-      }
-    } else {
-      columns.v[0] = widen(type, static_cast<uint16_t>(words[0]));
-    }
-    return columns;
-  }
-};
+// What all rows of a table have in common in one update. The table's optimizer_step counts it
+// already.
+struct TableUpdate {
+  const OptimizerConfig* optimizer;
+  float learning_rate;
+  int32_t dim;
+  RowType type;
+  bool rounds_by_chance;
+  uint32_t column_offset;
+  RowTerms terms;  // unless rows count steps of their own
 
-// The columns of one column tile that a lane has.
-template <int kLanes, int kVectors, int kWidth>
-struct TileColumns {
-  // Columns that a tile of lanes has at once.
-  static constexpr int32_t kColumns = kLanes * kVectors * kWidth;
-
-  Columns<kWidth> v[kVectors];
-
-  // `first`: of the column tile.
-  __device__ __forceinline__ static int32_t column(int vector, int32_t first) {
-    return first + (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
-  }
-  __device__ __forceinline__ static TileColumns zero() {
-    TileColumns columns;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) columns.v[i] = Columns<kWidth>::zero();
-    return columns;
-  }
-  __device__ __forceinline__ static TileColumns load(const float* row, int32_t dim, int32_t first) {
-    TileColumns columns = zero();
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (column(i, first) < dim) columns.v[i] = Columns<kWidth>::load(row + column(i, first));
-    }
-    return columns;
-  }
-  __device__ __forceinline__ void store(float* row, int32_t dim, int32_t first) const {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (column(i, first) < dim) v[i].store(row + column(i, first));
+  __device__ __forceinline__ TableUpdate(const TableView& table, const OptimizerConfig& config,
+                                         float rate)
+      : optimizer(&config),
+        learning_rate(rate),
+        dim(table.dim()),
+        type(table.rows.type),
+        rounds_by_chance(config.stochastic_rounding && type != RowType::kFloat32),
+        column_offset(static_cast<uint32_t>(table.column_offset)) {
+    if (!config.own_steps) {
+      terms = begin_row(config, rate, static_cast<float>(*table.optimizer_step));
     }
   }
 };
 
-// The same as they are stored.
-template <int kLanes, int kVectors, int kWidth>
-struct RawTileColumns {
-  using Widened = TileColumns<kLanes, kVectors, kWidth>;
-
-  RawColumns<kWidth> v[kVectors];
-
-  __device__ __forceinline__ static RawTileColumns load(RowType type, const char* row, int32_t dim,
-                                                        int32_t first) {
-    RawTileColumns columns;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int32_t column = Widened::column(i, first);
-      columns.v[i] =
-          column < dim ? RawColumns<kWidth>::load(type, row, column) : RawColumns<kWidth>::zero();
-    }
-    return columns;
-  }
-  __device__ __forceinline__ Widened widened(RowType type) const {
-    Widened columns;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) columns.v[i] = v[i].widened(type);
-    return columns;
-  }
+// What a row has once, beside its columns. All lanes of a tile have the same.
+struct RowOnce {
+  float square;       // of optimizers that adapt by row; the update renews it
+  float step;         // where rows count steps of their own; likewise
+  uint64_t rounding;  // key of stochastic rounding
 };
 
-// Updates rows of one table. What depends on the table alone is computed once. All lanes of a tile
-// call its functions together. The table's optimizer_step counts the update already.
-template <int kLanes, int kVectors, int kWidth, bool kColumnStates>
+// Where a row has its values of this kind.
+__device__ __forceinline__ RowOnce load_once_values(const TableView& table, int64_t slot,
+                                                    const float* state,
+                                                    const OptimizerConfig& optimizer) {
+  RowOnce once{0.0f, 0.0f, 0};
+  if (adapts_by_row(optimizer.kind)) {
+    once.square = state[row_square_column(optimizer.kind, table.dim())];
+  }
+  if (optimizer.own_steps) once.step = state[own_step_column(optimizer.kind, table.dim())];
+  if (optimizer.stochastic_rounding && table.rows.type != RowType::kFloat32) {
+    once.rounding = rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
+                                 id_of_slot(table, slot), *table.optimizer_step);
+  }
+  return once;
+}
+__device__ __forceinline__ void store_once_values(const RowOnce& once, int32_t dim, float* state,
+                                                  const OptimizerConfig& optimizer) {
+  if (adapts_by_row(optimizer.kind)) state[row_square_column(optimizer.kind, dim)] = once.square;
+  if (optimizer.own_steps) state[own_step_column(optimizer.kind, dim)] = once.step;
+}
+
+// Updates a row. All lanes of a tile call it together.
+//
+// source: has gradient(column), value(column), first(column) and second(column), the row's
+// gradient, its values and its states from this column on, as Columns<kWidth>, which are read up to
+// three times. What the update makes of them goes to `values` and `state`, and into `once`, which
+// the caller stores.
+template <int kLanes, int kWidth, bool kColumnStates, typename Source>
 class RowUpdate {
  public:
-  using Gradient = TileColumns<kLanes, kVectors, kWidth>;
-
-  // A row and its state on their way: the first column tile, and what the row has once.
-  struct Row {
-    char* values;
-    float* state;
-    float old_square;  // of optimizers that adapt by row
-    int64_t id;        // where rounding is stochastic
-    RawTileColumns<kLanes, kVectors, kWidth> value;
-    Gradient first, second;  // states of the columns
-  };
-
-  __device__ __forceinline__ RowUpdate(const TableView& table, const OptimizerConfig& optimizer,
-                                       float learning_rate)
-      : table_(&table),
-        optimizer_(&optimizer),
-        learning_rate_(learning_rate),
-        dim_(table.dim()),
-        type_(table.rows.type),
-        rounds_by_chance_(optimizer.stochastic_rounding && type_ != RowType::kFloat32) {
-    rounding_of_step_ = 0;
-    if (rounds_by_chance_) {
-      rounding_of_step_ = rounding_key_of_step(optimizer.rounding_seed, table.initial_rows.seed,
-                                               *table.optimizer_step);
-    }
-    if (!optimizer.own_steps) {
-      terms_ = begin_row(optimizer, learning_rate, static_cast<float>(*table.optimizer_step));
-    }
-  }
-
-  __device__ __forceinline__ int32_t dim() const { return dim_; }
-
-  // Begins to read a row.
-  __device__ __forceinline__ Row load(int64_t slot) const {
-    Row row;
-    const int64_t frame = frame_to_write(table_->frames, slot, Tile<kLanes>::lane() == 0);
-    row.values = table_->rows.at(slot, frame);
-    row.state = reinterpret_cast<float*>(table_->states.at(slot, frame));
-    load_columns(row, 0);
-    row.old_square = 0.0f;
-    row.id = 0;
-    if (adapts_by_row(optimizer_->kind)) {
-      row.old_square = row.state[row_square_column(optimizer_->kind, dim_)];
-    }
-    if (rounds_by_chance_) row.id = id_of_slot(*table_, slot);
-    return row;
-  }
-
-  // Updates a row of at most Gradient::kColumns columns.
-  __device__ __forceinline__ void finish(Row& row, const Gradient& gradient) const {
-    finish_tiles<false>(row, [&](int32_t) -> const Gradient& { return gradient; });
-  }
-
-  // Updates a row of any number of columns. gradient(first): of the column tile that begins there.
-  // It is called for tiles in both directions, up to three times for each.
-  template <typename GradientOf>
-  __device__ __forceinline__ void finish_wide(Row& row, const GradientOf& gradient) const {
-    finish_tiles<true>(row, gradient);
+  __device__ __forceinline__ static void run(const TableUpdate& table, const Source& source,
+                                             char* values, float* state, RowOnce& once) {
+    RowUpdate(table, source, values, state).update(once);
   }
 
  private:
-  static constexpr int32_t kColumns = Gradient::kColumns;
+  using Vector = Columns<kWidth>;
 
-  const TableView* table_;
-  const OptimizerConfig* optimizer_;
-  float learning_rate_;
-  int32_t dim_;
-  RowType type_;
-  bool rounds_by_chance_;
-  uint64_t rounding_of_step_;
-  RowTerms terms_;
+  const TableUpdate& table_;
+  const Source& source_;
+  char* const values_;
+  float* const state_;
 
-  __device__ __forceinline__ void load_columns(Row& row, int32_t first) const {
-    row.value = RawTileColumns<kLanes, kVectors, kWidth>::load(type_, row.values, dim_, first);
-    if constexpr (kColumnStates) {
-      const int states = column_states(optimizer_->kind);
-      row.first = row.second = Gradient::zero();
-      if (states >= 1) row.first = Gradient::load(row.state, dim_, first);
-      if (states >= 2) row.second = Gradient::load(row.state + dim_, dim_, first);
-    }
-  }
-  __device__ __forceinline__ void store_columns(const Row& row, const Gradient& value,
-                                                uint64_t rounding, int32_t first) const {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int32_t column = Gradient::column(i, first);
-      if (column >= dim_) continue;
-      if (!rounds_by_chance_) {
-        value.v[i].store(type_, row.values, column);
-        continue;
-      }
-      uint16_t narrowed[kWidth];
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        const uint32_t draw =
-            rounding_draw(rounding, static_cast<uint32_t>(table_->column_offset + column + k));
-        narrowed[k] = narrow_by_chance(type_, value.v[i].v[k], draw);
-      }
-      auto* const to = reinterpret_cast<uint16_t*>(row.values) + column;
-      if constexpr (kWidth == 4) {
-        *reinterpret_cast<ushort4*>(to) =
-            make_ushort4(narrowed[0], narrowed[1], narrowed[2], narrowed[3]);
-      } else {
-        *to = narrowed[0];
-      }
-    }
-  }
+  __device__ __forceinline__ RowUpdate(const TableUpdate& table, const Source& source, char* values,
+                                       float* state)
+      : table_(table), source_(source), values_(values), state_(state) {}
 
-  // Calls visit(first) for the first columns of all column tiles, in order or from the last one on.
-  template <bool kWide, typename Visit>
-  __device__ __forceinline__ void for_tiles(bool backwards, const Visit& visit) const {
-    if constexpr (!kWide) {
-      visit(0);
-    } else {
-      const int32_t last = (dim_ - 1) / kColumns * kColumns;
-      for (int32_t at = 0; at <= last; at += kColumns) visit(backwards ? last - at : at);
-    }
-  }
-
-  // The sum over all columns of what term(vector, k, value, gradient) gives.
-  template <bool kWide, typename GradientOf, typename Term>
-  __device__ __forceinline__ float sum_columns(Row& row, const GradientOf& gradient_of_tile,
-                                               const Term& term) const {
-    float sum = 0.0f;
-    for_tiles<kWide>(false, [&](int32_t first) {
-      const Gradient& gradient = gradient_of_tile(first);
-      if (kWide && optimizer_->coupled_decay != 0.0f) load_columns(row, first);
-      const Gradient value = row.value.widened(type_);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) sum += term(value.v[i].v[k], gradient.v[i].v[k]);
-      }
-    });
-    return Tile<kLanes>::sum(sum);
-  }
-
-  template <bool kWide, typename GradientOf>
-  __device__ __forceinline__ void finish_tiles(Row& row, const GradientOf& gradient_of_tile) const {
-    const OptimizerConfig& optimizer = *optimizer_;
-    const int lane = Tile<kLanes>::lane();
-    RowTerms terms = terms_;
+  __device__ __forceinline__ void update(RowOnce& once) const {
+    const OptimizerConfig& optimizer = *table_.optimizer;
+    RowTerms terms = table_.terms;
     if (optimizer.own_steps) {
-      float* const own = row.state + own_step_column(optimizer.kind, dim_);
-      const float step = Tile<kLanes>::of_lane(lane == 0 ? *own + 1.0f : 0.0f, 0);
-      terms = begin_row(optimizer, learning_rate_, step);
-      if (lane == 0) *own = step;
+      once.step += 1.0f;
+      terms = begin_row(optimizer, table_.learning_rate, once.step);
     }
     if (clips_by_norm(optimizer)) {
-      const float squares = sum_columns<kWide>(row, gradient_of_tile, [&](float, float gradient) {
+      const float squares = sum_columns(false, [&](float, float gradient) {
         const float g = clipped(optimizer, gradient);
         return g * g;
       });
       clip_row(optimizer, squares, &terms);
     }
     if (adapts_by_row(optimizer.kind)) {
-      const float squares =
-          sum_columns<kWide>(row, gradient_of_tile, [&](float value, float gradient) {
-            const float g = gradient_of(optimizer, terms, value, gradient);
-            return g * g;
-          });
-      const float renewed = adapt_row(optimizer, squares, dim_, row.old_square, &terms);
-      if (lane == 0) row.state[row_square_column(optimizer.kind, dim_)] = renewed;
+      const bool decays = optimizer.coupled_decay != 0.0f;
+      const float squares = sum_columns(decays, [&](float value, float gradient) {
+        const float g = gradient_of(optimizer, terms, value, gradient);
+        return g * g;
+      });
+      once.square = adapt_row(optimizer, squares, table_.dim, once.square, &terms);
     }
-    const uint64_t rounding = rounds_by_chance_ ? rounding_key(rounding_of_step_, row.id) : 0;
-    if constexpr (kColumnStates) {
-      if (optimizer.kind == Optimizer::kLamb) {
-        apply_lamb<kWide>(row, terms, rounding, gradient_of_tile);
-        return;
+    if constexpr (!kColumnStates) {
+      // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
+      update_columns<Optimizer::kSgd>(terms, once.rounding);
+    } else {
+      switch (optimizer.kind) {
+        case Optimizer::kMomentum:
+          return update_columns<Optimizer::kMomentum>(terms, once.rounding);
+        case Optimizer::kAdagrad:
+          return update_columns<Optimizer::kAdagrad>(terms, once.rounding);
+        case Optimizer::kAdam:
+          return update_columns<Optimizer::kAdam>(terms, once.rounding);
+        case Optimizer::kRowWiseAdam:
+          return update_columns<Optimizer::kRowWiseAdam>(terms, once.rounding);
+        case Optimizer::kFtrl:
+          return update_columns<Optimizer::kFtrl>(terms, once.rounding);
+        case Optimizer::kLamb:
+          return apply_lamb(terms, once.rounding);
+        default:
+          return;
       }
     }
-    for_tiles<kWide>(true, [&](int32_t first) {
-      if (kWide) load_columns(row, first);
-      const Gradient& gradient = gradient_of_tile(first);
-      Gradient value = row.value.widened(type_);
-      if constexpr (!kColumnStates) {
-        // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
-        update_columns<Optimizer::kSgd>(row, terms, gradient, value, first);
-      } else {
-        switch (optimizer.kind) {
-          case Optimizer::kMomentum:
-            update_columns<Optimizer::kMomentum>(row, terms, gradient, value, first);
-            break;
-          case Optimizer::kAdagrad:
-            update_columns<Optimizer::kAdagrad>(row, terms, gradient, value, first);
-            break;
-          case Optimizer::kAdam:
-            update_columns<Optimizer::kAdam>(row, terms, gradient, value, first);
-            break;
-          case Optimizer::kRowWiseAdam:
-            update_columns<Optimizer::kRowWiseAdam>(row, terms, gradient, value, first);
-            break;
-          case Optimizer::kFtrl:
-            update_columns<Optimizer::kFtrl>(row, terms, gradient, value, first);
-            break;
-          default:
-            break;
-        }
-      }
-      store_columns(row, value, rounding, first);
+  }
+
+  // The sum over all columns of term(value, gradient). reads: the values, else they are zeros.
+  template <typename Term>
+  __device__ __forceinline__ float sum_columns(bool reads, const Term& term) const {
+    float sum = 0.0f;
+    for_my_columns<kLanes, kWidth>(table_.dim, [&](int32_t column) {
+      const Vector gradient = source_.gradient(column);
+      const Vector value = reads ? source_.value(column) : Vector::zero();
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum += term(value.v[k], gradient.v[k]);
     });
+    return Tile<kLanes>::sum(sum);
   }
 
   template <Optimizer kKind>
-  __device__ __forceinline__ void update_columns(Row& row, const RowTerms& terms,
-                                                 const Gradient& gradient, Gradient& value,
-                                                 int32_t first_column) const {
-    float unused = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+  __device__ __forceinline__ void update_columns(const RowTerms& terms, uint64_t rounding) const {
+    for_my_columns<kLanes, kWidth>(table_.dim, [&](int32_t column) {
+      const Vector gradient = source_.gradient(column);
+      Vector value = source_.value(column), first = Vector::zero(), second = Vector::zero();
+      if constexpr (column_states(kKind) >= 1) first = source_.first(column);
+      if constexpr (column_states(kKind) >= 2) second = source_.second(column);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        float& first = column_states(kKind) >= 1 ? row.first.v[i].v[k] : unused;
-        float& second = column_states(kKind) >= 2 ? row.second.v[i].v[k] : unused;
-        value.v[i].v[k] = update_column<kKind>(*optimizer_, terms, value.v[i].v[k],
-                                               gradient.v[i].v[k], first, second);
+        value.v[k] = update_column<kKind>(*table_.optimizer, terms, value.v[k], gradient.v[k],
+                                          first.v[k], second.v[k]);
       }
-    }
-    if constexpr (column_states(kKind) >= 1) row.first.store(row.state, dim_, first_column);
-    if constexpr (column_states(kKind) >= 2) {
-      row.second.store(row.state + dim_, dim_, first_column);
-    }
+      if constexpr (column_states(kKind) >= 1) first.store(state_ + column);
+      if constexpr (column_states(kKind) >= 2) second.store(state_ + table_.dim + column);
+      store(value, column, rounding);
+    });
   }
 
-  // The direction is known when all columns have their new moments.
-  template <bool kWide, typename GradientOf>
-  __device__ __forceinline__ void apply_lamb(Row& row, const RowTerms& terms, uint64_t rounding,
-                                             const GradientOf& gradient_of_tile) const {
+  // How long the step is is known when all columns have their new moments, which are computed again
+  // then.
+  __device__ __forceinline__ void apply_lamb(const RowTerms& terms, uint64_t rounding) const {
+    const OptimizerConfig& optimizer = *table_.optimizer;
     float row_squares = 0.0f, direction_squares = 0.0f;
-    for_tiles<kWide>(true, [&](int32_t first) {
-      if (kWide) load_columns(row, first);
-      const Gradient& gradient = gradient_of_tile(first);
-      const Gradient value = row.value.widened(type_);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (Gradient::column(i, first) >= dim_) continue;
+    const auto visit_directions = [&](const auto& visit) {
+      for_my_columns<kLanes, kWidth>(table_.dim, [&](int32_t column) {
+        const Vector gradient = source_.gradient(column), value = source_.value(column);
+        Vector first = source_.first(column), second = source_.second(column), direction;
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) {
-          const float old = value.v[i].v[k];
-          float &mean = row.first.v[i].v[k], &square = row.second.v[i].v[k];
-          update_moments(*optimizer_, terms, old, gradient.v[i].v[k], mean, square);
-          const float direction = lamb_direction(*optimizer_, terms, old, mean, square);
-          row_squares += old * old;
-          direction_squares += direction * direction;
+          update_moments(optimizer, terms, value.v[k], gradient.v[k], first.v[k], second.v[k]);
+          direction.v[k] = lamb_direction(optimizer, terms, value.v[k], first.v[k], second.v[k]);
         }
-      }
-      row.first.store(row.state, dim_, first);
-      row.second.store(row.state + dim_, dim_, first);
-    });
+        visit(column, value, first, second, direction);
+      });
+    };
+    visit_directions(
+        [&](int32_t, const Vector& value, const Vector&, const Vector&, const Vector& direction) {
+          row_squares += value.dot(value);
+          direction_squares += direction.dot(direction);
+        });
     const float rate = terms.rate * trust_ratio(Tile<kLanes>::sum(row_squares),
                                                 Tile<kLanes>::sum(direction_squares));
-    for_tiles<kWide>(false, [&](int32_t first) {
-      if (kWide) load_columns(row, first);  // a lane reads what it has written itself
-      Gradient value = row.value.widened(type_);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          value.v[i].v[k] -= rate * lamb_direction(*optimizer_, terms, value.v[i].v[k],
-                                                   row.first.v[i].v[k], row.second.v[i].v[k]);
-        }
-      }
-      store_columns(row, value, rounding, first);
+    visit_directions([&](int32_t column, Vector value, const Vector& first, const Vector& second,
+                         const Vector& direction) {
+      value.add(-rate, direction);
+      first.store(state_ + column);
+      second.store(state_ + table_.dim + column);
+      store(value, column, rounding);
     });
   }
+
+  __device__ __forceinline__ void store(const Vector& value, int32_t column,
+                                        uint64_t rounding) const {
+    if (!table_.rounds_by_chance) {
+      value.store(table_.type, values_, column);
+      return;
+    }
+    uint16_t narrowed[kWidth];
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const uint32_t draw =
+          rounding_draw(rounding, table_.column_offset + static_cast<uint32_t>(column + k));
+      narrowed[k] = narrow_by_chance(table_.type, value.v[k], draw);
+    }
+    auto* const to = reinterpret_cast<uint16_t*>(values_) + column;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<ushort4*>(to) =
+          make_ushort4(narrowed[0], narrowed[1], narrowed[2], narrowed[3]);
+    } else {
+      *to = narrowed[0];
+    }
+  }
 };
+
+// What RowUpdate reads of a row in global memory.
+template <int kWidth, typename GradientOf>
+struct RowInMemory {
+  const TableUpdate& table;
+  const char* values;
+  const float* state;
+  const GradientOf& gradient_of_column;
+
+  __device__ __forceinline__ Columns<kWidth> gradient(int32_t column) const {
+    return gradient_of_column(column);
+  }
+  __device__ __forceinline__ Columns<kWidth> value(int32_t column) const {
+    return Columns<kWidth>::load(table.type, values, column);
+  }
+  __device__ __forceinline__ Columns<kWidth> first(int32_t column) const {
+    return Columns<kWidth>::load(state + column);
+  }
+  __device__ __forceinline__ Columns<kWidth> second(int32_t column) const {
+    return Columns<kWidth>::load(state + table.dim + column);
+  }
+};
+
+// Updates a row where it is, by a warp. gradient(column): Columns<kWidth>.
+template <int kWidth, bool kColumnStates, typename GradientOf>
+__device__ __forceinline__ void update_row_in_memory(const TableView& view,
+                                                     const OptimizerConfig& optimizer,
+                                                     float learning_rate, int64_t slot,
+                                                     const GradientOf& gradient) {
+  const TableUpdate table(view, optimizer, learning_rate);
+  const bool leads = Tile<kWarp>::lane() == 0;
+  const int64_t frame = frame_to_write(view.frames, slot, leads);
+  char* const values = view.rows.at(slot, frame);
+  auto* const state = reinterpret_cast<float*>(view.states.at(slot, frame));
+  RowOnce once = load_once_values(view, slot, state, optimizer);
+  __syncwarp();  // all lanes have read them
+  using Source = RowInMemory<kWidth, GradientOf>;
+  const Source source{table, values, state, gradient};
+  RowUpdate<kWarp, kWidth, kColumnStates, Source>::run(table, source, values, state, once);
+  if (leads) store_once_values(once, table.dim, state, optimizer);
+}
 
 }  // namespace torchrec_hkv::hash_table::cuda

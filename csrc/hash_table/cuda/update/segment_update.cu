@@ -1,17 +1,19 @@
 // The update from the sorted order, for any optimizer, any type of row and any number of columns.
 //
-// A tile of lanes takes some neighbouring positions of the sorted order and the segments of equal
-// slots that begin there, but for long ones, whose pieces are added up by piece_kernel and whose
-// rows long_runs.cu updates. It works through them in chunks: each lane looks up where the gradient
-// and the row of one position are, and has them brought into the second-level cache; then the tile
-// adds up gradients in the order of the batch, several on their way at once, and updates a row
-// where its segment ends.
+// A tile of lanes takes as many neighbouring positions of the sorted order as it has lanes, and the
+// segments of equal slots that begin there; pieces of long segments are added up by piece_kernel,
+// and their rows are updated by long_runs.cu. Each lane looks up what one position needs: where its
+// gradient is, and, where a segment ends, its row and what that has once. Gradients, rows and
+// states of some positions are on their way to shared memory at any time, and take no registers
+// meanwhile. Each lane copies the columns that it works on itself, so that lanes don't wait for
+// each other. Columns are worked on in a loop, whatever their number.
 //
-// Tables are updated by a kernel for their width: as many lanes and vectors as a row fills. Rows of
-// more than the widest kernel's columns are updated by column tiles, for each of which the
-// gradients are added up anew. A group of tables of different widths launches a kernel for each
-// width that it has; each skips the other tables' positions.
+// Narrow rows are updated by smaller tiles. A group of tables of different widths launches a kernel
+// for each width that it has; each skips the positions of other tables.
+#include <algorithm>
+
 #include "common/cuda_check.h"
+#include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -19,224 +21,219 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kSegmentThreads = 128;  // of a block
-constexpr int kOwn = 8;               // positions of a tile, and of a chunk
-
-// Of the lanes of a tile, the first kOwn look up a position of a chunk each.
-struct Chunk {
-  unsigned active;  // bit i: position i belongs to one of the tile's segments
-  unsigned ends;    // bit i: a segment ends there
-  bool more;        // the last segment goes on behind the chunk
-};
-
-// What a lane knows of its position.
-struct Position {
-  uint64_t key;
-  Share share;
-};
-
-template <int kLanes>
-__device__ __forceinline__ Chunk look_at_chunk(const Pairs& sorted, uint64_t no_slot, int64_t at,
-                                               int64_t n, bool carried, Pair* pair) {
-  using Lanes = Tile<kLanes>;
-  const int lane = Lanes::lane();
-  const int64_t mine = at + lane;
-  const bool given = lane < kOwn && mine < n;
-  constexpr uint64_t kNone = ~0ull;
-  *pair = given ? sorted.load(mine) : Pair{};
-  const uint64_t key = given ? sorted.key_of(*pair) : no_slot;
-  const uint64_t before = given && mine > 0 ? sorted.key(mine - 1) : kNone;
-  const uint64_t after = given && mine + 1 < n ? sorted.key(mine + 1) : kNone;
-  const bool valid = given && key != no_slot;
-  const bool begins = valid && before != key;
-  const bool is_long = begins && mine + kLongest < n && sorted.key(mine + kLongest) == key;
-  const unsigned valids = Lanes::ballot(valid), begun = Lanes::ballot(begins);
-  const unsigned longs = Lanes::ballot(is_long);
-  const unsigned ends = Lanes::ballot(valid && after != key);
-  Chunk chunk{valids, 0, false};
-  if (carried) {
-    // Only what is left of the segment that goes on.
-    if (ends != 0) chunk.active &= ends ^ (ends - 1);
-  } else {
-    chunk.active &= begun == 0 ? 0u : ~((begun & (0u - begun)) - 1);
-  }
-  // A long segment fills the rest of the chunk.
-  if (longs != 0) chunk.active &= (longs & (0u - longs)) - 1;
-  chunk.ends = ends & chunk.active;
-  chunk.more = (chunk.active >> (kOwn - 1) & 1) != 0 && (chunk.ends >> (kOwn - 1) & 1) == 0;
-  return chunk;
-}
-
-// The gradients of a segment, added up for one column tile at a time.
-template <int kLanes, int kVectors, int kWidth>
-struct SegmentSum {
-  using Gradient = TileColumns<kLanes, kVectors, kWidth>;
-  using Raw = RawTileColumns<kLanes, kVectors, kWidth>;
-  using Lanes = Tile<kLanes>;
-
-  const Update& update;
-  const Scratch& scratch;
-  int64_t begin;
-  int32_t length, dim;
-
-  __device__ __forceinline__ Gradient operator()(int32_t first) const {
-    const Pairs& sorted = scratch.pairs.pairs;
-    const RowType type = update.grad.type;
-    Gradient sum = Gradient::zero();
-    for (int32_t chunk = 0; chunk < length; chunk += kLanes) {
-      const int32_t mine = chunk + Lanes::lane();
-      Share share{};
-      if (mine < length) share = share_of(update, scratch.bags, sorted.value(begin + mine));
-      const int count = min(kLanes, length - chunk);
-#pragma unroll 2
-      for (int i = 0; i < count; ++i) {
-        const Gradient gradient =
-            Raw::load(type, update.grad.at(Lanes::of_lane(share.gradient, i)), dim, first)
-                .widened(type);
-        const float scale = Lanes::of_lane(share.scale, i);
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) sum.v[v].add(scale, gradient.v[v]);
-      }
-    }
-    return sum;
-  }
-};
-
-// A row of more columns than a tile has at once.
-template <int kLanes, int kVectors, int kWidth, bool kColumnStates>
-__device__ __noinline__ void update_wide_row(const TableView& table, const Update& update,
-                                             const Scratch& scratch, int64_t begin, int32_t length,
-                                             int64_t slot) {
-  using Rows = RowUpdate<kLanes, kVectors, kWidth, kColumnStates>;
-  using Gradient = typename Rows::Gradient;
-  const Rows rows(table, update.optimizer, *update.learning_rate);
-  auto row = rows.load(slot);
-  const SegmentSum<kLanes, kVectors, kWidth> sum{update, scratch, begin, length, table.dim()};
-  // The tile that was added up last is mostly the next one to be asked for.
-  Gradient held;
-  int32_t held_first = -1;
-  rows.finish_wide(row, [&](int32_t first) {
-    if (first != held_first) held = sum(first);
-    held_first = first;
-    return held;
-  });
-}
-
+constexpr int kSegmentThreads = 64;  // of a block: small ones make room without waiting for others
 // Blocks of a multiprocessor, which bound the registers.
-constexpr int segment_blocks(int vectors, bool column_states) {
-  return vectors == 1 && !column_states ? 5 : vectors < 4 ? 4 : 3;
+constexpr int segment_blocks(bool column_states) { return column_states ? 10 : 14; }
+
+// What a tile has in shared memory: the sum of the segment that goes on, and places for what
+// positions need. Bytes.
+struct Ring {
+  int32_t row;       // where in a place the row begins, behind the gradient
+  int32_t states;    // where its states begin
+  int32_t of_state;  // from one state of the columns to the next
+  int32_t of_place;
+  int32_t sum;  // of the tile's sum, which the places follow
+  int32_t of_tile;
+};
+
+Ring ring_of(int32_t columns, RowType gradient, int states, int depth) {
+  const auto aligned = [](int32_t bytes) { return (bytes + 15) / 16 * 16; };
+  Ring ring;
+  ring.row = aligned(columns * element_size(gradient));
+  ring.states = ring.row + aligned(columns * static_cast<int32_t>(sizeof(float)));
+  ring.of_state = aligned(columns * static_cast<int32_t>(sizeof(float)));
+  ring.of_place = ring.states + states * ring.of_state;
+  ring.sum = ring.of_state;
+  ring.of_tile = ring.sum + depth * ring.of_place;
+  return ring;
 }
 
-// kWide: rows may have more columns than a tile has at once. kAhead: positions whose gradients and
-// rows are on their way at once. width_class: of the tables to update, or kAllWidths.
-template <int kLanes, int kVectors, int kWidth, bool kColumnStates, int kAhead, bool kWide>
-__global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kColumnStates))
+// Begins to copy kWidth columns of this type.
+template <int kWidth>
+__device__ __forceinline__ void copy_columns(RowType type, char* to, const char* from,
+                                             int32_t column) {
+  const int32_t at = column * element_size(type);
+  if (type == RowType::kFloat32) {
+    copy_async<4 * kWidth>(to + at, from + at);
+  } else if constexpr (kWidth == 4) {
+    copy_async<8>(to + at, from + at);
+  } else {
+    *reinterpret_cast<uint16_t*>(to + at) = *reinterpret_cast<const uint16_t*>(from + at);
+  }
+}
+
+// What RowUpdate reads of the position where a segment ends.
+template <int kWidth>
+struct RowInRing {
+  const char* place;
+  const Ring& ring;
+  const float* sum;  // of the segment's positions before; null: there are none
+  float scale;       // of the position's gradient
+  RowType gradient_type, type;
+
+  __device__ __forceinline__ Columns<kWidth> gradient(int32_t column) const {
+    Columns<kWidth> total =
+        sum != nullptr ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
+    total.add(scale, Columns<kWidth>::load(gradient_type, place, column));
+    return total;
+  }
+  __device__ __forceinline__ Columns<kWidth> value(int32_t column) const {
+    return Columns<kWidth>::load(type, place + ring.row, column);
+  }
+  __device__ __forceinline__ Columns<kWidth> first(int32_t column) const {
+    return Columns<kWidth>::load(reinterpret_cast<const float*>(place + ring.states) + column);
+  }
+  __device__ __forceinline__ Columns<kWidth> second(int32_t column) const {
+    return Columns<kWidth>::load(
+        reinterpret_cast<const float*>(place + ring.states + ring.of_state) + column);
+  }
+};
+
+// kDepth: positions under way. width_class: of the tables to update, or kAllWidths.
+template <int kLanes, int kWidth, bool kColumnStates, int kDepth>
+__global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kColumnStates))
     segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
-                   const __grid_constant__ Scratch scratch, int width_class) {
-  using Rows = RowUpdate<kLanes, kVectors, kWidth, kColumnStates>;
-  using Gradient = typename Rows::Gradient;
-  using Raw = RawTileColumns<kLanes, kVectors, kWidth>;
+                   const __grid_constant__ Scratch scratch, const __grid_constant__ Ring ring,
+                   int width_class) {
   using Lanes = Tile<kLanes>;
-  static_assert(kLanes >= kOwn);
-  const int64_t n = update.batch.num_ids;
-  const int64_t tile = (static_cast<int64_t>(blockIdx.x) * kSegmentThreads + threadIdx.x) / kLanes;
-  int64_t at = tile * kOwn;
-  if (at >= n || is_refused(update.batch)) return;
+  extern __shared__ __align__(16) char shared[];
+  char* const own = shared + threadIdx.x / kLanes * ring.of_tile;
+  auto* const sum = reinterpret_cast<float*>(own);
+  const auto place_at = [&](int number) { return own + ring.sum + number * ring.of_place; };
+  const int lane = Lanes::lane();
+  const auto n = static_cast<uint32_t>(update.batch.num_ids);
   const Pairs& sorted = scratch.pairs.pairs;
+  const OptimizerConfig& optimizer = update.optimizer;
   const RowType type = update.grad.type;
+  uint32_t at = (blockIdx.x * kSegmentThreads + threadIdx.x) / kLanes * kLanes;
+  const uint32_t tile_end = at + kLanes;
+  SortedPlace place = SortedPlace::load(sorted, at + lane, n);
   const float rate = *update.learning_rate;
-  bool carried = false;
-  bool open = false;   // a wide row's segment goes on
-  int64_t begin = at;  // of it
-  Gradient sum = Gradient::zero();
-  uint32_t held = ~0u;
-  Rows rows(tables[0], update.optimizer, rate);
-  for (;;) {
-    Pair pair;
-    const Chunk chunk = look_at_chunk<kLanes>(sorted, update.no_slot, at, n, carried, &pair);
-    if (chunk.active == 0) return;
-    const int lane = Lanes::lane();
-    Neighbour mine{};
-    bool wanted = lane < kOwn && (chunk.active >> lane & 1) != 0;
-    if (wanted) {
-      mine = neighbour_at(tables, update, scratch, sorted.key_of(pair), sorted.value_of(pair));
-      if (width_class != kAllWidths) {
-        wanted = static_cast<int>(width_class_of(tables[mine.table].dim())) == width_class;
-      }
-      if (wanted) {
-        prefetch_gradient(tables[mine.table], mine, update);
-        if (chunk.ends >> lane & 1) prefetch_row(tables[mine.table], mine.slot);
-      }
+  if (is_refused(update.batch)) return;
+  uint32_t held = ~0u;  // the table of `table`
+  TableUpdate table(tables[0], optimizer, rate);
+  bool carried = false;  // the chunk begins in a segment that the tile has begun
+  bool open = false;     // the segment has a sum already
+  while (at < n) {
+    // Which of the chunk's positions are the tile's, and at which of them segments end.
+    const uint64_t key = sorted.key_of(place.pair);
+    const bool begins = place.before != key;
+    const unsigned begin_mask = Lanes::ballot(begins);
+    const unsigned long_mask = Lanes::ballot(begins && place.far == key);
+    const unsigned begun = begin_mask & ((2u << lane) - 1);
+    const int from = 31 - __clz(static_cast<int>(begun));  // where the position's segment begins
+    bool mine = at + lane < n && key != update.no_slot &&
+                (begun == 0 ? carried : !(long_mask >> from & 1) && at + from < tile_end);
+    // What the lane's position needs.
+    Share share{};
+    const TableView* view = tables;
+    if (mine) {
+      share = share_of(update, scratch.bags, sorted.value_of(place.pair));
+      view = &tables[share.table];
+      mine =
+          width_class == kAllWidths || static_cast<int>(width_class_of(view->dim())) == width_class;
     }
-    // Slots of a table follow each other, so those of one width are neighbours, too.
-    unsigned left = Lanes::ballot(wanted);
-    while (left != 0) {
-      const int first = __ffs(static_cast<int>(left)) - 1;
-      const uint32_t table = Lanes::of_lane(mine.table, first);
-      if (table != held) {
-        held = table;
-        rows = Rows(tables[table], update.optimizer, rate);
-      }
-      if (kWide && (kWidth == 4 || rows.dim() > Gradient::kColumns)) {
-        left &= left - 1;
-        if (!open) begin = at + first;
-        open = (chunk.ends >> first & 1) == 0;
-        if (!open) {
-          update_wide_row<kLanes, kVectors, kWidth, kColumnStates>(
-              tables[table], update, scratch, begin, static_cast<int32_t>(at + first + 1 - begin),
-              Lanes::of_lane(mine.slot, first));
-        }
-        continue;
-      }
-      if constexpr (kWide && kWidth == 4) continue;
-      const unsigned same = Lanes::ballot(wanted && mine.table == table) & left;
-      Raw gradient[kAhead];
-      typename Rows::Row row[kAhead];
-      int place[kAhead];
-      unsigned of_table = same;
-      int number = 0;
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (of_table == 0) break;
-        number = k + 1;
-        place[k] = __ffs(static_cast<int>(of_table)) - 1;
-        of_table &= of_table - 1;
-        left &= left - 1;
-        gradient[k] =
-            Raw::load(type, update.grad.at(Lanes::of_lane(mine.gradient, place[k])), rows.dim(), 0);
-        if (chunk.ends >> place[k] & 1) row[k] = rows.load(Lanes::of_lane(mine.slot, place[k]));
-      }
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (k >= number) break;
-        const float scale = Lanes::of_lane(mine.scale, place[k]);
-        const Gradient its = gradient[k].widened(type);
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) sum.v[v].add(scale, its.v[v]);
-        if (chunk.ends >> place[k] & 1) {
-          rows.finish(row[k], sum);
-          sum = Gradient::zero();
-        }
-      }
+    const bool ends = mine && place.after != key;
+    char* row = nullptr;
+    float* state = nullptr;
+    RowOnce once{};
+    if (ends) {
+      const int64_t slot = static_cast<int64_t>(key) - view->first_slot;
+      const int64_t frame = frame_to_write(view->frames, slot, true);
+      row = view->rows.at(slot, frame);
+      state = reinterpret_cast<float*>(view->states.at(slot, frame));
+      once = load_once_values(*view, slot, state, optimizer);
     }
-    // Nor does a segment matter that goes on, if its table is another kernel's.
-    if (!chunk.more || (Lanes::ballot(wanted) >> (kOwn - 1) & 1) == 0) return;
-    carried = true;
-    at += kOwn;
+    const char* const gradient = update.grad.at(share.gradient);
+    const int32_t dim = view->dim();
+    const RowType row_type = view->rows.type;
+    unsigned to_begin = Lanes::ballot(mine), to_finish = to_begin;
+    const unsigned end_mask = Lanes::ballot(ends);
+    carried = (to_begin >> (kLanes - 1) & 1) != 0 && (end_mask >> (kLanes - 1) & 1) == 0;
+    const auto of_lane = [&](auto value, int source) { return Lanes::of_lane(value, source); };
+    const auto pointer_of_lane = [&](auto* pointer, int source) {
+      return reinterpret_cast<decltype(pointer)>(
+          Lanes::of_lane(reinterpret_cast<unsigned long long>(pointer), source));
+    };
+    // Begins to copy what the next position needs, if there is one; a group of copies in any case.
+    const auto begin = [&](char* to) {
+      if (to_begin != 0) {
+        const int source = __ffs(static_cast<int>(to_begin)) - 1;
+        to_begin &= to_begin - 1;
+        const int32_t its_dim = of_lane(dim, source);
+        const char* const its_gradient = pointer_of_lane(gradient, source);
+        for_my_columns<kLanes, kWidth>(
+            its_dim, [&](int32_t column) { copy_columns<kWidth>(type, to, its_gradient, column); });
+        if (end_mask >> source & 1) {
+          const char* const its_row = pointer_of_lane(row, source);
+          const auto its_type = static_cast<RowType>(of_lane(static_cast<int>(row_type), source));
+          const float* its_state = nullptr;
+          if constexpr (kColumnStates) its_state = pointer_of_lane(state, source);
+          for_my_columns<kLanes, kWidth>(its_dim, [&](int32_t column) {
+            copy_columns<kWidth>(its_type, to + ring.row, its_row, column);
+            if constexpr (kColumnStates) {
+              for (int s = 0; s < column_states(optimizer.kind); ++s) {
+                copy_columns<kWidth>(RowType::kFloat32, to + ring.states + s * ring.of_state,
+                                     reinterpret_cast<const char*>(its_state + s * its_dim),
+                                     column);
+              }
+            }
+          });
+        }
+      }
+      end_copies();
+    };
+#pragma unroll
+    for (int k = 0; k < kDepth; ++k) begin(place_at(k));
+    int turn = 0;
+    while (to_finish != 0) {
+      const int source = __ffs(static_cast<int>(to_finish)) - 1;
+      to_finish &= to_finish - 1;
+      wait_for_copies<kDepth - 1>();
+      char* const arrived = place_at(turn);
+      turn = turn + 1 == kDepth ? 0 : turn + 1;
+      const float scale = of_lane(share.scale, source);
+      const uint32_t its_table = of_lane(share.table, source);
+      if (its_table != held) {
+        held = its_table;
+        table = TableUpdate(tables[held], optimizer, rate);
+      }
+      if (end_mask >> source & 1) {
+        RowOnce its{of_lane(once.square, source), of_lane(once.step, source),
+                    of_lane(static_cast<unsigned long long>(once.rounding), source)};
+        const RowInRing<kWidth> from{arrived, ring, open ? sum : nullptr, scale, type, table.type};
+        RowUpdate<kLanes, kWidth, kColumnStates, RowInRing<kWidth>>::run(
+            table, from, pointer_of_lane(row, source), pointer_of_lane(state, source), its);
+        if (lane == source) once = its;
+        open = false;
+      } else {
+        for_my_columns<kLanes, kWidth>(table.dim, [&](int32_t column) {
+          Columns<kWidth> total =
+              open ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
+          total.add(scale, Columns<kWidth>::load(type, arrived, column));
+          total.store(sum + column);
+        });
+        open = true;
+      }
+      begin(arrived);
+    }
+    if (ends) store_once_values(once, dim, state, optimizer);
+    if (!carried) return;
+    at += kLanes;
+    place = SortedPlace::load(sorted, at + lane, n);
   }
 }
 
 constexpr int32_t kPieceColumns = kWarp * 4;  // of a column tile
+constexpr int kPieceThreads = 128;
 
 // A warp adds up a column tile of a piece of a long segment.
 template <int kWidth>
-__global__ void __launch_bounds__(kSegmentThreads, 8)
+__global__ void __launch_bounds__(kPieceThreads, 8)
     piece_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                  const __grid_constant__ Scratch scratch) {
   constexpr int kVectors = kPieceColumns / (kWarp * kWidth);
   constexpr int kAhead = 4;
-  using Gradient = TileColumns<kWarp, kVectors, kWidth>;
-  using Raw = RawTileColumns<kWarp, kVectors, kWidth>;
   using Lanes = Tile<kWarp>;
   if (is_refused(update.batch)) return;
   const LongRuns& runs = scratch.long_runs;
@@ -245,8 +242,8 @@ __global__ void __launch_bounds__(kSegmentThreads, 8)
   const int lane = Lanes::lane();
   const int32_t tiles = (runs.widest + kPieceColumns - 1) / kPieceColumns;
   const int64_t parts = static_cast<int64_t>(*runs.pieces) * tiles;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kSegmentThreads / kWarp);
-  for (int64_t part = (static_cast<int64_t>(blockIdx.x) * kSegmentThreads + threadIdx.x) / kWarp;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kPieceThreads / kWarp);
+  for (int64_t part = (static_cast<int64_t>(blockIdx.x) * kPieceThreads + threadIdx.x) / kWarp;
        part < parts; part += warps) {
     const int64_t piece = part / tiles;
     const auto first = static_cast<int32_t>(part % tiles) * kPieceColumns;
@@ -260,53 +257,40 @@ __global__ void __launch_bounds__(kSegmentThreads, 8)
     Share share = share_at(lane);
     const int32_t dim = tables[Lanes::of_lane(share.table, 0)].dim();
     if (first >= dim) continue;
-    Gradient sum = Gradient::zero();
+    const auto column_of = [&](int v) { return first + (lane + v * kWarp) * kWidth; };
+    Columns<kWidth> sum[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) sum[v] = Columns<kWidth>::zero();
     for (int32_t chunk = 0; chunk < length; chunk += kWarp) {
       const Share next = share_at(chunk + kWarp + lane);  // on its way meanwhile
       const int count = min(kWarp, length - chunk);
       for (int group = 0; group < count; group += kAhead) {
-        Raw gradient[kAhead];
+        Columns<kWidth> gradient[kAhead][kVectors];
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           if (group + k >= count) break;
-          gradient[k] = Raw::load(type, update.grad.at(Lanes::of_lane(share.gradient, group + k)),
-                                  dim, first);
+          const char* const from = update.grad.at(Lanes::of_lane(share.gradient, group + k));
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            gradient[k][v] = column_of(v) < dim ? Columns<kWidth>::load(type, from, column_of(v))
+                                                : Columns<kWidth>::zero();
+          }
         }
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           if (group + k >= count) break;
           const float scale = Lanes::of_lane(share.scale, group + k);
-          const Gradient its = gradient[k].widened(type);
 #pragma unroll
-          for (int v = 0; v < kVectors; ++v) sum.v[v].add(scale, its.v[v]);
+          for (int v = 0; v < kVectors; ++v) sum[v].add(scale, gradient[k][v]);
         }
       }
       share = next;
     }
-    sum.store(runs.sums + piece * runs.widest, dim, first);
-  }
-}
-
-// Calls launch.template operator()<kLanes, kVectors, kColumnStates, kAhead, kWide>() for a width
-// class.
-template <bool kColumnStates, typename Launch>
-void choose_width(WidthClass width, const Launch& launch) {
-  constexpr int kAhead = kColumnStates ? 2 : 3;
-  switch (width) {
-    case WidthClass::k32:
-      return launch.template operator()<8, 1, kColumnStates, kAhead, false>();
-    case WidthClass::k64:
-      return launch.template operator()<16, 1, kColumnStates, kAhead, false>();
-    case WidthClass::k128:
-      return launch.template operator()<kWarp, 1, kColumnStates, kAhead, false>();
-    case WidthClass::k256:
-      return launch.template operator()<kWarp, 2, kColumnStates, kAhead - 1, false>();
-    case WidthClass::k512:
-      return launch.template operator()<kWarp, 4, kColumnStates, 1, false>();
-    default:
-      // With states a column tile is mostly worked on once, else its gradients may be added up
-      // twice: fewer tiles then.
-      return launch.template operator()<kWarp, kColumnStates ? 2 : 4, kColumnStates, 1, true>();
+    float* const to = runs.sums + piece * runs.widest;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (column_of(v) < dim) sum[v].store(to + column_of(v));
+    }
   }
 }
 
@@ -315,40 +299,55 @@ void choose_width(WidthClass width, const Launch& launch) {
 void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                      const GroupShape& shape, cudaStream_t stream) {
   const int64_t n = update.batch.num_ids;
-  const int64_t tiles = (n + kOwn - 1) / kOwn;
-  const bool states = has_column_states(update.optimizer);
-  const auto launch = [&](auto kernel, int lanes, int width_class) {
-    const auto blocks =
-        static_cast<unsigned>((tiles * lanes + kSegmentThreads - 1) / kSegmentThreads);
-    kernel<<<blocks, kSegmentThreads, 0, stream>>>(tables, update, scratch, width_class);
-    HKV_CUDA_CHECK_LAUNCH();
-  };
   // Long segments first: their rows are updated last.
   if (n > kLongest) {
     const auto kernel = update.group_four_wide ? piece_kernel<4> : piece_kernel<1>;
     const int64_t parts = (n / kLongest + 1) * ((shape.widest + kPieceColumns - 1) / kPieceColumns);
-    kernel<<<resident_grid(16, parts * kWarp), kSegmentThreads, 0, stream>>>(tables, update,
-                                                                             scratch);
+    kernel<<<resident_grid(16, parts * kWarp), kPieceThreads, 0, stream>>>(tables, update, scratch);
     HKV_CUDA_CHECK_LAUNCH();
   }
+  const int states = column_states(update.optimizer.kind);
+  const auto launch = [&]<int kLanes, int kWidth>(int32_t columns, int width_class) {
+    constexpr int kTiles = kSegmentThreads / kLanes;
+    constexpr int kMostBytes = 48 << 10;  // of a block with more positions under way
+    const auto start = [&]<bool kColumnStates, int kDepth>() {
+      const auto kernel = segment_kernel<kLanes, kWidth, kColumnStates, kDepth>;
+      const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
+      const int bytes = kTiles * ring.of_tile;
+      HKV_CUDA_CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+      const int64_t blocks = (n + kLanes * kTiles - 1) / (kLanes * kTiles);
+      kernel<<<static_cast<unsigned>(blocks), kSegmentThreads, bytes, stream>>>(
+          tables, update, scratch, ring, width_class);
+      HKV_CUDA_CHECK_LAUNCH();
+    };
+    const bool deep = kTiles * ring_of(columns, update.grad.type, states, 4).of_tile <= kMostBytes;
+    if (states > 0) {
+      deep ? start.template operator()<true, 4>() : start.template operator()<true, 2>();
+    } else {
+      deep ? start.template operator()<false, 4>() : start.template operator()<false, 2>();
+    }
+  };
   if (!update.group_four_wide) {
-    const auto kernel = states ? segment_kernel<kWarp, 4, 1, true, 1, true>
-                               : segment_kernel<kWarp, 4, 1, false, 2, true>;
-    launch(kernel, kWarp, kAllWidths);
+    launch.template operator()<kWarp, 1>(shape.widest, kAllWidths);
     return;
   }
   const bool several = (shape.width_classes & (shape.width_classes - 1)) != 0;
   for (int width = 0; width < kWidthClasses; ++width) {
     if ((shape.width_classes >> width & 1) == 0) continue;
-    const auto launch_width =
-        [&]<int kLanes, int kVectors, bool kColumnStates, int kAhead, bool kWide>() {
-          launch(segment_kernel<kLanes, kVectors, 4, kColumnStates, kAhead, kWide>, kLanes,
-                 several ? width : kAllWidths);
-        };
-    if (states) {
-      choose_width<true>(static_cast<WidthClass>(width), launch_width);
-    } else {
-      choose_width<false>(static_cast<WidthClass>(width), launch_width);
+    const auto width_class = static_cast<WidthClass>(width);
+    const int32_t columns = std::min(shape.widest, most_columns(width_class));
+    const int chosen = several ? width : kAllWidths;
+    switch (width_class) {
+      case WidthClass::k32:
+        launch.template operator()<8, 4>(columns, chosen);
+        break;
+      case WidthClass::k64:
+        launch.template operator()<16, 4>(columns, chosen);
+        break;
+      default:
+        launch.template operator()<kWarp, 4>(columns, chosen);
+        break;
     }
   }
 }

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kSortedThreads, kSortedBlocks)
   // The next chunk. The runs that begin in the first one are the warp's own.
   uint32_t at = warp * kWarp;
   const uint32_t tile_end = at + kWarp;
-  Place place = Place::load(sorted, at + lane, n);
+  SortedPlace place = SortedPlace::load(sorted, at + lane, n);
   if (refused != 0 || bad_bag != 0) at = n;
   const TableView& table = tables[batch.feature_tables[0]];
   const int64_t first_slot = table.first_slot;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kSortedThreads, kSortedBlocks)
     }
     at += kWarp;
     if (!carried) break;
-    place = Place::load(sorted, at + lane, n);
+    place = SortedPlace::load(sorted, at + lane, n);
   }
   if (refused == 0 && bad_bag == 0) {
     add_pieces<Element, kScaled>(tables, update, scratch, pieces, warp,

@@ -327,8 +327,8 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
 
   Task task{};
   task.begin(warp * gridDim.x + blockIdx.x, tasks, workers, n, scratch);
-  Place place{};
-  if (task.number < tasks.number) place = Place::load(sorted, task.at + lane, n);
+  SortedPlace place{};
+  if (task.number < tasks.number) place = SortedPlace::load(sorted, task.at + lane, n);
   while (task.number < tasks.number) {
     // Which of the chunk's positions are the task's, and at which of them runs end.
     const uint64_t key = sorted.key_of(place.pair);
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
     if (task.dense) {
       add_dense_piece<Element, kScaled>(tables, update, scratch, task, place.pair);
       task.begin(__shfl_sync(kAllLanes, task.following, 0), tasks, workers, n, scratch);
-      if (task.number < tasks.number) place = Place::load(sorted, task.at + lane, n);
+      if (task.number < tasks.number) place = SortedPlace::load(sorted, task.at + lane, n);
       continue;
     }
     unsigned active, end_mask;
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks<Updater>)
     } else {
       task.begin(__shfl_sync(kAllLanes, task.following, 0), tasks, workers, n, scratch);
     }
-    if (task.number < tasks.number) place = Place::load(sorted, task.at + lane, n);
+    if (task.number < tasks.number) place = SortedPlace::load(sorted, task.at + lane, n);
     if (active == 0) continue;
     const unsigned row_ends = piece == kNoPiece ? end_mask : 0;
     Ready ready{};

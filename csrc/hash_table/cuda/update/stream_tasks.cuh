@@ -113,20 +113,4 @@ struct Task {
   }
 };
 
-// Of one position what tells where its run begins and ends.
-struct Place {
-  Pair pair;
-  uint64_t before, after, far;  // keys of the neighbours, and of kLongest positions later
-
-  __device__ __forceinline__ static Place load(const Pairs& sorted, uint32_t at, uint32_t n) {
-    constexpr uint64_t kNone = ~0ull;
-    Place place{};
-    if (at < n) place.pair = sorted.load(at);
-    place.before = at < n && at > 0 ? sorted.key(at - 1) : kNone;
-    place.after = at + 1 < n ? sorted.key(at + 1) : kNone;
-    place.far = at + kLongest < n ? sorted.key(at + kLongest) : kNone;
-    return place;
-  }
-};
-
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -127,17 +127,21 @@ __device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, in
       __shfl_sync(kAllLanes, mine.gradient, lane), __shfl_sync(kAllLanes, mine.scale, lane)};
 }
 
-// Has a gradient brought into the second-level cache.
-__device__ __forceinline__ void prefetch_gradient(const TableView& table, const Neighbour& it,
-                                                  const Update& update) {
-  const auto bytes = static_cast<uint32_t>(table.dim()) * element_size(update.grad.type);
-  const char* const gradient = update.grad.at(it.gradient);
-  if (bytes % 16 == 0 && reinterpret_cast<uintptr_t>(gradient) % 16 == 0) {
-    prefetch_l2(gradient, bytes);
-  } else {
-    prefetch_l2(gradient);
+// Of one position what tells where its run begins and ends.
+struct SortedPlace {
+  Pair pair;
+  uint64_t before, after, far;  // keys of the neighbours, and of kLongest positions later
+
+  __device__ __forceinline__ static SortedPlace load(const Pairs& sorted, uint32_t at, uint32_t n) {
+    constexpr uint64_t kNone = ~0ull;
+    SortedPlace place{};
+    if (at < n) place.pair = sorted.load(at);
+    place.before = at < n && at > 0 ? sorted.key(at - 1) : kNone;
+    place.after = at + 1 < n ? sorted.key(at + 1) : kNone;
+    place.far = at + kLongest < n ? sorted.key(at + kLongest) : kNone;
+    return place;
   }
-}
+};
 
 // Writes what is to be sorted, where that is all. Looks at the offsets.
 void prepare_update(const Batch& batch, const int64_t* slots, uint64_t no_slot,
