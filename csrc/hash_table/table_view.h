@@ -120,8 +120,8 @@ HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_table
 }
 
 // How wide the rows of a table are, as far as kernels differ by it.
-enum class WidthClass : int32_t { k32, k64, k256, k1024, kWider };
-constexpr int32_t kWidthClasses = 5;
+enum class WidthClass : int32_t { k32, k64, k128, k256, k1024, kWider };
+constexpr int32_t kWidthClasses = 6;
 constexpr int32_t kAllWidths = -1;
 
 // Columns of the widest row of a class.
@@ -131,6 +131,8 @@ constexpr int32_t most_columns(WidthClass width) {
       return 32;
     case WidthClass::k64:
       return 64;
+    case WidthClass::k128:
+      return 128;
     case WidthClass::k256:
       return 256;
     case WidthClass::k1024:
@@ -142,6 +144,7 @@ constexpr int32_t most_columns(WidthClass width) {
 HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
   return dim <= 32     ? WidthClass::k32
          : dim <= 64   ? WidthClass::k64
+         : dim <= 128  ? WidthClass::k128
          : dim <= 256  ? WidthClass::k256
          : dim <= 1024 ? WidthClass::k1024
                        : WidthClass::kWider;

@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         if (kTouch && !kOneTable && spread) {
           prefetch_l2(&table.last_steps[slot]);  // most are hits
         }
+        if (kScores && table.scores != nullptr) prefetch_l2(&table.scores[slot]);
         if (stored == of_thread[threadIdx.x]) {
           position = candidate;
           break;

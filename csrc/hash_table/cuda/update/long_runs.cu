@@ -41,6 +41,10 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   const auto slot_of = [&](const Pair& pair, const TableView& table) {
     return static_cast<int64_t>(sorted.key_of(pair)) - table.first_slot;
   };
+  // Calls visit(column) for the lane's columns among the first `columns` ones.
+  const auto for_columns = [&](int32_t columns, const auto& visit) {
+    for (int32_t c = threadIdx.x % kWarp * kWidth; c < columns; c += kWarp * kWidth) visit(c);
+  };
   // Some columns of the sum of pieces that follow each other.
   const auto sum_pieces = [&](uint32_t begin, uint32_t end, int32_t column) {
     Columns<kWidth> sum = Columns<kWidth>::zero();
@@ -60,14 +64,14 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     float* const total = runs.sums + static_cast<int64_t>(run.first_piece) * runs.widest;
     for (int32_t first = 0; first < table.dim(); first += kColumns) {
       const int32_t columns = min(kColumns, table.dim() - first);
-      for_my_columns<kWarp, kWidth>(columns, [&](int32_t column) {
+      for_columns(columns, [&](int32_t column) {
         sum_pieces(run.first_piece + pieces * warp / kShares,
                    run.first_piece + pieces * (warp + 1) / kShares, first + column)
             .store(&shares[warp][column]);
       });
       __syncthreads();  // these columns of all pieces have been read, too
       if (warp == 0) {
-        for_my_columns<kWarp, kWidth>(columns, [&](int32_t column) {
+        for_columns(columns, [&](int32_t column) {
           Columns<kWidth> sum = Columns<kWidth>::zero();
 #pragma unroll
           for (uint32_t w = 0; w < kShares; ++w) {

@@ -1,11 +1,14 @@
 // The update of one row by a tile of lanes: the formulas of common/optimizers.h for any optimizer,
-// any type of row and any number of columns, kWidth neighbouring ones a lane at a time.
+// any type of row and any number of columns. A lane works on kVectors vectors of kWidth
+// neighbouring columns in a step; rows with more columns take several steps.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "common/optimizers.h"
 #include "common/rounding.h"
+#include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/frames.cuh"
 #include "hash_table/cuda/row_vector.cuh"
@@ -19,20 +22,49 @@ __host__ __device__ inline bool has_column_states(const OptimizerConfig& optimiz
   return column_states(optimizer.kind) > 0;
 }
 
-// Calls visit(column) for the columns that the lane works on.
-template <int kLanes, int kWidth, typename Visit>
-__device__ __forceinline__ void for_my_columns(int32_t dim, const Visit& visit) {
-  for (int32_t c = Tile<kLanes>::lane() * kWidth; c < dim; c += kLanes * kWidth) visit(c);
-}
+// How a tile deals out the columns of a row. Within a step, a vector of one lane is followed by the
+// same vector of the next lane.
+template <int kLanes, int kVectors, int kWidth>
+struct Step {
+  static constexpr int32_t kColumns = kLanes * kVectors * kWidth;
+
+  // Where a vector of the lane begins, in the step that begins with column `first`.
+  __device__ __forceinline__ static int32_t column(int vector, int32_t first) {
+    return first + (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
+  }
+  // Calls visit(first) for all steps of a row.
+  template <typename Visit>
+  __device__ __forceinline__ static void for_each(int32_t dim, const Visit& visit) {
+    for (int32_t first = 0; first < dim; first += kColumns) visit(first);
+  }
+  // Calls visit(column) for the lane's vectors.
+  template <typename Visit>
+  __device__ __forceinline__ static void for_columns(int32_t dim, int32_t first,
+                                                     const Visit& visit) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (column(v, first) < dim) visit(column(v, first));
+    }
+  }
+};
+
+// The columns of a step that a lane has.
+template <int kVectors, int kWidth>
+struct StepColumns {
+  Columns<kWidth> v[kVectors];
+};
 
 // What all rows of a table have in common in one update. The table's optimizer_step counts it
 // already.
 struct TableUpdate {
+  static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
+
   const OptimizerConfig* optimizer;
   float learning_rate;
   int32_t dim;
   RowType type;
   bool rounds_by_chance;
+  bool plain;  // gradients are used as they are
   uint32_t column_offset;
   RowTerms terms;  // unless rows count steps of their own
 
@@ -43,6 +75,8 @@ struct TableUpdate {
         dim(table.dim()),
         type(table.rows.type),
         rounds_by_chance(config.stochastic_rounding && type != RowType::kFloat32),
+        plain(config.clip_value == kUnbounded && !clips_by_norm(config) &&
+              config.coupled_decay == 0.0f),
         column_offset(static_cast<uint32_t>(table.column_offset)) {
     if (!config.own_steps) {
       terms = begin_row(config, rate, static_cast<float>(*table.optimizer_step));
@@ -83,8 +117,8 @@ __device__ __forceinline__ void store_once_values(const RowOnce& once, int32_t d
 // source: has gradient(column), value(column), first(column) and second(column), the row's
 // gradient, its values and its states from this column on, as Columns<kWidth>, which are read up to
 // three times. What the update makes of them goes to `values` and `state`, and into `once`, which
-// the caller stores.
-template <int kLanes, int kWidth, bool kColumnStates, typename Source>
+// the caller stores. kFloat32: so are the rows of all tables.
+template <int kLanes, int kVectors, int kWidth, bool kColumnStates, bool kFloat32, typename Source>
 class RowUpdate {
  public:
   __device__ __forceinline__ static void run(const TableUpdate& table, const Source& source,
@@ -93,7 +127,8 @@ class RowUpdate {
   }
 
  private:
-  using Vector = Columns<kWidth>;
+  using Steps = Step<kLanes, kVectors, kWidth>;
+  using Own = StepColumns<kVectors, kWidth>;
 
   const TableUpdate& table_;
   const Source& source_;
@@ -103,6 +138,31 @@ class RowUpdate {
   __device__ __forceinline__ RowUpdate(const TableUpdate& table, const Source& source, char* values,
                                        float* state)
       : table_(table), source_(source), values_(values), state_(state) {}
+
+  // All reads of a step come before its first write, since the compiler can't know that what is
+  // written is not read.
+  template <typename Read>
+  __device__ __forceinline__ Own read(int32_t first, const Read& read_columns) const {
+    Own own;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t column = Steps::column(v, first);
+      own.v[v] = column < table_.dim ? read_columns(column) : Columns<kWidth>::zero();
+    }
+    return own;
+  }
+  __device__ __forceinline__ Own gradient(int32_t first) const {
+    return read(first, [&](int32_t column) { return source_.gradient(column); });
+  }
+  __device__ __forceinline__ Own value(int32_t first) const {
+    return read(first, [&](int32_t column) { return source_.value(column); });
+  }
+  __device__ __forceinline__ Own first_state(int32_t first) const {
+    return read(first, [&](int32_t column) { return source_.first(column); });
+  }
+  __device__ __forceinline__ Own second_state(int32_t first) const {
+    return read(first, [&](int32_t column) { return source_.second(column); });
+  }
 
   __device__ __forceinline__ void update(RowOnce& once) const {
     const OptimizerConfig& optimizer = *table_.optimizer;
@@ -119,11 +179,15 @@ class RowUpdate {
       clip_row(optimizer, squares, &terms);
     }
     if (adapts_by_row(optimizer.kind)) {
-      const bool decays = optimizer.coupled_decay != 0.0f;
-      const float squares = sum_columns(decays, [&](float value, float gradient) {
-        const float g = gradient_of(optimizer, terms, value, gradient);
-        return g * g;
-      });
+      float squares;
+      if (table_.plain) {
+        squares = sum_columns(false, [](float, float gradient) { return gradient * gradient; });
+      } else {
+        squares = sum_columns(optimizer.coupled_decay != 0.0f, [&](float value, float gradient) {
+          const float g = gradient_of(optimizer, terms, value, gradient);
+          return g * g;
+        });
+      }
       once.square = adapt_row(optimizer, squares, table_.dim, once.square, &terms);
     }
     if constexpr (!kColumnStates) {
@@ -153,30 +217,49 @@ class RowUpdate {
   template <typename Term>
   __device__ __forceinline__ float sum_columns(bool reads, const Term& term) const {
     float sum = 0.0f;
-    for_my_columns<kLanes, kWidth>(table_.dim, [&](int32_t column) {
-      const Vector gradient = source_.gradient(column);
-      const Vector value = reads ? source_.value(column) : Vector::zero();
+    Steps::for_each(table_.dim, [&](int32_t first) {
+      const Own gradients = gradient(first);
+      Own values{};
+      if (reads) values = value(first);
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) sum += term(value.v[k], gradient.v[k]);
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) sum += term(values.v[v].v[k], gradients.v[v].v[k]);
+      }
     });
     return Tile<kLanes>::sum(sum);
   }
 
   template <Optimizer kKind>
   __device__ __forceinline__ void update_columns(const RowTerms& terms, uint64_t rounding) const {
-    for_my_columns<kLanes, kWidth>(table_.dim, [&](int32_t column) {
-      const Vector gradient = source_.gradient(column);
-      Vector value = source_.value(column), first = Vector::zero(), second = Vector::zero();
-      if constexpr (column_states(kKind) >= 1) first = source_.first(column);
-      if constexpr (column_states(kKind) >= 2) second = source_.second(column);
+    const OptimizerConfig& optimizer = *table_.optimizer;
+    constexpr int kStates = column_states(kKind);
+    Steps::for_each(table_.dim, [&](int32_t first_column) {
+      Own g = gradient(first_column), values = value(first_column), first{}, second{};
+      if constexpr (kStates >= 1) first = first_state(first_column);
+      if constexpr (kStates >= 2) second = second_state(first_column);
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        value.v[k] = update_column<kKind>(*table_.optimizer, terms, value.v[k], gradient.v[k],
-                                          first.v[k], second.v[k]);
+      for (int v = 0; v < kVectors; ++v) {
+        if (!table_.plain) {
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) {
+            g.v[v].v[k] = gradient_of(optimizer, terms, values.v[v].v[k], g.v[v].v[k]);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          values.v[v].v[k] = move_column<kKind>(optimizer, terms, values.v[v].v[k], g.v[v].v[k],
+                                                first.v[v].v[k], second.v[v].v[k]);
+        }
       }
-      if constexpr (column_states(kKind) >= 1) first.store(state_ + column);
-      if constexpr (column_states(kKind) >= 2) second.store(state_ + table_.dim + column);
-      store(value, column, rounding);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int32_t column = Steps::column(v, first_column);
+        if (column >= table_.dim) break;
+        if constexpr (kStates >= 1) store_float(first.v[v], state_ + column);
+        if constexpr (kStates >= 2) store_float(second.v[v], state_ + table_.dim + column);
+        store(values.v[v], column, rounding);
+      }
     });
   }
 
@@ -185,46 +268,68 @@ class RowUpdate {
   __device__ __forceinline__ void apply_lamb(const RowTerms& terms, uint64_t rounding) const {
     const OptimizerConfig& optimizer = *table_.optimizer;
     float row_squares = 0.0f, direction_squares = 0.0f;
-    const auto visit_directions = [&](const auto& visit) {
-      for_my_columns<kLanes, kWidth>(table_.dim, [&](int32_t column) {
-        const Vector gradient = source_.gradient(column), value = source_.value(column);
-        Vector first = source_.first(column), second = source_.second(column), direction;
+    const auto for_each_direction = [&](const auto& visit) {
+      Steps::for_each(table_.dim, [&](int32_t first_column) {
+        const Own g = gradient(first_column), values = value(first_column);
+        Own first = first_state(first_column), second = second_state(first_column);
+        Steps::for_columns(table_.dim, first_column, [&](int32_t column) {
+          const int v = (column - first_column) / (kLanes * kWidth);
+          Columns<kWidth> direction;
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          update_moments(optimizer, terms, value.v[k], gradient.v[k], first.v[k], second.v[k]);
-          direction.v[k] = lamb_direction(optimizer, terms, value.v[k], first.v[k], second.v[k]);
-        }
-        visit(column, value, first, second, direction);
+          for (int k = 0; k < kWidth; ++k) {
+            const float old = values.v[v].v[k];
+            update_moments(optimizer, terms, old, g.v[v].v[k], first.v[v].v[k], second.v[v].v[k]);
+            direction.v[k] =
+                lamb_direction(optimizer, terms, old, first.v[v].v[k], second.v[v].v[k]);
+          }
+          visit(column, values.v[v], first.v[v], second.v[v], direction);
+        });
       });
     };
-    visit_directions(
+    using Vector = Columns<kWidth>;
+    for_each_direction(
         [&](int32_t, const Vector& value, const Vector&, const Vector&, const Vector& direction) {
           row_squares += value.dot(value);
           direction_squares += direction.dot(direction);
         });
     const float rate = terms.rate * trust_ratio(Tile<kLanes>::sum(row_squares),
                                                 Tile<kLanes>::sum(direction_squares));
-    visit_directions([&](int32_t column, Vector value, const Vector& first, const Vector& second,
-                         const Vector& direction) {
+    for_each_direction([&](int32_t column, Vector value, const Vector& first, const Vector& second,
+                           const Vector& direction) {
       value.add(-rate, direction);
-      first.store(state_ + column);
-      second.store(state_ + table_.dim + column);
+      store_float(first, state_ + column);
+      store_float(second, state_ + table_.dim + column);
       store(value, column, rounding);
     });
   }
 
-  __device__ __forceinline__ void store(const Vector& value, int32_t column,
-                                        uint64_t rounding) const {
-    if (!table_.rounds_by_chance) {
-      value.store(table_.type, values_, column);
-      return;
+  // Rows and states are not read again soon: they make room for gradients.
+  __device__ __forceinline__ static void store_float(const Columns<kWidth>& columns, float* to) {
+    if constexpr (kWidth == 4) {
+      store_once(to, columns, evict_first());
+    } else {
+      columns.store(to);
     }
+  }
+  __device__ __forceinline__ void store(const Columns<kWidth>& value, int32_t column,
+                                        uint64_t rounding) const {
+    if constexpr (kFloat32) {
+      store_float(value, reinterpret_cast<float*>(values_) + column);
+    } else if (table_.type == RowType::kFloat32) {
+      store_float(value, reinterpret_cast<float*>(values_) + column);
+    } else {
+      store_narrow(value, column, rounding);
+    }
+  }
+  __device__ __forceinline__ void store_narrow(const Columns<kWidth>& value, int32_t column,
+                                               uint64_t rounding) const {
     uint16_t narrowed[kWidth];
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      const uint32_t draw =
-          rounding_draw(rounding, table_.column_offset + static_cast<uint32_t>(column + k));
-      narrowed[k] = narrow_by_chance(table_.type, value.v[k], draw);
+      const uint32_t at = table_.column_offset + static_cast<uint32_t>(column + k);
+      narrowed[k] = table_.rounds_by_chance
+                        ? narrow_by_chance(table_.type, value.v[k], rounding_draw(rounding, at))
+                        : narrow(table_.type, value.v[k]);
     }
     auto* const to = reinterpret_cast<uint16_t*>(values_) + column;
     if constexpr (kWidth == 4) {
@@ -273,7 +378,8 @@ __device__ __forceinline__ void update_row_in_memory(const TableView& view,
   __syncwarp();  // all lanes have read them
   using Source = RowInMemory<kWidth, GradientOf>;
   const Source source{table, values, state, gradient};
-  RowUpdate<kWarp, kWidth, kColumnStates, Source>::run(table, source, values, state, once);
+  RowUpdate<kWarp, 1, kWidth, kColumnStates, false, Source>::run(table, source, values, state,
+                                                                 once);
   if (leads) store_once_values(once, table.dim, state, optimizer);
 }
 

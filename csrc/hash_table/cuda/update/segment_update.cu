@@ -23,7 +23,9 @@ namespace {
 
 constexpr int kSegmentThreads = 64;  // of a block: small ones make room without waiting for others
 // Blocks of a multiprocessor, which bound the registers.
-constexpr int segment_blocks(bool column_states) { return column_states ? 10 : 14; }
+constexpr int segment_blocks(int vectors, bool column_states) {
+  return column_states ? (vectors < 4 ? 9 : 7) : (vectors < 4 ? 12 : 9);
+}
 
 // What a tile has in shared memory: the sum of the segment that goes on, and places for what
 // positions need. Bytes.
@@ -48,22 +50,38 @@ Ring ring_of(int32_t columns, RowType gradient, int states, int depth) {
   return ring;
 }
 
-// Begins to copy kWidth columns of this type.
-template <int kWidth>
+// Begins to copy kWidth columns of this type. policy: of the second-level cache, or none.
+template <int kWidth, bool kFloat32, typename... Policy>
 __device__ __forceinline__ void copy_columns(RowType type, char* to, const char* from,
-                                             int32_t column) {
-  const int32_t at = column * element_size(type);
-  if (type == RowType::kFloat32) {
-    copy_async<4 * kWidth>(to + at, from + at);
-  } else if constexpr (kWidth == 4) {
+                                             int32_t column, Policy... policy) {
+  if (kFloat32 || type == RowType::kFloat32) {
+    const int32_t at = column * static_cast<int32_t>(sizeof(float));
+    if constexpr (kWidth == 4 && sizeof...(Policy) > 0) {
+      copy_async(to + at, from + at, policy...);
+    } else {
+      copy_async<4 * kWidth>(to + at, from + at);
+    }
+    return;
+  }
+  const int32_t at = column * static_cast<int32_t>(sizeof(uint16_t));
+  if constexpr (kWidth == 4) {
     copy_async<8>(to + at, from + at);
   } else {
     *reinterpret_cast<uint16_t*>(to + at) = *reinterpret_cast<const uint16_t*>(from + at);
   }
 }
+template <int kWidth, bool kFloat32>
+__device__ __forceinline__ Columns<kWidth> load_columns(RowType type, const char* from,
+                                                        int32_t column) {
+  if constexpr (kFloat32) {
+    return Columns<kWidth>::load(reinterpret_cast<const float*>(from) + column);
+  } else {
+    return Columns<kWidth>::load(type, from, column);
+  }
+}
 
 // What RowUpdate reads of the position where a segment ends.
-template <int kWidth>
+template <int kWidth, bool kFloat32>
 struct RowInRing {
   const char* place;
   const Ring& ring;
@@ -74,11 +92,11 @@ struct RowInRing {
   __device__ __forceinline__ Columns<kWidth> gradient(int32_t column) const {
     Columns<kWidth> total =
         sum != nullptr ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
-    total.add(scale, Columns<kWidth>::load(gradient_type, place, column));
+    total.add(scale, load_columns<kWidth, kFloat32>(gradient_type, place, column));
     return total;
   }
   __device__ __forceinline__ Columns<kWidth> value(int32_t column) const {
-    return Columns<kWidth>::load(type, place + ring.row, column);
+    return load_columns<kWidth, kFloat32>(type, place + ring.row, column);
   }
   __device__ __forceinline__ Columns<kWidth> first(int32_t column) const {
     return Columns<kWidth>::load(reinterpret_cast<const float*>(place + ring.states) + column);
@@ -89,13 +107,16 @@ struct RowInRing {
   }
 };
 
-// kDepth: positions under way. width_class: of the tables to update, or kAllWidths.
-template <int kLanes, int kWidth, bool kColumnStates, int kDepth>
-__global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kColumnStates))
+// kDepth: positions under way. kFloat32: so are gradients and all rows. width_class: of the tables
+// to update, or kAllWidths.
+template <int kLanes, int kVectors, int kWidth, bool kColumnStates, bool kFloat32, int kDepth>
+__global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kColumnStates))
     segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                    const __grid_constant__ Scratch scratch, const __grid_constant__ Ring ring,
                    int width_class) {
   using Lanes = Tile<kLanes>;
+  using Steps = Step<kLanes, kVectors, kWidth>;
+  using Source = RowInRing<kWidth, kFloat32>;
   extern __shared__ __align__(16) char shared[];
   char* const own = shared + threadIdx.x / kLanes * ring.of_tile;
   auto* const sum = reinterpret_cast<float*>(own);
@@ -109,6 +130,7 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kColumnStates)
   const uint32_t tile_end = at + kLanes;
   SortedPlace place = SortedPlace::load(sorted, at + lane, n);
   const float rate = *update.learning_rate;
+  const uint64_t once_policy = evict_first();
   if (is_refused(update.batch)) return;
   uint32_t held = ~0u;  // the table of `table`
   TableUpdate table(tables[0], optimizer, rate);
@@ -162,22 +184,28 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kColumnStates)
         to_begin &= to_begin - 1;
         const int32_t its_dim = of_lane(dim, source);
         const char* const its_gradient = pointer_of_lane(gradient, source);
-        for_my_columns<kLanes, kWidth>(
-            its_dim, [&](int32_t column) { copy_columns<kWidth>(type, to, its_gradient, column); });
+        Steps::for_each(its_dim, [&](int32_t first) {
+          Steps::for_columns(its_dim, first, [&](int32_t column) {
+            copy_columns<kWidth, kFloat32>(type, to, its_gradient, column);
+          });
+        });
         if (end_mask >> source & 1) {
           const char* const its_row = pointer_of_lane(row, source);
-          const auto its_type = static_cast<RowType>(of_lane(static_cast<int>(row_type), source));
+          const auto its_type =
+              static_cast<RowType>(kFloat32 ? 0 : of_lane(static_cast<int>(row_type), source));
           const float* its_state = nullptr;
           if constexpr (kColumnStates) its_state = pointer_of_lane(state, source);
-          for_my_columns<kLanes, kWidth>(its_dim, [&](int32_t column) {
-            copy_columns<kWidth>(its_type, to + ring.row, its_row, column);
-            if constexpr (kColumnStates) {
-              for (int s = 0; s < column_states(optimizer.kind); ++s) {
-                copy_columns<kWidth>(RowType::kFloat32, to + ring.states + s * ring.of_state,
-                                     reinterpret_cast<const char*>(its_state + s * its_dim),
-                                     column);
+          Steps::for_each(its_dim, [&](int32_t first) {
+            Steps::for_columns(its_dim, first, [&](int32_t column) {
+              copy_columns<kWidth, kFloat32>(its_type, to + ring.row, its_row, column, once_policy);
+              if constexpr (kColumnStates) {
+                for (int s = 0; s < column_states(optimizer.kind); ++s) {
+                  copy_columns<kWidth, true>(
+                      RowType::kFloat32, to + ring.states + s * ring.of_state,
+                      reinterpret_cast<const char*>(its_state + s * its_dim), column, once_policy);
+                }
               }
-            }
+            });
           });
         }
       }
@@ -201,17 +229,19 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kColumnStates)
       if (end_mask >> source & 1) {
         RowOnce its{of_lane(once.square, source), of_lane(once.step, source),
                     of_lane(static_cast<unsigned long long>(once.rounding), source)};
-        const RowInRing<kWidth> from{arrived, ring, open ? sum : nullptr, scale, type, table.type};
-        RowUpdate<kLanes, kWidth, kColumnStates, RowInRing<kWidth>>::run(
+        const Source from{arrived, ring, open ? sum : nullptr, scale, type, table.type};
+        RowUpdate<kLanes, kVectors, kWidth, kColumnStates, kFloat32, Source>::run(
             table, from, pointer_of_lane(row, source), pointer_of_lane(state, source), its);
         if (lane == source) once = its;
         open = false;
       } else {
-        for_my_columns<kLanes, kWidth>(table.dim, [&](int32_t column) {
-          Columns<kWidth> total =
-              open ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
-          total.add(scale, Columns<kWidth>::load(type, arrived, column));
-          total.store(sum + column);
+        Steps::for_each(table.dim, [&](int32_t first) {
+          Steps::for_columns(table.dim, first, [&](int32_t column) {
+            Columns<kWidth> total =
+                open ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
+            total.add(scale, load_columns<kWidth, kFloat32>(type, arrived, column));
+            total.store(sum + column);
+          });
         });
         open = true;
       }
@@ -307,29 +337,33 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
     HKV_CUDA_CHECK_LAUNCH();
   }
   const int states = column_states(update.optimizer.kind);
-  const auto launch = [&]<int kLanes, int kWidth>(int32_t columns, int width_class) {
+  const bool float32 = shape.float32_rows && update.grad.type == RowType::kFloat32;
+  const auto launch = [&]<int kLanes, int kVectors, int kWidth, int kDepth>(int32_t columns,
+                                                                            int width_class) {
     constexpr int kTiles = kSegmentThreads / kLanes;
-    constexpr int kMostBytes = 48 << 10;  // of a block with more positions under way
-    const auto start = [&]<bool kColumnStates, int kDepth>() {
-      const auto kernel = segment_kernel<kLanes, kWidth, kColumnStates, kDepth>;
-      const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
-      const int bytes = kTiles * ring.of_tile;
+    const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
+    const int bytes = kTiles * ring.of_tile;
+    const int64_t blocks = (n + kSegmentThreads - 1) / kSegmentThreads;
+    const auto start = [&]<bool kColumnStates, bool kFloat32>() {
+      const auto kernel = segment_kernel<kLanes, kVectors, kWidth, kColumnStates, kFloat32, kDepth>;
       HKV_CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-      const int64_t blocks = (n + kLanes * kTiles - 1) / (kLanes * kTiles);
       kernel<<<static_cast<unsigned>(blocks), kSegmentThreads, bytes, stream>>>(
           tables, update, scratch, ring, width_class);
       HKV_CUDA_CHECK_LAUNCH();
     };
-    const bool deep = kTiles * ring_of(columns, update.grad.type, states, 4).of_tile <= kMostBytes;
-    if (states > 0) {
-      deep ? start.template operator()<true, 4>() : start.template operator()<true, 2>();
-    } else {
-      deep ? start.template operator()<false, 4>() : start.template operator()<false, 2>();
+    if constexpr (kWidth == 4) {
+      if (float32) {
+        states > 0 ? start.template operator()<true, true>()
+                   : start.template operator()<false, true>();
+        return;
+      }
     }
+    states > 0 ? start.template operator()<true, false>()
+               : start.template operator()<false, false>();
   };
   if (!update.group_four_wide) {
-    launch.template operator()<kWarp, 1>(shape.widest, kAllWidths);
+    launch.template operator()<kWarp, 4, 1, 2>(shape.widest, kAllWidths);
     return;
   }
   const bool several = (shape.width_classes & (shape.width_classes - 1)) != 0;
@@ -338,15 +372,23 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
     const auto width_class = static_cast<WidthClass>(width);
     const int32_t columns = std::min(shape.widest, most_columns(width_class));
     const int chosen = several ? width : kAllWidths;
+    // As few lanes a row as there are enough positions under way: what is done once a row is done
+    // for several rows at once.
     switch (width_class) {
       case WidthClass::k32:
-        launch.template operator()<8, 4>(columns, chosen);
+        launch.template operator()<8, 1, 4, 4>(columns, chosen);
         break;
       case WidthClass::k64:
-        launch.template operator()<16, 4>(columns, chosen);
+        launch.template operator()<8, 2, 4, 4>(columns, chosen);
+        break;
+      case WidthClass::k128:
+        launch.template operator()<16, 2, 4, 4>(columns, chosen);
+        break;
+      case WidthClass::k256:
+        launch.template operator()<16, 4, 4, 4>(columns, chosen);
         break;
       default:
-        launch.template operator()<kWarp, 4>(columns, chosen);
+        launch.template operator()<kWarp, 4, 4, 2>(columns, chosen);
         break;
     }
   }
