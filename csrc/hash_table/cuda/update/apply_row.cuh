@@ -108,6 +108,20 @@ __device__ __forceinline__ RowTerms terms_of(const RowPlace& row, const Optimize
     const float renewed = adapt_row(optimizer, squares, row.dim, old_square, &terms);
     if (lane == 0) *row_square = renewed;
   }
+  if (limits_norm(optimizer)) {
+    float squares = 0.0f;
+    for_my_columns<kWidth>(row.dim, [&](int32_t column) {
+      const Columns<kWidth> raw = gradient(column);
+      const Columns<kWidth> value = row.load<kWidth>(column);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const float g = gradient_of(optimizer, terms, value.v[k], raw.v[k]);
+        const float renewed = moved(terms, value.v[k], g);
+        squares += renewed * renewed;
+      }
+    });
+    limit_row(optimizer, warp_sum(squares), &terms);
+  }
   return terms;
 }
 
@@ -222,8 +236,8 @@ __device__ __forceinline__ void apply_lamb(const RowPlace& row, const OptimizerC
 // kColumnStates: has_column_states(optimizer). kWidth: columns a lane works on at a time, 1 or 4; 4
 // where dim, and with column states the state width, are multiples of four. gradient(column): the
 // row's gradient, Columns<kWidth> from this column on; it is called once for each of its columns,
-// once more where clips_by_norm and once more where adapts_by_row, so it should come from registers
-// or shared memory. table.optimizer_step counts this update already.
+// once more each where clips_by_norm, adapts_by_row and limits_norm, so it should come from
+// registers or shared memory. table.optimizer_step counts this update already.
 template <int kWidth, bool kColumnStates, int kEarly, typename Gradient>
 __device__ __forceinline__ void finish_row(const TableView& table, int64_t slot,
                                            const RowInFlight<kWidth, kColumnStates, kEarly>& early,
