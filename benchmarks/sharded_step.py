@@ -147,8 +147,7 @@ def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
         ids = (
             first + dist.get_rank() * count + torch.arange(count, device=args.device)
         ) % args.rows
-        with torch.no_grad():
-            model(keyed(args, ids.repeat(args.tables))).wait()
+        model(keyed(args, ids.repeat(args.tables))).wait()
     sizes = [counted["size"] for counted in table_counters(model).values()]
     held = torch.tensor(sizes, device=args.device)
     dist.all_reduce(held)

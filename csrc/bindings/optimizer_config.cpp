@@ -32,6 +32,7 @@ OptimizerConfig make_optimizer_config(const OptimizerArguments& arguments) {
   config.clip_value = bound(arguments.clip_value);
   config.clip_norm = bound(arguments.clip_norm);
   config.clip_output = bound(arguments.clip_output);
+  config.max_norm = bound(arguments.max_norm);
   config.stochastic_rounding = arguments.stochastic_rounding;
   config.rounding_seed = static_cast<uint64_t>(arguments.rounding_seed);
   return config;

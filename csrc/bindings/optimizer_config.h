@@ -29,6 +29,7 @@ struct OptimizerArguments {
   std::optional<double> clip_output;
   bool stochastic_rounding = false;
   int64_t rounding_seed = 0;
+  std::optional<double> max_norm;
 };
 
 OptimizerConfig make_optimizer_config(const OptimizerArguments& arguments);

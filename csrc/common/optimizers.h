@@ -2,9 +2,9 @@
 // an id in the batch; each row that occurs is updated once a step, the others not at all.
 //
 // An update has row parts and column parts. The row parts are made once a row, from sums over its
-// columns: begin_row, then, for some optimizers, clip_row and adapt_row, or trust_ratio at the end.
-// The column parts are made for each column, in any order: gradient_of and update_column. A warp
-// and a vector loop differ only in how they sum and store.
+// columns: begin_row, then, for some optimizers, clip_row, adapt_row and limit_row, or trust_ratio
+// at the end. The column parts are made for each column, in any order: gradient_of and
+// update_column. A warp and a vector loop differ only in how they sum and store.
 //
 // The state of a row is zero when its id comes. It is float32: the values of all columns, one
 // quantity after the other, then what the row has once, then padding.
@@ -66,6 +66,8 @@ struct OptimizerConfig {
   // Bounds on the row's gradient, infinite where there are none.
   float clip_value = std::numeric_limits<float>::infinity();
   float clip_norm = std::numeric_limits<float>::infinity();
+  // Bound on the norm of the updated row, infinite where there is none. Only for row-wise Adagrad.
+  float max_norm = std::numeric_limits<float>::infinity();
   // Bound on the values of the pooled output's gradient, before they are summed by row.
   float clip_output = std::numeric_limits<float>::infinity();
   bool stochastic_rounding = false;  // of 16-bit rows, see rounding.h
@@ -184,6 +186,27 @@ HKV_HOST_DEVICE float adapt_row(const OptimizerConfig& config, float squares, in
   return row_square;
 }
 
+// Whether limit_row has to be called.
+HKV_HOST_DEVICE bool limits_norm(const OptimizerConfig& config) {
+  return config.max_norm < std::numeric_limits<float>::infinity();
+}
+
+// The value that a column without state gets, from what gradient_of gives.
+HKV_HOST_DEVICE float moved(const RowTerms& terms, float value, float direction) {
+  return terms.kept * value - terms.rate * direction;
+}
+
+// Scales the updated row down to max_norm. Called last, where limits_norm; the columns must have no
+// state. squares: the sum over columns of moved^2. As moved is linear in both of its factors, the
+// column parts need not know of it.
+HKV_HOST_DEVICE void limit_row(const OptimizerConfig& config, float squares, RowTerms* terms) {
+  const float norm = sqrtf(squares);
+  if (!(norm > config.max_norm)) return;
+  const float scale = config.max_norm / norm;
+  terms->kept *= scale;
+  terms->rate *= scale;
+}
+
 // The new value of a column, and its new state, in place, from what gradient_of gives. Not for
 // LAMB.
 template <Optimizer kKind>
@@ -221,7 +244,7 @@ HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms&
     if (fabsf(first) <= config.l1) return 0.0f;
     return (copysignf(config.l1, first) - first) / quadratic;
   }
-  return terms.kept * value - terms.rate * direction;
+  return moved(terms, value, direction);
 }
 
 // The same from the row's gradient.

@@ -54,6 +54,22 @@ def test_holds_the_most_frequent_ids(device_type):
     assert torch.equal(halved.cpu(), counts[ids.cpu()] // 2)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("autograd", [torch.no_grad, torch.inference_mode])
+def test_without_autograd_nothing_is_counted(device_type, sparse, autograd):
+    bag = make(device_type, sparse=sparse, cache_populate_every=2)
+    ids = skewed_ids(100).to(device_type)
+    offsets = offsets_of(ids, 20)
+    expected = bag(ids, offsets).detach()
+    before = [tensor.clone() for tensor in bag.hot_rows.frequencies()]
+    with autograd():
+        for _ in range(4):
+            out = bag(ids, offsets)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    assert all(map(torch.equal, bag.hot_rows.frequencies(), before))
+    assert bag.hot_rows.num_rows == 0  # no populate
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_lookup_and_gradients_are_those_of_the_full_weight(device_type, mode, weighted):

@@ -13,7 +13,10 @@ from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, backend
 from torchrec_hkv.backends import OptimizerSpec
 from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.options import is_ours, shards_of
-from torchrec_hkv.sharding.sharders import get_default_sharders
+from torchrec_hkv.sharding.sharders import (
+    BackendEmbeddingBagCollectionSharder,
+    get_default_sharders,
+)
 
 pytestmark = pytest.mark.compat
 
@@ -47,6 +50,32 @@ def test_tables_and_buffers(planned_for, backend, sharding_type):
         assert mine.storage.hbm == taken.hbm + (0 if is_cpu else buffers)
         assert mine.storage.ddr == taken.host + (buffers if is_cpu else 0)
         assert mine.perf.total > 0
+
+
+def _counted(backend, optimizer, fused_params):
+    """Bytes of the table on a backend, and those of the rows and states of the stock table."""
+    table = EmbeddingBagConfig(name="t", num_embeddings=1000, embedding_dim=16, feature_names=["f"])
+    constraint = ParameterConstraints(
+        compute_kernels=[backend, "fused"], sharding_types=["table_wise"]
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=topology(2, torch.device("cpu")), constraints={"t": constraint}
+    )
+    sharders = [BackendEmbeddingBagCollectionSharder(fused_params)]
+    options = planner._enumerator.enumerate(make_model([table], optimizer), sharders)
+    (ours,) = [option for option in options if is_ours(option)]
+    (stock,) = [option for option in options if option.compute_kernel == "fused"]
+    return ours.shards[0].storage.ddr, stock_table_bytes(stock)
+
+
+@pytest.mark.parametrize("fused_params", [None, {"learning_rate": 0.1}])
+@pytest.mark.parametrize("backend", ["hkv", "tt"])
+def test_without_an_optimizer_there_are_no_states(backend, fused_params):
+    """Nor has the stock table beside it some: SGD has none."""
+    ours, stock = _counted(backend, None, fused_params)
+    assert stock == [1000 * 16 * 4]
+    assert ours == _counted(backend, torch.optim.SGD, None)[0]
+    assert ours < _counted(backend, torch.optim.Adagrad, None)[0]
 
 
 def test_stock_tables_are_counted_as_torchrec_does():

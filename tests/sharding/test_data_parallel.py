@@ -14,6 +14,7 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -29,6 +30,7 @@ FEATURES = {"t": ["t1", "t2"], "u": ["u"], "h": ["h"], "s": ["s"]}
 STEPS, DIM = 4, 8
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "clipped": (SGD, {"lr": 0.1, "gradient_clipping": True, "max_gradient": 0.05}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3}),
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.05, "eps": 1e-3}),
     "adam": (torch.optim.Adam, {"lr": 0.02, "eps": 1e-3}),

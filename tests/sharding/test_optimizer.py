@@ -14,7 +14,11 @@ from torch import nn
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from torchrec_hkv.backends import OptimizerSpec
-from torchrec_hkv.sharding.optimizer import applied_optimizer, optimizer_spec
+from torchrec_hkv.sharding.optimizer import (
+    applied_optimizer,
+    initial_learning_rate,
+    optimizer_spec,
+)
 
 
 def _applied(optimizer, kwargs, fused_params=None):
@@ -27,7 +31,7 @@ def _applied(optimizer, kwargs, fused_params=None):
 @pytest.mark.parametrize(
     ("optimizer", "kwargs", "spec"),
     [
-        (None, {}, None),
+        (None, {}, OptimizerSpec("sgd")),
         (torch.optim.SGD, {"lr": 0.1}, OptimizerSpec("sgd")),
         (torchrec.optim.SGD, {"lr": 0.1, "momentum": 0}, OptimizerSpec("sgd")),
         (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.0}, OptimizerSpec("sgd")),
@@ -54,6 +58,12 @@ def _applied(optimizer, kwargs, fused_params=None):
             {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
             OptimizerSpec("rowwise_adagrad", weight_decay=0.1),
         ),
+        (
+            torchrec.optim.RowWiseAdagrad,
+            {"max_norm": 0.5},
+            OptimizerSpec("rowwise_adagrad", max_norm=0.5),
+        ),
+        (torchrec.optim.RowWiseAdagrad, {"max_norm": 0.0}, OptimizerSpec("rowwise_adagrad")),
         (
             torchrec.optim.RowWiseAdagrad,
             {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.DECOUPLE},
@@ -139,7 +149,7 @@ def test_served(optimizer, kwargs, spec):
         (
             torch.optim.SGD,
             {"lr": 0.1, "maximize": True},
-            "maximize=True: with sgd allowed are lr, ",
+            "maximize=True: with sgd allowed are learning_rate (lr), ",
         ),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "dampening=0.1"),
         (torchrec.optim.SGD, {"lr": 0.1, "eps": 0.1}, "eps=0.1: with sgd allowed are"),
@@ -165,7 +175,10 @@ def test_served(optimizer, kwargs, spec):
             {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
             "weight_decay_mode=1: with lamb allowed are",
         ),
-        (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "max_norm": 1.0}, "max_norm=1.0"),
+        *(
+            (optimizer, {"lr": 0.1, "max_norm": 1.0}, "max_norm=1.0: only row-wise Adagrad has")
+            for optimizer in (torchrec.optim.SGD, torchrec.optim.Adagrad, torchrec.optim.Adam)
+        ),
         (
             torchrec.optim.RowWiseAdagrad,
             {"lr": 0.1, "max_gradient": 1.0},
@@ -209,6 +222,91 @@ def test_every_type_of_fbgemm_is_served_or_refused(kind):
     else:
         with pytest.raises(ValueError, match="can't be trained with"):
             optimizer_spec("t", {"optimizer": kind})
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "spec"),
+    [
+        ({}, OptimizerSpec("sgd")),
+        ({"learning_rate": 0.1}, OptimizerSpec("sgd")),
+        ({"gradient_clipping": True}, OptimizerSpec("sgd", clip_output=1.0)),
+        ({"stochastic_rounding": False}, OptimizerSpec("sgd", stochastic_rounding=False)),
+        ({"clip_norm": 2.0}, OptimizerSpec("sgd", clip_norm=2.0)),
+        # What FBGEMM takes for granted says nothing.
+        ({"momentum": 0.9, "eps": 1e-8, "beta2": 0.999, "max_norm": 0.0}, OptimizerSpec("sgd")),
+        ({"optimizer": EmbOptimType.ADAM}, OptimizerSpec("adam")),
+    ],
+)
+def test_without_an_optimizer_fbgemms_defaults_hold(fused_params, spec):
+    assert _applied(None, {}, fused_params) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("momentum", 0.5),
+        ("weight_decay", 0.1),
+        ("nesterov", True),
+        ("eps", 1e-3),
+        ("max_norm", 1.0),
+        ("lr", 0.1),
+    ],
+)
+def test_without_an_optimizer_what_sgd_would_ignore_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}: .*no optimizer named, which means sgd"):
+        _applied(None, {}, {name: value})
+
+
+def test_no_optimizer_by_name_is_refused():
+    with pytest.raises(ValueError, match="Table 't' can't be trained with None: allowed are"):
+        optimizer_spec("t", {"optimizer": None})
+
+
+#: Arguments of FBGEMM's tables that decide how rows are trained, with a value that counts there.
+TRAINING_ARGUMENTS = {
+    "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "stochastic_rounding": False,
+    "gradient_clipping": True,
+    "max_gradient": 0.5,
+    "max_norm": 0.5,
+    "learning_rate": 0.1,
+    "eps": 1e-3,
+    "momentum": 0.5,
+    "weight_decay": 0.1,
+    "weight_decay_mode": WeightDecayMode.COUNTER,
+    "eta": 0.1,
+    "beta1": 0.5,
+    "beta2": 0.5,
+    "ensemble_mode": object(),
+    "emainplace_mode": object(),
+    "counter_based_regularization": object(),
+    "cowclip_regularization": object(),
+    "optimizer_state_dtypes": {"momentum1": SparseType.FP16},
+    "global_weight_decay": object(),
+    "extra_optimizer_config": UserEnabledConfigDefinition(use_writeback_bwd_prehook=True),
+}
+
+
+#: Those that change what is trained, by optimizer. All others are refused.
+HONOURED = {
+    EmbOptimType.EXACT_SGD: {"momentum", "weight_decay"},
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: {"eps", "max_norm"},
+    EmbOptimType.ADAM: {"eps", "beta1", "beta2", "weight_decay"},
+}
+
+
+@pytest.mark.parametrize("name", TRAINING_ARGUMENTS)
+@pytest.mark.parametrize("optimizer", HONOURED)
+def test_arguments_of_training_are_honoured_or_refused(optimizer, name):
+    told = {"optimizer": optimizer, name: TRAINING_ARGUMENTS[name]}
+    if name == "learning_rate":
+        assert initial_learning_rate(told) == 0.1
+    elif name in {"optimizer", "stochastic_rounding", "gradient_clipping", *HONOURED[optimizer]}:
+        other = EmbOptimType.LAMB if name == "optimizer" else optimizer
+        assert optimizer_spec("t", told) != optimizer_spec("t", {"optimizer": other})
+    else:
+        with pytest.raises(ValueError, match="Table 't' can't be trained with"):
+            optimizer_spec("t", told)
 
 
 def test_a_sharders_parameters_about_stock_storage_are_passed_over():

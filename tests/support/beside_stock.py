@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,12 +59,16 @@ GPU_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = 
         RowWiseAdagrad,
         {"lr": 0.1, "weight_decay": 0.05, "weight_decay_mode": WeightDecayMode.DECOUPLE},
     ),
+    "rowwise_adagrad_max_norm": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6, "max_norm": 0.5}),
     "adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-6, "weight_decay": 0.05}),
     "rowwise_adam": (PartialRowWiseAdam, {"lr": 0.01, "eps": 1e-6, "beta1": 0.8}),
     "lamb": (LAMB, {"lr": 0.01, "eps": 1e-6, "weight_decay": 0.05}),
 }
 
-_ALL_OPTIMIZERS = {**OPTIMIZERS, **MORE_OPTIMIZERS, **GPU_OPTIMIZERS}
+#: Nothing is applied in the backward: the fused parameters of the sharder decide.
+UNNAMED: dict[str, tuple[None, dict[str, Any]]] = {"none": (None, {})}
+
+_ALL_OPTIMIZERS = {**OPTIMIZERS, **MORE_OPTIMIZERS, **GPU_OPTIMIZERS, **UNNAMED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Scenario:
         output: ``"fp16"`` or ``"bf16"``, of what lookups give; None for nothing said: float32.
         rows: ``"fp16"`` or ``"bf16"``, of the backend's tables; None for float32.
         stock_rows: likewise, of stock tables.
+        fused_params: of the sharder, beside the dtype of the output.
     """
 
     backend: str
@@ -98,6 +104,7 @@ class Scenario:
     output: str | None = None
     rows: str | None = None
     stock_rows: str | None = None
+    fused_params: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +197,9 @@ def codecs_registry(wire: str | None) -> dict[str, Any] | None:
 
 def _sharders(scenario: Scenario) -> list[Any]:
     registry = codecs_registry(scenario.wire)
-    told = {} if scenario.output is None else {"output_dtype": SparseType(scenario.output)}
+    told = dict(scenario.fused_params or {})
+    if scenario.output is not None:
+        told["output_dtype"] = SparseType(scenario.output)
     return [BackendEmbeddingBagCollectionSharder(told, qcomm_codecs_registry=registry)]
 
 

@@ -44,7 +44,7 @@ def dense_model(
     device: torch.device,
     kernel: str,
     sharding_types: tuple[str, str],
-    optimizer: type[torch.optim.Optimizer],
+    optimizer: type[torch.optim.Optimizer] | None,
     kwargs: dict,
     unsharded: torch.device | None = None,
 ) -> DistributedModelParallel:
@@ -55,12 +55,13 @@ def dense_model(
         device: of the tables.
         kernel: ``"fused"``, or ``"hkv"`` for tables in dense-compatible mode.
         sharding_types: of ``t`` and of ``q``.
-        optimizer: applied in backward.
+        optimizer: applied in backward; None for none.
         kwargs: its arguments.
         unsharded: where the unsharded weights lie, the meta device when None.
     """
     model = DenseModel(unsharded or torch.device("meta"))
-    apply_optimizer_in_backward(optimizer, model.parameters(), dict(kwargs))
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, model.parameters(), dict(kwargs))
     options = HKVOptions(dense=True, seed=5) if kernel == "hkv" else None
     constraints = {
         name: ParameterConstraints(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from tests.support.beside_stock import (
     KEYS,
     OPTIMIZERS,
     STEPS,
+    UNNAMED,
     codecs_registry,
     draw_sizes,
     raw_ids,
@@ -39,11 +42,12 @@ class SequenceScenario:
     Attributes:
         backend: name of the backend.
         sharding_type: of all tables.
-        optimizer: a key of ``OPTIMIZERS``.
+        optimizer: a key of ``OPTIMIZERS`` or ``UNNAMED``.
         need_indices: whether the collection gives the ids back.
         variable: whether each feature has a batch size of its own.
         wire: what the output exchange sends, a ``CommType``; None for float32.
         dedup: whether ours sends each id once. Stock tables can't on a CPU, and never do here.
+        fused_params: of the sharder.
     """
 
     backend: str
@@ -53,6 +57,7 @@ class SequenceScenario:
     dedup: bool = False
     variable: bool = False
     wire: str | None = None
+    fused_params: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +105,9 @@ def shard_sequences(
         device=torch.device("meta"),
         need_indices=scenario.need_indices,
     )
-    optimizer, kwargs = OPTIMIZERS[scenario.optimizer]
-    apply_optimizer_in_backward(optimizer, collection.parameters(), dict(kwargs))
+    optimizer, kwargs = {**OPTIMIZERS, **UNNAMED}[scenario.optimizer]
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, collection.parameters(), dict(kwargs))
     constraints = {
         name: ParameterConstraints(
             compute_kernels=["fused" if name == "s" else kernel],
@@ -111,6 +117,7 @@ def shard_sequences(
         for name in ("t0", "t1", "s")
     }
     sharder = BackendEmbeddingCollectionSharder(
+        dict(scenario.fused_params or {}),
         use_index_dedup=scenario.dedup and kernel != "fused",
         qcomm_codecs_registry=codecs_registry(scenario.wire),
     )

@@ -95,8 +95,9 @@ class ToyTable:
 
 class _ToyFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, lookup, ids, offsets, weights, batch_size, learning_rate):
-        ctx.lookup, ctx.learning_rate = lookup, learning_rate
+    def forward(ctx, anchor, lookup, is_training, ids, offsets, weights, batch_size, rate):
+        ctx.lookup, ctx.learning_rate = lookup, rate
+        ctx.is_training = is_training
         ctx.device, ctx.has_weights = ids.device, weights is not None
         ctx.weights = torch.ones(ids.numel()) if weights is None else weights.detach().cpu()
         ctx.ids, ctx.offsets, ctx.batch_size = ids.tolist(), offsets.tolist(), batch_size
@@ -112,7 +113,7 @@ class _ToyFunction(torch.autograd.Function):
                 is_mean = table.shard.pooling == "mean"
                 scale = 1.0 / (end - begin) if is_mean and end > begin else 1.0
                 for position in range(begin, end):
-                    row = table.find(ctx.ids[position], insert=lookup.training)
+                    row = table.find(ctx.ids[position], insert=ctx.is_training)
                     pooled[sample] += row * (ctx.weights[position] * scale)
                     ctx.entries.append((feature, sample, position, scale))
                     ctx.found.append(row)
@@ -134,7 +135,7 @@ class _ToyFunction(torch.autograd.Function):
         for (table_index, row_id), total in sums.items():
             ctx.lookup.tables[table_index].update(row_id, total, float(ctx.learning_rate))
         weight_gradient = weight_gradient.to(ctx.device) if ctx.has_weights else None
-        return None, None, None, None, weight_gradient, None, None
+        return None, None, None, None, None, weight_gradient, None, None
 
 
 class ToyLookup(GroupLookup):
@@ -149,8 +150,9 @@ class ToyLookup(GroupLookup):
     def forward(self, ids, offsets, weights, batch_size, learning_rate):
         if ids.dtype != torch.int64:
             raise ValueError(f"ids have dtype {ids.dtype}: must be int64.")
+        training = self.is_training_lookup  # autograd is off within the function
         return _ToyFunction.apply(
-            self.anchor, self, ids, offsets, weights, batch_size, learning_rate
+            self.anchor, self, training, ids, offsets, weights, batch_size, learning_rate
         )
 
     def _table(self, key: str) -> ToyTable:

@@ -43,7 +43,7 @@ def hash_table_optimizer(spec: OptimizerSpec | None) -> Optimizer | None:
         case "adagrad":
             return Adagrad(**sums, **decay, **common)
         case "rowwise_adagrad":
-            return RowWiseAdagrad(**sums, **decay, **common)
+            return RowWiseAdagrad(**sums, **decay, **common, max_norm=spec.max_norm)
         case "adam":
             return Adam(**moments, **decay, **common)
         case "rowwise_adam":

@@ -35,6 +35,15 @@ from torchrec_hkv.backends.workload import Work, Workload, row_work
 class GroupLookup(nn.Module, abc.ABC):
     """The tables of one group on one rank, looked up in one call and trained in their backward."""
 
+    @property
+    def is_training_lookup(self) -> bool:
+        """Whether a lookup made now is a training lookup: in training mode, with autograd on.
+
+        All others are evaluation lookups: in ``eval()`` mode, and in any mode under
+        ``torch.no_grad()`` or ``torch.inference_mode()``.
+        """
+        return self.training and torch.is_grad_enabled()
+
     @abc.abstractmethod
     def forward(
         self,
@@ -46,9 +55,9 @@ class GroupLookup(nn.Module, abc.ABC):
     ) -> torch.Tensor:
         """Pools the rows of each bag.
 
-        In training mode (``self.training``) missing ids are inserted; in evaluation mode nothing in
-        the table changes. The backward applies the optimizer at ``learning_rate`` and returns a
-        gradient for ``weights`` only.
+        A training lookup (:attr:`is_training_lookup`) inserts missing ids. An evaluation lookup
+        changes nothing in the table. The backward applies the optimizer at ``learning_rate`` and
+        returns a gradient for ``weights`` only.
 
         Args:
             ids: int64 ``[n]``, feature-major: all bags of the first feature, then of the second.

@@ -47,6 +47,7 @@ class OptimizerSpec:
             ``max_gradient``), None for none.
         clip_value: bound on the values of a row's gradient, None for none.
         clip_norm: bound on the norm of a row's gradient, None for none.
+        max_norm: bound on the norm of a row after its update, None for none; of row-wise Adagrad.
         stochastic_rounding: of 16-bit rows.
         rounding_seed: of that.
     """
@@ -67,6 +68,7 @@ class OptimizerSpec:
     clip_output: float | None = None
     clip_value: float | None = None
     clip_norm: float | None = None
+    max_norm: float | None = None
     stochastic_rounding: bool = True
     rounding_seed: int = 0
 

@@ -43,10 +43,7 @@ class Optimizer:
     rounding_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("clip_value", "clip_norm", "clip_output"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                self._refuse(name, "None or a positive number")
+        self._check_bounds("clip_value", "clip_norm", "clip_output")
         self._check_flags("stochastic_rounding")
         seed = self.rounding_seed
         if not isinstance(seed, int) or isinstance(seed, bool) or not -(1 << 63) <= seed < 1 << 63:
@@ -68,6 +65,12 @@ class Optimizer:
         raise ValueError(
             f"{type(self).__name__}: {name} is {getattr(self, name)!r}, but must be {allowed}."
         )
+
+    def _check_bounds(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                self._refuse(name, "None or a positive number")
 
     def _check_flags(self, *names: str) -> None:
         for name in names:
@@ -186,11 +189,26 @@ class Adagrad(Optimizer):
 class RowWiseAdagrad(Adagrad):
     """Adagrad with one sum a row, of the mean of squares; FBGEMM's ``EXACT_ROWWISE_ADAGRAD``.
 
-    State of a row: the sum ``[1]``. Attributes as in :class:`Adagrad`.
+    State of a row: the sum ``[1]``. Other attributes as in :class:`Adagrad`.
+
+    Attributes:
+        max_norm: bound on the L2 norm of a row. A row whose norm is larger after its update is
+            scaled down to it, as FBGEMM's GPU kernels do. None for no bound. The norm is that of
+            the float32 values, before rows of 16 bits are rounded.
     """
 
+    max_norm: float | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_bounds("max_norm")
+
     def _arguments(self) -> dict[str, Any]:
-        return {**super()._arguments(), "kind": _C.Optimizer.ROWWISE_ADAGRAD}
+        return {
+            **super()._arguments(),
+            "kind": _C.Optimizer.ROWWISE_ADAGRAD,
+            "max_norm": self.max_norm,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

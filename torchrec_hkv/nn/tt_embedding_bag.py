@@ -235,12 +235,11 @@ class TTEmbeddingBag(nn.Module):
     def _with_cache(
         self, hot: HotRows, ids: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
-        if self.training:
-            if torch.is_grad_enabled():
-                refuse_replicas(
-                    "Caches, which each process fills with ids of its own,",
-                    "make the module with use_cache=False",
-                )
+        if self.training and torch.is_grad_enabled():
+            refuse_replicas(
+                "Caches, which each process fills with ids of its own,",
+                "make the module with use_cache=False",
+            )
             if self.cache_populate_every and self._forwards == self.cache_populate_every:
                 self.cache_populate()
             self._forwards += 1

@@ -159,12 +159,9 @@ class TTTables(nn.Module):
     ) -> Tensor:
         """As :meth:`torchrec_hkv.tensor_train.TTGroup.lookup`, trained as the module says."""
         cores = list(self.tt_cores)
-        if not (self.is_fused and self.training):
+        if not (self.is_fused and self.training and torch.is_grad_enabled()):
             return self.group.lookup(cores, ids, offsets, batch_size, **pooling)
-        if torch.is_grad_enabled():
-            refuse_replicas(
-                "Cores that a fused optimizer trains", "make the module with sparse=False"
-            )
+        refuse_replicas("Cores that a fused optimizer trains", "make the module with sparse=False")
         anchor = torch.empty(0, device=ids.device, requires_grad=True)
         return self.group.lookup_fused(
             anchor,

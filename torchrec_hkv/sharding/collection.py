@@ -15,11 +15,12 @@ from torch import nn
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.protocol import GroupLookup
+from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.compat import to_keyed_jagged_tensor
 from torchrec_hkv.sharding.exchange_groups import Exchange, has_ours
-from torchrec_hkv.sharding.kernel import BackendKernel, placeholder
+from torchrec_hkv.sharding.kernel import BackendKernel
+from torchrec_hkv.sharding.placeholder import clip_notice, placeholder
 from torchrec_hkv.sharding.replicated_state import ReplicatedState
 from torchrec_hkv.sharding.state import TableState
 from torchrec_hkv.sharding.state_exchange import exchange_state
@@ -193,14 +194,9 @@ class BackendCollection:
         # TorchRec's ``skip_registering``, which its EmbeddingCollection of 1.6 does not take.
         super()._initialize_torch_state(*args, **kwargs)
         skip_registering = next(iter([*args, *kwargs.values()]), False)
-        device = self._device or torch.device("cpu")
+        self._register_absent_tables()
         self._table_states: dict[str, TableState] = {}
         for name, table in self._planned.items():
-            # A rank without a shard has no kernel that would have registered the parameter.
-            holder = self._table_module(name)
-            if not hasattr(holder, "weight"):
-                shard = table.shards[0]
-                holder.register_parameter("weight", placeholder(shard.dim, shard.dtype, device))
             backend = registry.get(table.backend)
             self._table_states[name] = (
                 ReplicatedState.of_table(backend, table.shards[0], table.optimizer)
@@ -209,6 +205,20 @@ class BackendCollection:
             )
         if not skip_registering:
             self._register_state_dict_hook(_export_tables)
+
+    def _register_absent_tables(self) -> None:
+        """Registers the parameters of tables that have no shard, hence no kernel, on this rank."""
+        device = self._device or torch.device("cpu")
+        absent: dict[OptimizerSpec, list[str]] = {}
+        for name, table in self._planned.items():
+            if not hasattr(self._table_module(name), "weight"):
+                absent.setdefault(table.optimizer, []).append(name)
+        for optimizer, names in absent.items():
+            notice = clip_notice(names, optimizer)
+            for name in names:
+                shard = self._planned[name].shards[0]
+                parameter = placeholder(shard.dim, shard.dtype, device, notice)
+                self._table_module(name).register_parameter("weight", parameter)
 
     def found_tables(self) -> dict[str, FoundTable]:
         """The tables of ours, on whatever rank, by name."""

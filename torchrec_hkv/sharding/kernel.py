@@ -18,7 +18,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends import registry
@@ -27,21 +27,11 @@ from torchrec_hkv.sharding.dense_optimizer import sharded_state
 from torchrec_hkv.sharding.optimizer import initial_learning_rate, optimizer_spec
 from torchrec_hkv.sharding.output_dtype import OUTPUT_DTYPE, output_dtype
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
+from torchrec_hkv.sharding.placeholder import clip_notice, placeholder
 from torchrec_hkv.sharding.row_optimizer import RowOptimizer
 from torchrec_hkv.sharding.tables import table_shard
 from torchrec_hkv.sharding.uniqueness import check_ids
 from torchrec_hkv.sharding.variable_batch import rank_major
-
-
-def placeholder(dim: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """The parameter that stands for a table whose rows come and go: no rows, ``dim`` columns.
-
-    It carries TorchRec's mark of a parameter that is trained in backward, so that
-    ``in_backward_optimizer_filter`` keeps it from dense optimizers.
-    """
-    parameter = nn.Parameter(torch.empty(0, dim, dtype=dtype, device=device))
-    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
-    return parameter
 
 
 class BackendKernel(FusedOptimizerModule):
@@ -61,17 +51,16 @@ class BackendKernel(FusedOptimizerModule):
         self.shards = self._table_shards(pooling)
         backend = registry.get(self._tags()[0].backend)
         fused_params = without_tag(self._config.fused_params or {})
+        optimizer = optimizer_spec(self.shards[0].name, fused_params)
         self._emb_module: GroupLookup = backend.create_lookup(
-            self.shards,
-            self._feature_table_map,
-            optimizer_spec(self.shards[0].name, fused_params),
-            device,
+            self.shards, self._feature_table_map, optimizer, device
         )
         told = fused_params.get(OUTPUT_DTYPE)
         self._emb_module.set_output_dtype(output_dtype(self.shards[0].name, told))
         # A table with several columns' shards here has one placeholder.
+        notice = clip_notice([shard.name for shard in self.shards], optimizer)
         self._param_per_table = {
-            shard.name: placeholder(shard.dim, shard.dtype, device) for shard in self.shards
+            shard.name: placeholder(shard.dim, shard.dtype, device, notice) for shard in self.shards
         }
         unique = {
             index

@@ -4,25 +4,39 @@ What is said in FBGEMM's terms means what it means there, and what FBGEMM would 
 weight decay of SGD, weight decay of Adagrad) means what it means in ``torch.optim``. In particular
 the weight decay of Adam is decoupled, whether ``torch.optim.Adam`` or ``AdamW`` was applied, unless
 ``weight_decay_mode`` says otherwise.
+
+Without an optimizer a table trains as a stock table does: by FBGEMM's defaults, plain SGD at a
+learning rate of 0.01.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from torchrec_hkv.backends.protocol import OptimizerSpec
 
-#: FBGEMM's default, which stock tables get when no learning rate is given.
-_DEFAULT_LEARNING_RATE = 0.01
 
-#: FBGEMM's default of ``max_gradient`` where ``gradient_clipping`` is on.
-_DEFAULT_MAX_GRADIENT = 1.0
+@functools.cache
+def _fbgemm_defaults() -> dict[str, Any]:
+    """The arguments of FBGEMM's tables that have defaults. Stock tables get these defaults."""
+    parameters = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+
 
 _NAMES: dict[EmbOptimType | str, str] = {
     EmbOptimType.SGD: "sgd",
@@ -65,10 +79,12 @@ _ATTRIBUTES: dict[str, dict[str, str]] = {
 }
 # Said in another way than by a number of the same name.
 _TRANSLATED = ("gradient_clipping", "max_gradient")
+#: What FBGEMM honours for row-wise Adagrad only.
+_MAX_NORM = "max_norm"
 _TRANSLATED_BY_NAME: dict[str, tuple[str, ...]] = {
     "sgd": ("weight_decay_mode",),
     "adagrad": ("weight_decay_mode",),
-    "rowwise_adagrad": ("weight_decay_mode",),
+    "rowwise_adagrad": ("weight_decay_mode", _MAX_NORM),
     "adam": ("weight_decay_mode", "betas", "extra_optimizer_config"),
     "rowwise_adam": ("weight_decay_mode", "betas", "extra_optimizer_config"),
     "lamb": ("betas", "extra_optimizer_config"),
@@ -82,6 +98,11 @@ _FTRL_INITIAL_ACCUMULATOR = 0.1
 _ABOUT_STOCK_STORAGE: frozenset[str] = frozenset(
     {
         "bounds_check_mode",
+        "cache_algorithm",
+        "cache_load_factor",
+        "cache_precision",
+        "cache_reserved_memory",
+        "cache_sets",
         "enforce_hbm",
         "multipass_prefetch_config",
         "prefetch_pipeline",
@@ -90,32 +111,30 @@ _ABOUT_STOCK_STORAGE: frozenset[str] = frozenset(
 )
 
 
-def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec | None:
-    """The optimizer in a table's fused parameters.
+def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec:
+    """The optimizer in a table's fused parameters: FBGEMM's default, SGD, where they name none.
 
     Args:
         table: its name, for the message.
         fused_params: FBGEMM's terms: ``optimizer`` (an ``EmbOptimType``), ``learning_rate``,
             ``eps``, and others; those of ``torch.optim`` where FBGEMM has none.
 
-    Returns:
-        None when no optimizer was applied.
-
     Raises:
         ValueError: another optimizer, or an argument that would be ignored.
     """
-    optimizer = fused_params.get("optimizer")
-    if optimizer is None:
-        _refuse_others(table, "no optimizer", fused_params, frozenset())
-        return None
+    is_named = "optimizer" in fused_params
+    optimizer = fused_params["optimizer"] if is_named else _fbgemm_defaults()["optimizer"]
     if optimizer not in _NAMES:
         raise ValueError(
             f"Table {table!r} can't be trained with {optimizer}: allowed are {_ALLOWED}."
         )
     name = _NAMES[optimizer]
-    attributes = {**_FOR_ALL, **_ATTRIBUTES[name]}
-    known = {*attributes, *_TRANSLATED, *_TRANSLATED_BY_NAME[name]}
-    _refuse_others(table, name, fused_params, frozenset(known))
+    # Where no optimizer is named, momentum and weight decay are refused: a stock table would ignore
+    # them, and with torch.optim.SGD they would count.
+    attributes = {**_FOR_ALL, **(_ATTRIBUTES[name] if is_named else {})}
+    known = {*attributes, *_TRANSLATED, *(_TRANSLATED_BY_NAME[name] if is_named else ())}
+    described = name if is_named else f"no optimizer named, which means {name},"
+    _refuse_others(table, described, fused_params, frozenset(known))
     given: dict[str, Any] = {"name": name}
     if name == "ftrl":
         given["initial_accumulator"] = _FTRL_INITIAL_ACCUMULATOR
@@ -127,6 +146,8 @@ def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec
     given.update(_step_mode(table, fused_params))
     given.update(_clip_output(table, fused_params))
     given.update(_decay_mode(table, name, fused_params))
+    if _MAX_NORM in known:
+        given["max_norm"] = fused_params.get(_MAX_NORM) or None  # FBGEMM's 0 means no bound
     return OptimizerSpec(**given)
 
 
@@ -137,15 +158,22 @@ def _refuse(table: str, what: str, allowed: str) -> ValueError:
 def _refuse_others(
     table: str, optimizer: str, fused_params: Mapping[str, Any], known: frozenset[str]
 ) -> None:
+    defaults = _fbgemm_defaults()
     for name, value in fused_params.items():
         # The last is no matter of training: output_dtype.py.
         if name in ("optimizer", "learning_rate", "output_dtype") or name in known:
             continue
-        if name in _ABOUT_STOCK_STORAGE or name.startswith("cache_") or value is SparseType.FP32:
+        if name in _ABOUT_STOCK_STORAGE:
             continue
-        if isinstance(value, torch.Tensor) or value not in (None, False, 0):
-            allowed = ", ".join(["lr", *sorted(known)])
-            raise _refuse(table, f"{name}={value}", f"with {optimizer} allowed are {allowed}")
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor and name in defaults and value == defaults[name]:
+            continue
+        if is_tensor or value not in (None, False, 0):
+            allowed = ", ".join(["learning_rate (lr)", *sorted(known)])
+            reason = f"with {optimizer} allowed are {allowed}"
+            if name == _MAX_NORM:
+                reason = "only row-wise Adagrad has max_norm; " + reason
+            raise _refuse(table, f"{name}={value}", reason)
 
 
 def _step_mode(table: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +199,7 @@ def _clip_output(table: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
                 table, f"max_gradient={bound}", "it counts only with gradient_clipping=True"
             )
         return {}
-    return {"clip_output": _DEFAULT_MAX_GRADIENT if bound is None else bound}
+    return {"clip_output": _fbgemm_defaults()["max_gradient"] if bound is None else bound}
 
 
 def _decay_mode(table: str, optimizer: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +253,7 @@ def name_optimizer(parameter: torch.Tensor) -> None:
 
 def applied_optimizer(
     table: str, parameter: torch.Tensor, sharder_fused_params: Mapping[str, Any] | None
-) -> OptimizerSpec | None:
+) -> OptimizerSpec:
     """The optimizer that a table will get, before TorchRec has merged its fused parameters.
 
     Args:
@@ -261,4 +289,4 @@ def applied_optimizer(
 
 def initial_learning_rate(fused_params: Mapping[str, Any]) -> float:
     """The learning rate in a group's fused parameters."""
-    return float(fused_params.get("learning_rate", _DEFAULT_LEARNING_RATE))
+    return float(fused_params.get("learning_rate", _fbgemm_defaults()["learning_rate"]))

@@ -35,14 +35,14 @@ class PlannedTable:
         backend: name of its backend.
         sharding: as the sharder passes it on to TorchRec.
         shards: all of them, on whatever rank.
-        optimizer: None where none was applied.
+        optimizer: what trains its rows.
         features: that it looks up.
     """
 
     backend: str
     sharding: BackendParameterSharding
     shards: list[TableShard]
-    optimizer: OptimizerSpec | None
+    optimizer: OptimizerSpec
     features: list[str]
 
 

@@ -43,8 +43,8 @@ def check_hot_row_optimizer(optimizer: Optimizer | None) -> None:
     plain = type(optimizer) in HOT_ROW_OPTIMIZERS
     for name, none in (("momentum", 0.0), ("weight_decay", 0.0), ("step_mode", "global")):
         plain = plain and getattr(optimizer, name, none) == none
-    for name in ("clip_value", "clip_norm", "clip_output"):
-        plain = plain and getattr(optimizer, name) is None
+    for name in ("clip_value", "clip_norm", "clip_output", "max_norm"):
+        plain = plain and getattr(optimizer, name, None) is None
     if not plain:
         raise ValueError(
             f"optimizer is {optimizer}, but hot rows are trained by SGD, Adagrad, RowWiseAdagrad "

@@ -99,6 +99,10 @@ class HotRows(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRows:
         return super()._apply(keeping_float32(fn), recurse)
 
+    @property
+    def _is_training_lookup(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """``(places, found)`` of ids, int64 and bool ``[n]``; the place of one that is not there
         means nothing. Counted in the hit rate."""
@@ -106,7 +110,7 @@ class HotRows(nn.Module):
         self.tally[0] += ids.numel()
         hits = found.sum()
         self.tally[1] += hits
-        if self.training:
+        if self._is_training_lookup:
             self.training_hits += hits
         return places, found
 
@@ -133,7 +137,7 @@ class HotRows(nn.Module):
     ) -> Tensor:
         """Weighted sums of rows by bag; the backward trains the rows, or gives their gradient.
 
-        In evaluation mode an optimizer does nothing.
+        In evaluation mode, and under ``torch.no_grad()``, an optimizer does nothing.
 
         Args:
             places: int64 ``[n]`` from :meth:`find`.
@@ -144,7 +148,7 @@ class HotRows(nn.Module):
         Raises:
             RuntimeError: in the backward, where :meth:`populate` came in between.
         """
-        if self.optimizer is None or not self.training:
+        if self.optimizer is None or not self._is_training_lookup:
             return plain_row_lookup(self, places, offsets, weights)
         return fused_row_lookup(self, places, offsets, weights, learning_rate)
 

@@ -117,6 +117,10 @@ class _Replicated(torch.autograd.Function):
         group, cores, states, step, batch_size, mean, learning_rate, replicas = ctx.rest
         weights, ids, offsets, index = ctx.saved_tensors
         grad = grad.contiguous()
+        if (bound := group.optimizer.clip_output) is not None:
+            # A table on one rank gets gradients that are divided by the number of ranks already.
+            bound *= replicas.size
+            grad = grad.clamp(-bound, bound)
         weights_grad = None
         if ctx.needs_input_grad[1]:
             weights_grad = _ops.tt_weights_gradient(

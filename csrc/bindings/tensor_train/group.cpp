@@ -67,6 +67,9 @@ std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrain
   TORCH_CHECK_VALUE(!feature_tables.empty(), "a group must have at least one feature.");
   TORCH_CHECK_VALUE(optimizer.kind != Optimizer::kLamb,
                     "Tensor-Train tables are not trained by LAMB: take another optimizer.");
+  TORCH_CHECK_VALUE(!limits_norm(optimizer), "max_norm is ", optimizer.max_norm,
+                    ", but Tensor-Train tables store no rows whose norm could be limited: leave it "
+                    "None.");
   std::shared_ptr<TensorTrainGroup> group(new TensorTrainGroup);
   group->optimizer_ = optimizer;
   group->tf32_ = tf32;

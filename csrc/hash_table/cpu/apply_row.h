@@ -57,7 +57,7 @@ class RowUpdater {
  public:
   RowUpdater(const OptimizerConfig& config, float learning_rate, int32_t widest)
       : config_(config),
-        plain_(config.clip_value == kUnbounded && !clips_by_norm(config) &&
+        plain_(config.clip_value == kUnbounded && !clips_by_norm(config) && !limits_norm(config) &&
                config.coupled_decay == 0.0f),
         learning_rate_(learning_rate),
         widened_(widest) {}
@@ -187,6 +187,13 @@ class RowUpdater {
       });
       float& row_square = state[row_square_column(config.kind, dim)];
       row_square = adapt_row(config, squares, dim, row_square, &terms);
+    }
+    if (limits_norm(config)) {
+      const float squares = vector_sum(dim, [&, terms](int32_t c) {
+        const float value = moved(terms, row[c], gradient_of(config, terms, row[c], grad[c]));
+        return value * value;
+      });
+      limit_row(config, squares, &terms);
     }
     return terms;
   }

@@ -66,6 +66,11 @@ def test_options_are_hashable_and_have_defaults():
         ),
         ({}, OptimizerSpec("lamb"), "optimizer is 'lamb', but backend 'tt' takes 'sgd'"),
         ({}, OptimizerSpec("adam", 0.0), "table 'page': Adam: eps is 0.0"),
+        (
+            {},
+            OptimizerSpec("rowwise_adagrad", max_norm=0.5),
+            "table 'page': max_norm is 0.5, but backend 'tt' stores no rows whose norm",
+        ),
     ],
 )
 def test_refused_tables(changes, optimizer, match):

@@ -105,6 +105,22 @@ def test_tables_with_and_without_a_cache_in_one_group(device_type):
         tt.assert_near(core, old - RATE * old.grad)
 
 
+@pytest.mark.parametrize("autograd", [torch.no_grad, torch.inference_mode])
+def test_without_autograd_nothing_is_counted(device_type, autograd):
+    """A cache that is chosen anew by every second training lookup."""
+    lookup = make(device_type, shards=[shard(cache_populate_every=2)])
+    bags = skewed_bags(device_type)
+    call(lookup, bags)
+    before, counters = lookup.export_table("page"), lookup.counters("page")
+    with autograd():
+        for _ in range(4):
+            out = call(lookup, bags)
+    tt.assert_near(out, tt.reference_lookup([full_table(lookup)], [0], bags))
+    assert lookup.counters("page") == counters
+    after = lookup.export_table("page")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_cores_learn_from_the_other_ids_only(device_type):
     lookup = warmed(device_type)
     shape, hot = lookup._group.shapes[0], lookup.hot_rows("page")

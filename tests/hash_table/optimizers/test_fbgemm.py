@@ -40,8 +40,13 @@ ON_BOTH = {
     "adagrad": (Adagrad(EPS), EmbOptimType.EXACT_ADAGRAD, {}),
     "rowwise_adagrad": (RowWiseAdagrad(EPS), EmbOptimType.EXACT_ROWWISE_ADAGRAD, {}),
 }
-# The CPU kernels lack the optimizers, or ignore their weight decay.
+# The CPU kernels lack the optimizers, or ignore their weight decay and the bound on the rows' norm.
 ON_GPUS = {
+    "rowwise_adagrad_max_norm": (
+        RowWiseAdagrad(EPS, max_norm=0.5),
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        {"max_norm": 0.5},
+    ),
     "rowwise_adagrad_coupled": (
         RowWiseAdagrad(EPS, DECAY),
         EmbOptimType.EXACT_ROWWISE_ADAGRAD,

@@ -103,7 +103,7 @@ class HKVLookup(RowsById, GroupLookup):
         group = self._group
         for rows in self._dense.values():
             rows.flush()
-        if self.training:
+        if self.is_training_lookup:
             pin = group.pin()
             slots = group.find_or_insert(ids, offsets, batch_size, pin, bags)
             anchor = self._anchor

@@ -81,7 +81,7 @@ class TTLookup(GroupLookup):
         batch_size: int,
         learning_rate: Tensor,
     ) -> Tensor:
-        if self.training and batch_size > 0:
+        if self.is_training_lookup and batch_size > 0:
             self._lookups.index_add_(0, self._feature_tables, offsets[::batch_size].diff())
         if self._caches is None:
             return self._by_cores(ids, offsets, weights, batch_size, self._mean, learning_rate)
@@ -90,7 +90,7 @@ class TTLookup(GroupLookup):
             self._group.sort(ids, offsets, batch_size)
         elif self._group.strict:
             self._group.refuse_outside(ids, offsets, batch_size)
-        if self.training:
+        if self.is_training_lookup:
             self._caches.before_training(self._cores, ids, offsets, batch_size)
         return self._caches.lookup(
             ids,
@@ -115,7 +115,7 @@ class TTLookup(GroupLookup):
     ) -> Tensor:
         """The lookup of ids that have no row of their own."""
         kind = {"weights": weights, "mean": mean}
-        if not self.training:
+        if not self.is_training_lookup:
             return self._group.lookup(self._cores, ids, offsets, batch_size, **kind)
         kind["index"] = self._group.sort(ids, offsets, batch_size, **kind)
         if self._group.optimizer is None:

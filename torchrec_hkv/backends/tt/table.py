@@ -58,6 +58,11 @@ def optimizer_of(spec: OptimizerSpec | None) -> Optimizer | None:
             f"optimizer is {spec.name!r}, but backend 'tt' takes 'sgd', 'adagrad', "
             "'rowwise_adagrad' or 'adam'."
         )
+    if spec is not None and spec.max_norm is not None:
+        raise ValueError(
+            f"max_norm is {spec.max_norm}, but backend 'tt' stores no rows whose norm could be "
+            "limited: leave it out, or limit gradients by gradient_clipping=True and max_gradient."
+        )
     return hash_table_optimizer(spec)
 
 

@@ -190,6 +190,13 @@ class RowUpdate {
       }
       once.square = adapt_row(optimizer, squares, table_.dim, once.square, &terms);
     }
+    if (limits_norm(optimizer)) {
+      const float squares = sum_columns(true, [&](float value, float gradient) {
+        const float renewed = moved(terms, value, gradient_of(optimizer, terms, value, gradient));
+        return renewed * renewed;
+      });
+      limit_row(optimizer, squares, &terms);
+    }
     if constexpr (!kColumnStates) {
       // Row-wise Adagrad's columns have SGD's formula; its rate is its own.
       update_columns<Optimizer::kSgd>(terms, once.rounding);

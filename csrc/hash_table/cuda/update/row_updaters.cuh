@@ -126,11 +126,12 @@ struct PlainUpdater {
   }
 };
 
-// No clipping of rows' gradients, no coupled decay, and no row's own steps.
+// No clipping of rows' gradients, no bound on rows, no coupled decay, and no row's own steps.
 inline bool is_plain(const OptimizerConfig& optimizer, const GroupShape& shape) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   return shape.float32_rows && !optimizer.own_steps && optimizer.clip_norm == kInfinity &&
-         optimizer.clip_value == kInfinity && optimizer.coupled_decay == 0.0f;
+         optimizer.clip_value == kInfinity && optimizer.max_norm == kInfinity &&
+         optimizer.coupled_decay == 0.0f;
 }
 
 inline bool has_plain_updater(const OptimizerConfig& optimizer, const GroupShape& shape) {
