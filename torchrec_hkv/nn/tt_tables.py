@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.tensor_train import (
     Pooling,
@@ -238,6 +239,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         super().__init__()
         check_mode(mode)
         check_optimizer_type(optimizer)
+        check_flag("TableBatchedTTEmbeddingBag", "sparse", sparse)
+        check_eps(eps)
         self.mode = mode
         self.tables = TTTables(
             shapes,
@@ -302,15 +305,24 @@ def as_int64(name: str, tensor: Tensor) -> Tensor:
 
 
 def _checked_rate(learning_rate: float) -> float:
-    try:
-        rate = float(learning_rate)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"learning_rate is {learning_rate!r}, but must be finite and at least 0."
-        ) from None
+    rate = math.nan
+    if not isinstance(learning_rate, (bool, str, bytes)):
+        try:
+            rate = float(learning_rate)
+        except (TypeError, ValueError, OverflowError):
+            rate = math.nan
     if not 0 <= rate < math.inf:
-        raise ValueError(f"learning_rate is {rate}, but must be finite and at least 0.")
+        raise ValueError(f"learning_rate is {learning_rate!r}, but must be finite and at least 0.")
     return rate
+
+
+def check_eps(eps: object) -> None:
+    """Refuses what no optimizer takes, also where the optimizer has no ``eps``.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    Adagrad(eps=eps)
 
 
 def check_mode(mode: str) -> None:
