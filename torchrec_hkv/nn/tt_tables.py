@@ -24,6 +24,8 @@ from torchrec_hkv.tensor_train import (
     initial_cores,
 )
 from torchrec_hkv.tensor_train.float32 import keeping_float32
+from torchrec_hkv.tensor_train.shape_advice import why_dense_is_smaller
+from torchrec_hkv.warn import warn
 
 
 class OptimType(enum.Enum):
@@ -92,8 +94,12 @@ class TTTables(nn.Module):
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
         device = known_device(device or "cpu")
-        self.weight_dist = weight_dist
         self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision, strict=strict)
+        for name, shape in zip(self.group.names, self.group.shapes, strict=True):
+            reason = why_dense_is_smaller(shape, dtype.itemsize)
+            if reason is not None:
+                warn(f"Tensor-Train table {name!r} is no smaller than a dense one: {reason}")
+        self.weight_dist = weight_dist
         self.tt_cores = nn.ParameterList(
             nn.Parameter(core, requires_grad=optimizer is None)
             for shape in shapes
