@@ -148,10 +148,15 @@ class Reporter:
             self.board.scalars(step, loss=loss, AUC=auc)
 
 
-def train(model: nn.Module, batches: Iterable[ClickBatch], reporter: Reporter) -> float:
-    """Returns the mean loss of the last batches."""
+def train(
+    model: nn.Module,
+    batches: Iterable[ClickBatch],
+    reporter: Reporter,
+    dense_learning_rate: float = DENSE_LEARNING_RATE,
+) -> float:
+    """Returns the mean loss of the last batches. At a dense rate of 0 only tables train."""
     model.train()
-    dense_optimizer = make_dense_optimizer(model)
+    dense_optimizer = make_dense_optimizer(model, dense_learning_rate)
     recent: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=WINDOW)
     loss = float("nan")
     for step, batch in enumerate(batches, start=1):
@@ -167,10 +172,12 @@ def train(model: nn.Module, batches: Iterable[ClickBatch], reporter: Reporter) -
     return loss
 
 
-def make_dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_dense_optimizer(
+    model: nn.Module, learning_rate: float = DENSE_LEARNING_RATE
+) -> torch.optim.Optimizer:
     """Of all but the rows, whose optimizer runs in the backward."""
     dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return torch.optim.Adam(dense_parameters.values(), lr=DENSE_LEARNING_RATE)
+    return torch.optim.Adam(dense_parameters.values(), lr=learning_rate)
 
 
 def train_and_judge(

@@ -46,6 +46,17 @@ def share(text: str) -> float:
     return number
 
 
+def share_or_zero(text: str) -> float:
+    """An argument from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 to 1")
+    return number
+
+
 def whole_number(text: str) -> int:
     """An argument that is a whole number from 0 to 2^62, such as a seed."""
     try:

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/batch.h"
+#include "bindings/once_differentiable.h"
 #include "bindings/table_group.h"
 
 namespace torchrec_hkv::bindings {
@@ -152,7 +153,10 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     // The weights' gradient reads the rows of the forward: before they change.
     Variable weights_grad;
     if (weighs) {
-      weights_grad = gradient.call(handle, grad, ids, offsets, slots, batch_size, mean, bags);
+      weights_grad = once_differentiable(
+          gradient.call(handle, grad, ids, offsets, slots, batch_size, mean, bags),
+          "The gradient of the weights of a hash table's lookup can't be differentiated, since the "
+          "table's rows have no gradients.");
     }
     if (training) {
       if (held->group->optimizer().kind != Optimizer::kNone) {

@@ -115,6 +115,9 @@ OWN = {
     "Argument --tune-steps: '0' is not a positive number.": (
         *("compress_dlrm", ["--tune-steps", "0"]),
     ),
+    "Argument --tune-dense-rate: '-1' is not a number from 0 to 1.": (
+        *("compress_dlrm", ["--tune-dense-rate=-1"]),
+    ),
     "Argument --optimizer: invalid choice: 'adam'": ("billion_ids", ["--optimizer", "adam"]),
     "There is no folder {}/none.": ("billion_ids", ["--json", "{}/none/figures.json"]),
     "Argument --ids: '0' is not a positive number.": ("billion_ids", ["--ids", "0"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torchrec.distributed.planner import ParameterConstraints as StockParameterConstraints
@@ -57,6 +59,22 @@ CPU = torch.device("cpu")
         ({"compute_kernels": ["toy"], "stochastic_rounding": True}, "stochastic_rounding=True"),
         ({"compute_kernels": ["toy"], "use_virtual_table": True}, "use_virtual_table=True"),
         ({"compute_kernels": ["toy"], "output_dtype": DataType.FP16}, "output_dtype="),
+        *(
+            ({"compute_kernels": ["toy"], "min_partition": value}, "min_partition=.* positive int")
+            for value in (0, -4, True, 2.5, "4")
+        ),
+        *(
+            ({"compute_kernels": ["toy"], "pooling_factors": value}, "pooling_factors=.* must be")
+            for value in ([], [-1.0], [math.nan], [math.inf], ["3"], [True], 3.0, "3")
+        ),
+        *(
+            ({"compute_kernels": ["toy"], "num_poolings": value}, "num_poolings=.* must be")
+            for value in ([], [0.0], [-1.0], [math.nan], [math.inf], ["3"], [True], 3.0, "3")
+        ),
+        *(
+            ({"compute_kernels": ["toy"], "batch_sizes": value}, "batch_sizes=.* must be")
+            for value in ([], [0], [-1], [math.nan], [math.inf], ["3"], [True], 3, "3")
+        ),
     ],
 )
 def test_refused(constraint, message):

@@ -69,3 +69,26 @@ def test_rows_of_sequences(run_ranks):
     for _, given in results:
         for row_id, row in given.items():
             assert torch.equal(rows[row_id], row)
+
+
+MOMENTUM_MODES = ["MOMENTUM_LAST", "MOMENTUM_DIFF", "ROWWISE_ADAGRAD"]
+
+
+def _refused(rank, world_size, device, mode, skipped):
+    """The error of a tracker that would read optimizer states; empty where it is made."""
+    model = make_pipeline_model(world_size, device, "row_wise")
+    try:
+        ModelDeltaTrackerTrec(model, mode=TrackingMode[mode], fqns_to_skip=skipped)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "mode", [name for name in MOMENTUM_MODES if name in TrackingMode.__members__]
+)
+@pytest.mark.parametrize(("skipped", "table"), [(("ec",), "'t'"), (("ebc",), "'q'")])
+def test_modes_that_read_optimizer_states_are_refused(run_ranks, mode, skipped, table):
+    for sentence in run_ranks(2, _refused, mode, skipped):
+        assert table in sentence
+        assert "use TrackingMode.ID_ONLY" in sentence

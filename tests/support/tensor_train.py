@@ -120,6 +120,35 @@ def reference_lookup(
     return torch.cat(parts, dim=1 if pooled else 0)
 
 
+def reference_lookup_by_sums(
+    tables: Sequence[Tensor],
+    feature_tables: Sequence[int],
+    bags: Bags,
+    *,
+    weights: Tensor | None = None,
+    mean: bool = False,
+    pooled: bool = True,
+) -> Tensor:
+    """:func:`reference_lookup` without ``embedding_bag``, which can't be differentiated twice."""
+    size, lengths = bags.batch_size, bags.offsets.diff()
+    parts, first = [], 0
+    for feature, table in enumerate(feature_tables):
+        own = lengths[feature * size : (feature + 1) * size]
+        last = first + int(own.sum())
+        rows = tables[table][bags.ids[first:last]]
+        if weights is not None and pooled:
+            rows = rows * weights[first:last, None]
+        first = last
+        if pooled:
+            of_bag = torch.zeros(size, rows.shape[0], dtype=rows.dtype, device=rows.device)
+            bag = torch.repeat_interleave(torch.arange(size, device=rows.device), own)
+            of_bag[bag, torch.arange(rows.shape[0], device=rows.device)] = 1
+            rows = of_bag @ rows
+            rows = rows / own.clamp(min=1)[:, None] if mean else rows
+        parts.append(rows)
+    return torch.cat(parts, dim=1 if pooled else 0)
+
+
 def magnitudes(
     shapes: Sequence[TTShape],
     feature_tables: Sequence[int],

@@ -56,7 +56,7 @@ def test_smoothed_means_are_those_of_a_loop():
 def test_refused():
     with pytest.raises(ValueError, match="must be each of 0 to 2 once"):
         IdOrder(torch.tensor([0, 2, 2]))
-    with pytest.raises(TypeError, match=r"rows must be of dtype torch\.int64"):
+    with pytest.raises(TypeError, match=r"rows must be a tensor of dtype torch\.int64"):
         IdOrder(torch.tensor([0.0]))
     with pytest.raises(ValueError, match="values hold NaN"):
         IdOrder.by_value(torch.tensor([0.0, float("nan")]))

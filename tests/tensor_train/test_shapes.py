@@ -104,9 +104,13 @@ def test_one_rank_for_all_is_lowered_where_useless():
         ({"ranks": [9999, 2]}, "rank 1 can be at most"),
         ({"num_cores": 5, "ranks": 2}, "5, but must be 2, 3 or 4"),
         ({}, "nothing was given"),
-        ({"ranks": 2, "max_bytes": 100}, "ranks and max_bytes was given"),
+        ({"ranks": 2, "max_bytes": 100}, "ranks and max_bytes were given, but at most one"),
         ({"compression_ratio": 1e9}, "compression_ratio is .* at rank 1"),
-        ({"compression_ratio": -1.0}, "must be a positive number"),
+        (
+            {"compression_ratio": -1.0},
+            "compression_ratio is -1.0, but must be a finite number of at",
+        ),
+        ({"compression_ratio": 0.5}, "compression_ratio is 0.5, but must be"),
         ({"max_bytes": 4}, "max_bytes is 4"),
         ({"ranks": [0, 2]}, "ranks has 0"),
         ({"p": [1 << 40, 1 << 40, 1], "ranks": 2}, r"must be below 2\^63"),
@@ -122,3 +126,11 @@ def test_refused_types():
         make_shape(100, 16, ranks=[2.5, 2])
     with pytest.raises(TypeError, match="num_embeddings has True"):
         make_shape(True, 16, ranks=2)
+    with pytest.raises(TypeError, match="ranks has '32', but must be integers"):
+        make_shape(100, 16, ranks="32")
+    with pytest.raises(TypeError, match="p is 100, but must be a sequence of integers"):
+        make_shape(100, 16, p=100, ranks=2)
+    with pytest.raises(TypeError, match="q is 16, but must be a sequence of integers"):
+        TTShape(100, 16, (10, 10), 16, (2,))
+    with pytest.raises(TypeError, match="compression_ratio is '9', but must be a number"):
+        make_shape(100, 16, compression_ratio="9")

@@ -301,6 +301,12 @@ class Backend(abc.ABC):
         where options don't change it."""
         return self.routing == "hashed"
 
+    def disadvantage(self, shard: TableShard) -> str | None:
+        """Why the table would be better off on a stock kernel; None, the default, where nothing
+        says so. The planner passes such a backend over where the table's constraint names other
+        kernels, and warns where it names no other."""
+        return None
+
     def on_host(self, options: BackendOptions) -> BackendOptions:
         """These options, with the rows in host memory and none in HBM.
 

@@ -49,6 +49,8 @@ class FileOptions:
         for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{what} is {value!r}, but must be an integer, at least 1.")
+        if not isinstance(self.allow_loss, bool):
+            raise ValueError(f"allow_loss is {self.allow_loss!r}, but must be True or False.")
 
 
 class TablesLoad(abc.ABC):

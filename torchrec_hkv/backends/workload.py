@@ -23,7 +23,7 @@ class IdFrequencies:
         highest: the highest.
 
     Raises:
-        ValueError: there is no id, or a number is not positive.
+        ValueError: there is no id, a number is not positive, or ``lowest`` is above ``highest``.
     """
 
     histogram: tuple[tuple[int, float], ...]
@@ -31,12 +31,28 @@ class IdFrequencies:
     highest: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.histogram, Sequence) or isinstance(self.histogram, (str, bytes)):
+            raise ValueError(
+                f"IdFrequencies: the histogram is {self.histogram!r}, but must be a sequence of "
+                "pairs."
+            )
         if not self.histogram:
             raise ValueError("IdFrequencies: the histogram is empty, but must have an id.")
-        for pair in self.histogram:
-            if len(pair) != 2 or not (pair[0] > 0 and pair[1] > 0 and math.isfinite(pair[1])):
+        for name in ("lowest", "highest"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ValueError(
-                    f"IdFrequencies: the histogram has {pair}, but must have pairs of a positive "
+                    f"IdFrequencies: {name} is {value!r}, but must be an integer or None."
+                )
+        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
+            raise ValueError(
+                f"IdFrequencies: lowest is {self.lowest} and highest is {self.highest}, but the "
+                "lowest id must not be larger."
+            )
+        for pair in self.histogram:
+            if not _is_count_pair(pair):
+                raise ValueError(
+                    f"IdFrequencies: the histogram has {pair!r}, but must have pairs of a positive "
                     "number of ids and a positive number of lookups of each."
                 )
         ordered = sorted(self.histogram, key=lambda pair: -pair[1])
@@ -104,6 +120,16 @@ class IdFrequencies:
 def _chance(draws: float, share: float) -> float:
     """That an id of this share of lookups is among so many draws."""
     return 1.0 if share >= 1.0 else -math.expm1(draws * math.log1p(-share))
+
+
+def _is_count_pair(pair: object) -> bool:
+    """Whether it is a whole number of ids and a number of lookups, both positive."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        return False
+    if any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in pair):
+        return False
+    ids, lookups = pair
+    return 0 < ids < math.inf and ids == int(ids) and 0 < lookups < math.inf
 
 
 def _merged(counts: torch.Tensor) -> tuple[tuple[int, float], ...]:

@@ -54,6 +54,28 @@ def check_integer(where: str, name: str, value: object, *, or_none: bool = False
     check_number(f"{where}: {name}", value, or_none=or_none)
 
 
+def check_range(
+    where: str, name: str, value: object, least: int, most: int, *, or_none: bool = False
+) -> None:
+    """Refuses what is no integer from ``least`` to ``most``.
+
+    Raises:
+        ValueError: its sentence starts with ``where``.
+    """
+    if value is None and or_none:
+        return
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not least <= value <= most:
+        allowed = f"an integer from {bound(least)} to {bound(most)}"
+        allowed += ", or None" if or_none else ""
+        raise ValueError(f"{where}: {name} is {value!r}, but must be {allowed}.")
+
+
+def bound(number: int) -> str:
+    """A bound as a sentence names it: those of int64 as powers of two."""
+    return {-(1 << 63): "-2^63", (1 << 63) - 1: "2^63 - 1"}.get(number, str(number))
+
+
 def check_number(what: str, value: object, *, or_none: bool = False) -> None:
     """Refuses what is no integer.
 

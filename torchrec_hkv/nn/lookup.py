@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchrec_hkv.once_differentiable import once_differentiable
+
 if TYPE_CHECKING:
     from torchrec_hkv.nn.tables import Tables
 
@@ -62,7 +64,11 @@ class Lookup(torch.autograd.Function):
         return tables.rows(found)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable(
+        "The gradients of hash tables can't be differentiated: leave the anchors of these modules "
+        "out of what is derived twice.",
+        linear=True,
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of the anchor, see :mod:`torchrec_hkv.nn.marker`."""
         tables: Tables = ctx.tables

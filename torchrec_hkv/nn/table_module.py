@@ -155,7 +155,7 @@ class TableModule(nn.Module):
     # -- training ---------------------------------------------------------------------------------
 
     def attach(self, owner: object, optimizer: Optimizer, state_hbm_gb: float | None) -> None:
-        """Lets an optimizer train the rows; their states start from zeros.
+        """Lets an optimizer train the rows; their states start from zeros, in a copied module, too.
 
         What :class:`torchrec_hkv.nn.HKVOptimizer` and its kin call. The optimizer before it can't
         step any more.

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.tt_tables import (
     OptimType,
     TTTables,
     as_int64,
+    check_eps,
     check_mode,
     check_optimizer_type,
 )
@@ -96,6 +98,13 @@ class TTEmbeddingBag(nn.Module):
         super().__init__()
         check_mode(mode)
         check_optimizer_type(optimizer)
+        check_eps(eps)
+        for name, flag in (
+            ("sparse", sparse),
+            ("use_cache", use_cache),
+            ("include_last_offset", include_last_offset),
+        ):
+            check_flag("TTEmbeddingBag", name, flag)
         shape = make_shape(
             num_embeddings,
             embedding_dim,
@@ -114,7 +123,8 @@ class TTEmbeddingBag(nn.Module):
         ):
             if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
                 raise TypeError(f"{name} is {size!r}, but must be an integer.")
-        if not use_cache and (cache_size or hashtbl_size or cache_populate_every):
+        asked = cache_size != 0 or hashtbl_size is not None or cache_populate_every is not None
+        if asked and not use_cache:
             raise ValueError(
                 f"cache_size is {cache_size}, hashtbl_size {hashtbl_size} and cache_populate_every "
                 f"{cache_populate_every}, but use_cache is False: leave them out or set it."

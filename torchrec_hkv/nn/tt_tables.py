@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.tensor_train import (
     Pooling,
@@ -23,6 +24,8 @@ from torchrec_hkv.tensor_train import (
     initial_cores,
 )
 from torchrec_hkv.tensor_train.float32 import keeping_float32
+from torchrec_hkv.tensor_train.shape_advice import why_dense_is_smaller
+from torchrec_hkv.warn import warn
 
 
 class OptimType(enum.Enum):
@@ -91,8 +94,12 @@ class TTTables(nn.Module):
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
         device = known_device(device or "cpu")
-        self.weight_dist = weight_dist
         self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision, strict=strict)
+        for name, shape in zip(self.group.names, self.group.shapes, strict=True):
+            reason = why_dense_is_smaller(shape, dtype.itemsize)
+            if reason is not None:
+                warn(f"Tensor-Train table {name!r} is no smaller than a dense one: {reason}")
+        self.weight_dist = weight_dist
         self.tt_cores = nn.ParameterList(
             nn.Parameter(core, requires_grad=optimizer is None)
             for shape in shapes
@@ -235,6 +242,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         super().__init__()
         check_mode(mode)
         check_optimizer_type(optimizer)
+        check_flag("TableBatchedTTEmbeddingBag", "sparse", sparse)
+        check_eps(eps)
         self.mode = mode
         self.tables = TTTables(
             shapes,
@@ -299,15 +308,24 @@ def as_int64(name: str, tensor: Tensor) -> Tensor:
 
 
 def _checked_rate(learning_rate: float) -> float:
-    try:
-        rate = float(learning_rate)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"learning_rate is {learning_rate!r}, but must be finite and at least 0."
-        ) from None
+    rate = math.nan
+    if not isinstance(learning_rate, (bool, str, bytes)):
+        try:
+            rate = float(learning_rate)
+        except (TypeError, ValueError, OverflowError):
+            rate = math.nan
     if not 0 <= rate < math.inf:
-        raise ValueError(f"learning_rate is {rate}, but must be finite and at least 0.")
+        raise ValueError(f"learning_rate is {learning_rate!r}, but must be finite and at least 0.")
     return rate
+
+
+def check_eps(eps: object) -> None:
+    """Refuses what no optimizer takes, also where the optimizer has no ``eps``.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    Adagrad(eps=eps)
 
 
 def check_mode(mode: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -149,6 +150,7 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
     choice = Choice(
         _candidates(table, backends, options), len(backends) < len(set(kernels)), frequencies
     )
+    _check_numbers(table, constraint)
     _check_sharding_types(table, choice, constraint)
     _check_stock_only_fields(table, choice, constraint)
     return choice
@@ -184,6 +186,37 @@ def _candidates(
             label = f"{name} ({told})" if len(own) > 1 else name
             candidates.append(Candidate(name, one, label))
     return tuple(candidates)
+
+
+def _check_numbers(table: str, constraint: StockParameterConstraints) -> None:
+    """Refuses numbers from which no cost follows, which TorchRec takes as they are."""
+    if constraint.min_partition is not None:
+        least = constraint.min_partition
+        if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+            raise ValueError(
+                f"Table {table!r} has min_partition={least!r}, but it must be a positive integer "
+                "or None."
+            )
+    for field, may_be_zero in (
+        ("pooling_factors", True),
+        ("num_poolings", False),
+        ("batch_sizes", False),
+    ):
+        values = getattr(constraint, field)
+        if values is None:
+            continue
+        if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or not values:
+            raise ValueError(
+                f"Table {table!r} has {field}={values!r}, but it must be a list with a number for "
+                "each feature, or None."
+            )
+        for value in values:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+                allowed = "finite and not negative" if may_be_zero else "finite and positive"
+                raise ValueError(
+                    f"Table {table!r} has {field}={values!r}, but each number must be {allowed}."
+                )
 
 
 def _check_sharding_types(

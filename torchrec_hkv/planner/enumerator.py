@@ -17,6 +17,7 @@ from torchrec_hkv.planner.options import (
     BackendShardingOption,
     balance,
     config_of,
+    disadvantage,
     is_ours,
     kernel_of,
     shards_of,
@@ -72,7 +73,7 @@ class BackendEnumerator(EmbeddingEnumerator):
             ValueError: no kernel that a table is constrained to can serve it.
         """
         named = self._with_backends(sharding_options)
-        kept = [option for option in named if self._is_served(option)]
+        kept = self._advantageous([option for option in named if self._is_served(option)])
         tables = {(option.path, option.name) for option in kept}
         for option in named:
             if (option.path, option.name) not in tables:
@@ -125,6 +126,19 @@ class BackendEnumerator(EmbeddingEnumerator):
             self.refused[option.path, option.name][kernel_of(option)] = str(error)
             return False
         return True
+
+    def _advantageous(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Without those that a backend advises against, where a table has others."""
+        advised = {id(option): disadvantage(option) for option in options}
+        tables = {(o.path, o.name) for o in options if advised[id(o)] is None}
+        kept = []
+        for option in options:
+            reason = advised[id(option)]
+            if reason is None or (option.path, option.name) not in tables:
+                kept.append(option)
+            else:
+                self.refused[option.path, option.name][kernel_of(option)] = reason
+        return kept
 
     def _check_backend(self, option: BackendShardingOption) -> None:
         balance(option)

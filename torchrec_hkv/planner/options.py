@@ -76,6 +76,13 @@ def shards_of(option: BackendShardingOption) -> list[TableShard]:
     )
 
 
+def disadvantage(option: ShardingOption) -> str | None:
+    """What the option's backend has against serving the table; None of stock kernels."""
+    if not is_ours(option):
+        return None
+    return registry.get(option.backend).disadvantage(shards_of(option)[0])
+
+
 def balance(option: BackendShardingOption) -> None:
     """Gives every rank the same capacity where ids come to all ranks alike."""
     if option.sharding_type not in SUMMED_OVER_RANKS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -30,13 +31,14 @@ from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
 from torchrec_hkv.planner.enumerator import BackendEnumerator
-from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.options import disadvantage, is_ours
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
 from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import BACKEND_SHARDERS, get_default_sharders
 from torchrec_hkv.sharding.tables import check_config, table_configs
 from torchrec_hkv.sharding.validation import check_sharding_type
+from torchrec_hkv.warn import warn
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -96,6 +98,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             batch_size = environment.number("BATCH_SIZE", None)
         self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
         self._choices = choices(constraints)
+        self._warned: set[tuple[str, str]] = set()
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -148,6 +151,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             raise self._explained(error, module, sharders) from error
         options = {(option.path, option.name): option for option in self._best_plan or []}
         rejected = self._rejections(module, sharders)
+        self._warn(options.values())
         plan = ShardingPlan(
             {
                 path: self._module_plan(path, module_plan, options, rejected, sharders)
@@ -235,6 +239,14 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         return PlannerError(
             error_type=PlannerErrorType.INSUFFICIENT_STORAGE, message=refusal(missing, room)
         )
+
+    def _warn(self, options: Iterable[ShardingOption]) -> None:
+        """Once for each table whose backend is worse than a stock kernel."""
+        for option in options:
+            reason = disadvantage(option)
+            if reason is not None and (option.path, option.name) not in self._warned:
+                self._warned.add((option.path, option.name))
+                warn(f"Table {option.name!r} is planned on backend {option.backend!r}: {reason}")
 
     def _rejections(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]

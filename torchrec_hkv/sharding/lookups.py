@@ -6,6 +6,7 @@ forward, prefetched or not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torchrec.distributed.embedding_types import (
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.kernel import BackendEmbedding, BackendEmbeddingBag
+from torchrec_hkv.sharding.kernel import BackendEmbedding, BackendEmbeddingBag, BackendKernel
 from torchrec_hkv.sharding.variable_batch import merged_groups
 
 
@@ -45,7 +46,31 @@ class _AnyDtype:
         )
 
 
-class PooledLookup(_AnyDtype, GroupedPooledEmbeddingsLookup):
+class _RefusesStateTracking:
+    """A mixin before TorchRec's lookups: no tracker of optimizer states can read ours."""
+
+    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """As TorchRec's ``ModelDeltaTracker`` calls it in the modes that track momentum.
+
+        Args:
+            record_fn: called after each lookup of a kernel, whose optimizer state it reads.
+
+        Raises:
+            ValueError: the lookup has tables of a backend.
+        """
+        for kernel in self._emb_modules:
+            if isinstance(kernel, BackendKernel):
+                tables = ", ".join(repr(shard.name) for shard in kernel.shards)
+                raise ValueError(
+                    "ModelDeltaTracker was asked to track optimizer states (MOMENTUM_LAST, "
+                    f"MOMENTUM_DIFF or ROWWISE_ADAGRAD), but those of {tables} belong to a backend "
+                    "and can't be tracked: use TrackingMode.ID_ONLY, or name the collection in "
+                    "fqns_to_skip."
+                )
+        super().register_optim_state_tracker_fn(record_fn)
+
+
+class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLookup):
     """Of pooled tables."""
 
     def _create_embedding_kernel(
@@ -72,7 +97,7 @@ class PooledLookup(_AnyDtype, GroupedPooledEmbeddingsLookup):
         )
 
 
-class SequenceLookup(_AnyDtype, GroupedEmbeddingsLookup):
+class SequenceLookup(_AnyDtype, _RefusesStateTracking, GroupedEmbeddingsLookup):
     """Of tables of sequences."""
 
     def _create_embedding_kernel(

@@ -18,6 +18,13 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
+from torchrec_hkv.once_differentiable import once_differentiable
+
+_MESSAGE = (
+    "The gradients of sharded embeddings can't be differentiated: they end at the exchange between "
+    "ranks."
+)
+
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):
     """TorchRec's but for gradients, where ranks have equal batches and send what they have.
@@ -80,6 +87,7 @@ class _Send(torch.autograd.Function):
         return local_embs.new_empty(0)
 
     @staticmethod
+    @once_differentiable(_MESSAGE, linear=True)
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
         return None, ctx.exchange.arrived()
 
@@ -91,6 +99,7 @@ class _Receive(torch.autograd.Function):
         return exchange.arrived()
 
     @staticmethod
+    @once_differentiable(_MESSAGE, linear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         exchange, (rows, dim) = ctx.exchange, grad.shape
         ranks = exchange.pg.size()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv.tensor_train.dense import dense_blocks
+from torchrec_hkv.tensor_train.shape_arguments import check_shape_arguments
 from torchrec_hkv.tensor_train.shapes import TTShape, factor_dim, factor_rows, max_ranks
 
 
@@ -56,7 +58,7 @@ def tt_svd(
         q: column factors; by default balanced.
 
     Raises:
-        TypeError: the table is no float tensor.
+        TypeError: the table is no float tensor, or another argument is of a wrong type.
         ValueError: not two dimensions, values that are not finite, not exactly one of ``ranks`` and
             ``max_error``, or numbers that do not fit.
     """
@@ -68,10 +70,16 @@ def tt_svd(
         )
     if (ranks is None) == (max_error is None):
         raise ValueError("exactly one of ranks and max_error is needed.")
-    if max_error is not None and not 0 <= max_error < math.inf:
-        raise ValueError(f"max_error is {max_error}, but must be finite and not negative.")
+    if max_error is not None:
+        if isinstance(max_error, bool) or not isinstance(max_error, numbers.Real):
+            raise TypeError(f"max_error is {max_error!r}, but must be a number.")
+        if not 0 <= max_error < math.inf:
+            raise ValueError(f"max_error is {max_error}, but must be finite and not negative.")
     rows, dim = table.shape
-    num_cores = len(p) if p is not None else len(q) if q is not None else num_cores
+    if p is not None or q is not None:
+        num_cores = check_shape_arguments(p=p, q=q, ranks=ranks)
+    else:
+        check_shape_arguments(num_cores=num_cores, ranks=ranks)
     p = factor_rows(rows, num_cores) if p is None else tuple(p)
     q = factor_dim(dim, num_cores) if q is None else tuple(q)
     limits = max_ranks(p, q)

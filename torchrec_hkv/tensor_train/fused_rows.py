@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,16 @@ from torchrec_hkv.hash_table.optimizers import (
     Optimizer,
     RowWiseAdagrad,
 )
-from torchrec_hkv.tensor_train.replicas import Replicas
+from torchrec_hkv.once_differentiable import once_differentiable
 
+if TYPE_CHECKING:
+    from torchrec_hkv.tensor_train.replicas import Replicas
+
+#: Of the error where a gradient of weights is differentiated again.
+WEIGHTS_MESSAGE = (
+    "The gradient of the weights of a Tensor-Train lookup can't be differentiated, since a fused "
+    "optimizer trains the cores: give the table no fused optimizer (sparse=False)."
+)
 #: What the fused update of hot rows knows.
 HOT_ROW_OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam)
 
@@ -53,15 +61,8 @@ def check_hot_row_optimizer(optimizer: Optimizer | None) -> None:
 
 
 def plain_row_lookup(store: RowStore, places: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums by bag; ``store.rows`` gets a gradient."""
-    out = functional.embedding_bag(
-        places,
-        store.rows,
-        offsets,
-        mode="sum",
-        per_sample_weights=weights,
-        include_last_offset=True,
-    )
+    """Weighted sums by bag; ``store.rows`` gets a gradient, which can be differentiated again."""
+    out = _RowLookup.apply(store.rows, weights, places, offsets)
     generation = store.generation
     if out.requires_grad:
         out.register_hook(lambda grad: _check_generation(store, generation))
@@ -84,31 +85,58 @@ def _check_generation(store: RowStore, generation: int) -> None:
         )
 
 
+def _pooled(rows: Tensor, weights: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+    """Weighted sums of rows by bag."""
+    return functional.embedding_bag(
+        places, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
+def _by_position(grad: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+    """For each place the gradient of its bag."""
+    bags = torch.repeat_interleave(
+        torch.arange(offsets.numel() - 1, device=grad.device),
+        offsets.diff(),
+        output_size=places.numel(),
+    )
+    return grad[bags]
+
+
+class _RowLookup(torch.autograd.Function):
+    """``embedding_bag``, whose own gradients have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, rows, weights, places, offsets):
+        ctx.save_for_backward(rows, weights, places, offsets)
+        return _pooled(rows, weights, places, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad):
+        # In operations that autograd can record.
+        rows, weights, places, offsets = ctx.saved_tensors
+        by_position = _by_position(grad, places, offsets)
+        rows_grad = weights_grad = None
+        if ctx.needs_input_grad[0]:
+            rows_grad = torch.zeros_like(rows).index_add(0, places, by_position * weights[:, None])
+        if ctx.needs_input_grad[1]:
+            weights_grad = (by_position * rows[places]).sum(dim=1)
+        return rows_grad, weights_grad, None, None
+
+
 class _FusedRowLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor, weights, store, places, offsets, learning_rate):
         ctx.save_for_backward(weights, places, offsets)
         ctx.store, ctx.generation, ctx.learning_rate = store, store.generation, learning_rate
-        return functional.embedding_bag(
-            places,
-            store.rows.detach(),
-            offsets,
-            mode="sum",
-            per_sample_weights=weights,
-            include_last_offset=True,
-        )
+        return _pooled(store.rows.detach(), weights, places, offsets)
 
     @staticmethod
+    @once_differentiable(WEIGHTS_MESSAGE)
     def backward(ctx: Any, grad):
         store = ctx.store
         _check_generation(store, ctx.generation)
         weights, places, offsets = ctx.saved_tensors
-        bags = torch.repeat_interleave(
-            torch.arange(offsets.numel() - 1, device=grad.device),
-            offsets.diff(),
-            output_size=places.numel(),
-        )
-        by_position = grad[bags]
+        by_position = _by_position(grad, places, offsets)
         weights_grad = None
         if ctx.needs_input_grad[1]:
             weights_grad = (by_position * store.rows.detach()[places]).sum(dim=1)

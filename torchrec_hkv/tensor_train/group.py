@@ -10,7 +10,9 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.optimizers import Optimizer
+from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.tensor_train import ops
+from torchrec_hkv.tensor_train.shape_arguments import is_sequence
 from torchrec_hkv.tensor_train.shapes import TTShape
 from torchrec_hkv.tensor_train.strict import refuse_ids_outside
 
@@ -24,6 +26,15 @@ CORE_DTYPES = (torch.float32, torch.bfloat16)
 
 #: Of products on a GPU: as accurate as float32, or of operands rounded to tf32.
 Precision = Literal["fp32", "tf32"]
+
+
+def _check_feature_tables(feature_tables: object) -> None:
+    if not is_sequence(feature_tables) or not all(
+        isinstance(table, int) and not isinstance(table, bool) for table in feature_tables
+    ):
+        raise TypeError(
+            f"feature_tables are {feature_tables!r}, but must be a sequence of integers."
+        )
 
 
 def check_precision(precision: object) -> None:
@@ -83,6 +94,7 @@ class TTGroup:
             batch waits for the device, and can't be captured in a CUDA graph.
 
     Raises:
+        TypeError: shapes, feature_tables or names are of another type.
         ValueError: an argument is impossible; the sentence names it.
     """
 
@@ -96,6 +108,15 @@ class TTGroup:
         strict: bool = False,
     ) -> None:
         check_precision(precision)
+        check_flag("TTGroup", "strict", strict)
+        if not is_sequence(shapes) or not all(isinstance(each, TTShape) for each in shapes):
+            raise TypeError(f"shapes are {shapes!r}, but must be a sequence of TTShape.")
+        if feature_tables is not None:
+            _check_feature_tables(feature_tables)
+        if names is not None and not (
+            is_sequence(names) and all(isinstance(name, str) for name in names)
+        ):
+            raise TypeError(f"names are {names!r}, but must be a sequence of str.")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ValueError(
                 f"optimizer is {optimizer!r}, but must be None or one of "

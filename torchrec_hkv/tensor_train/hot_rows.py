@@ -17,6 +17,8 @@ from torchrec_hkv.tensor_train.replicas import Replicas
 from torchrec_hkv.tensor_train.shapes import TTShape
 from torchrec_hkv.tensor_train.write_back import write_back
 
+#: Ids that frequencies can be counted for: more than any memory holds.
+_MOST_COUNTED = 1 << 40
 _NO_ID = torch.iinfo(torch.int64).max
 #: What a state of fixed sizes holds besides the counts.
 _SIZED = ("ids", "rows", "states", "step", "total", "populates")
@@ -57,10 +59,10 @@ class HotRows(nn.Module):
                 f"the cache has {size} rows, but must have 1 to {shape.num_embeddings}, the rows "
                 "of the table."
             )
-        if counted_ids < size:
+        if not size <= counted_ids <= _MOST_COUNTED:
             raise ValueError(
                 f"frequencies are counted for {counted_ids} ids, but must be for at least as many "
-                f"as the cache has rows, {size}."
+                f"as the cache has rows, {size}, and at most {_MOST_COUNTED}."
             )
         self.shape, self.size, self.counted_ids, self.optimizer = (
             shape, size, counted_ids, optimizer

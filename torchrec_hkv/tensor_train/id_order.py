@@ -6,6 +6,9 @@ differ in the last core alone. Where neighbours want similar rows, few ranks do 
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -25,18 +28,19 @@ class IdOrder:
     """
 
     def __init__(self, rows: Tensor) -> None:
-        if rows.dtype != torch.int64:
-            raise TypeError(f"rows must be of dtype torch.int64, but are of {rows.dtype}.")
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64:
+            kind = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be a tensor of dtype torch.int64, but are of {kind}.")
         if rows.dim() != 1:
             raise ValueError(f"rows have shape {tuple(rows.shape)}, but must be 1-D.")
-        numbers = torch.arange(rows.numel(), device=rows.device)
-        if not torch.equal(rows.sort().values, numbers):
+        in_order = torch.arange(rows.numel(), device=rows.device)
+        if not torch.equal(rows.sort().values, in_order):
             raise ValueError(
                 f"rows must be each of 0 to {rows.numel() - 1} once, but are no permutation."
             )
         self.rows = rows
         self.ids = torch.empty_like(rows)
-        self.ids[rows] = numbers
+        self.ids[rows] = in_order
 
     @classmethod
     def by_value(cls, values: Tensor) -> IdOrder:
@@ -51,8 +55,11 @@ class IdOrder:
             values: ``[num_ids]``, of any dtype that can be compared.
 
         Raises:
+            TypeError: values that are no tensor.
             ValueError: values of another shape, or NaN.
         """
+        if not isinstance(values, Tensor):
+            raise TypeError(f"values are {type(values).__name__}, but must be a tensor.")
         if values.dim() != 1:
             raise ValueError(f"values have shape {tuple(values.shape)}, but must be 1-D.")
         if values.isnan().any():
@@ -98,15 +105,23 @@ def smoothed_means(
         float64 ``[num_ids]`` means, and int64 ``[num_ids]`` occurrences.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: lengths that differ, no labels, a negative prior or an id outside of the range.
     """
+    for name, tensor in (("ids", ids), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} are {type(tensor).__name__}, but must be a tensor.")
+    if not isinstance(num_ids, int) or isinstance(num_ids, bool):
+        raise TypeError(f"num_ids is {num_ids!r}, but must be an integer.")
+    if isinstance(prior, bool) or not isinstance(prior, numbers.Real):
+        raise TypeError(f"prior is {prior!r}, but must be a number.")
     if ids.shape != labels.shape or ids.dim() != 1 or ids.numel() == 0:
         raise ValueError(
             f"ids have shape {tuple(ids.shape)} and labels {tuple(labels.shape)}, but both must "
             "have one dimension of the same length, at least 1."
         )
-    if prior < 0:
-        raise ValueError(f"prior is {prior}, but must not be negative.")
+    if not 0 <= prior < math.inf:
+        raise ValueError(f"prior is {prior}, but must be finite and not negative.")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= num_ids:
         raise ValueError(f"ids are from {low} to {high}, but must be from 0 to {num_ids - 1}.")

@@ -9,6 +9,7 @@ one path of its own, the first of every rank, whose elements are constants.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -51,6 +52,7 @@ def initial_cores(
         The cores, each of :meth:`TTShape.core_shape`.
 
     Raises:
+        TypeError: mean or std is no number.
         ValueError: an unknown distribution, a mean or std that is not finite or, for std, negative,
             or a mean other than 0 where a rank is 1.
     """
@@ -60,6 +62,9 @@ def initial_cores(
             f"{', '.join(map(repr, get_args(TTDistribution)))}."
         )
     std = (3 * shape.num_embeddings) ** -0.5 if std is None else std
+    for name, value in (("mean", mean), ("std", std)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} is {value!r}, but must be a number.")
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
         raise ValueError(f"mean is {mean} and std is {std}, but both must be finite, std not < 0.")
     if mean != 0 and min(shape.ranks) < 2:

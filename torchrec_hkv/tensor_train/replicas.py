@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_hkv.once_differentiable import once_differentiable
+from torchrec_hkv.tensor_train.fused_rows import WEIGHTS_MESSAGE
 from torchrec_hkv.tensor_train.group import TTGroup
 
 _ops = torch.ops.torchrec_hkv
@@ -113,6 +115,7 @@ class _Replicated(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable(WEIGHTS_MESSAGE)
     def backward(ctx: Any, grad):
         group, cores, states, step, batch_size, mean, learning_rate, replicas = ctx.rest
         weights, ids, offsets, index = ctx.saved_tensors

@@ -11,7 +11,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-CORE_COUNTS = (2, 3, 4)
+from torchrec_hkv.tensor_train.shape_arguments import (
+    check_cores,
+    check_positive,
+    check_shape_arguments,
+    is_sequence,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +44,10 @@ class TTShape:
     def __post_init__(self) -> None:
         _check_sizes(self.num_embeddings, self.embedding_dim)
         for name in ("p", "q", "ranks"):
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+            values = getattr(self, name)
+            if not is_sequence(values):
+                raise TypeError(f"{name} is {values!r}, but must be a sequence of integers.")
+            object.__setattr__(self, name, check_positive(name, values))
         _check_row_factors(self.p, self.num_embeddings)
         _check_dim_factors(self.q, self.embedding_dim, len(self.p))
         if len(self.ranks) != self.num_cores - 1:
@@ -108,7 +116,7 @@ def factor_rows(num_embeddings: int, num_cores: int) -> tuple[int, ...]:
     the product exceeds ``num_embeddings`` by little.
     """
     _check_sizes(num_embeddings, 1)
-    _check_cores(num_cores)
+    check_cores(num_cores)
     factors: list[int] = []
     left = num_embeddings
     for cores in range(num_cores, 1, -1):
@@ -124,7 +132,7 @@ def factor_dim(embedding_dim: int, num_cores: int) -> tuple[int, ...]:
     cores, whose slices are larger by a rank. A prime dim gives ones and itself.
     """
     _check_sizes(1, embedding_dim)
-    _check_cores(num_cores)
+    check_cores(num_cores)
     small_first = sorted(_split(embedding_dim, num_cores))
     *inner, first, last = small_first
     return (first, *inner, last)
@@ -158,7 +166,8 @@ def make_shape(
         q: column factors; by default :func:`factor_dim`.
         ranks: one for each pair of neighbours, or one number for all, which is lowered where a
             table of this shape has no use for it (:func:`max_ranks`).
-        compression_ratio: the cores are at least so many times smaller than the table in elements.
+        compression_ratio: the cores are at least so many times smaller than the table in elements;
+            at least 1.
         max_bytes: the cores take at most so many bytes.
         element_size: bytes of an element, for ``max_bytes``.
 
@@ -167,33 +176,25 @@ def make_shape(
         ValueError: what is given does not fit; the sentence names it.
     """
     _check_sizes(num_embeddings, embedding_dim)
-    cores = _num_cores(num_cores, p, q, ranks)
-    p = factor_rows(num_embeddings, cores) if p is None else _positive("p", p)
-    q = factor_dim(embedding_dim, cores) if q is None else _positive("q", q)
+    given = {"ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes}
+    if all(value is None for value in given.values()):
+        raise ValueError(
+            "nothing was given, but exactly one of ranks, compression_ratio and max_bytes is "
+            "needed."
+        )
+    cores = check_shape_arguments(num_cores=num_cores, p=p, q=q, **given)
+    p = factor_rows(num_embeddings, cores) if p is None else tuple(p)
+    q = factor_dim(embedding_dim, cores) if q is None else tuple(q)
     _check_row_factors(p, num_embeddings)
     _check_dim_factors(q, embedding_dim, len(p))
-    given = {
-        "ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes
-    }  # fmt: skip
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        raise ValueError(
-            f"{' and '.join(named) or 'nothing'} was given, but exactly one of ranks, "
-            "compression_ratio and max_bytes is needed."
-        )
     if ranks is not None:
-        if not isinstance(ranks, Sequence):
-            (rank,) = _positive("ranks", [ranks])
-            ranks = [min(rank, most) for most in max_ranks(p, q)]
+        if not is_sequence(ranks):
+            ranks = [min(ranks, most) for most in max_ranks(p, q)]
         return TTShape(num_embeddings, embedding_dim, p, q, tuple(ranks))
     if compression_ratio is not None:
-        if not (isinstance(compression_ratio, (int, float)) and 0 < compression_ratio < math.inf):
-            raise ValueError(
-                f"compression_ratio is {compression_ratio!r}, but must be a positive number."
-            )
         most, what = int(num_embeddings * embedding_dim / compression_ratio), "compression_ratio"
     else:
-        (max_bytes,) = _positive("max_bytes", [max_bytes])
+        check_positive("element_size", [element_size])
         most, what = max_bytes // element_size, "max_bytes"
     return _largest_within(num_embeddings, embedding_dim, p, q, most, what, given[what])
 
@@ -230,39 +231,13 @@ def _largest_within(
     return shape(low)
 
 
-def _num_cores(
-    num_cores: int | None,
-    p: Sequence[int] | None,
-    q: Sequence[int] | None,
-    ranks: int | Sequence[int] | None,
-) -> int:
-    said = num_cores
-    if said is None and p is not None:
-        said = len(p)
-    if said is None and q is not None:
-        said = len(q)
-    if said is None and isinstance(ranks, Sequence):
-        said = len(ranks) + 1
-    said = 3 if said is None else said
-    _check_cores(said)
-    for name, factors in (("p", p), ("q", q)):
-        if factors is not None and len(factors) != said:
-            raise ValueError(f"{name} is {list(factors)}, but {said} cores need {said} factors.")
-    return said
-
-
-def _check_cores(num_cores: int) -> None:
-    if num_cores not in CORE_COUNTS:
-        raise ValueError(f"The number of cores is {num_cores!r}, but must be 2, 3 or 4.")
-
-
 def _check_sizes(num_embeddings: int, embedding_dim: int) -> None:
-    _positive("num_embeddings", [num_embeddings])
-    _positive("embedding_dim", [embedding_dim])
+    check_positive("num_embeddings", [num_embeddings])
+    check_positive("embedding_dim", [embedding_dim])
 
 
 def _check_row_factors(p: tuple[int, ...], num_embeddings: int) -> None:
-    _check_cores(len(p))
+    check_cores(len(p))
     if math.prod(p) < num_embeddings:
         raise ValueError(
             f"p is {list(p)} with product {math.prod(p)}, but it must be at least num_embeddings, "
@@ -280,15 +255,6 @@ def _check_dim_factors(q: tuple[int, ...], embedding_dim: int, num_cores: int) -
             f"q is {list(q)} with product {math.prod(q)}, but it must be embedding_dim, "
             f"{embedding_dim}."
         )
-
-
-def _positive(name: str, values: Sequence[object]) -> tuple[int, ...]:
-    for value in values:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} has {value!r}, but must be integers.")
-        if not 1 <= value < 1 << 63:
-            raise ValueError(f"{name} has {value}, but must be from 1 to 2^63 - 1.")
-    return tuple(values)
 
 
 def _root_up(n: int, degree: int) -> int:

@@ -1,11 +1,14 @@
-// Autograd formulas of the Tensor-Train lookups. tt_lookup returns gradients of its cores;
-// tt_lookup_fused updates them in its backward.
+// Autograd formulas of the Tensor-Train lookups. tt_lookup returns gradients of its cores, which
+// can be differentiated again; tt_lookup_fused updates the cores in its backward.
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 
+#include "bindings/once_differentiable.h"
+#include "bindings/tensor_train/differentiable_lookup.h"
 #include "bindings/tensor_train/group.h"
 
 namespace torchrec_hkv::bindings {
@@ -112,8 +115,11 @@ struct Lookup : torch::autograd::Function<Lookup> {
                                    int64_t, bool, bool)>("torchrec_hkv::tt_gradients");
     const variable_list saved = ctx->get_saved_variables();
     variable_list cores(saved.begin() + 4, saved.end());
-    for (Variable& core : cores) core = core.detach();
     const auto kept = Kept::of(ctx);
+    // Under create_graph=True the gradients need a graph of their own, which the kernels don't
+    // give.
+    if (at::GradMode::is_enabled()) return differentiable_gradients(cores, *kept, saved, grads[0]);
+    for (Variable& core : cores) core = core.detach();
     const at::Tensor grad = detached(grads[0]).contiguous();
     variable_list out(cores.size());
     if (kept->cores_grad) {
@@ -123,7 +129,33 @@ struct Lookup : torch::autograd::Function<Lookup> {
     out.push_back(kept->weights_grad ? weights_gradient(cores, kept->group, grad, saved,
                                                         kept->batch_size, kept->mean)
                                      : Variable());
-    for (int i = 0; i < 7; ++i) out.emplace_back();
+    out.resize(cores.size() + kOtherArguments + 1);
+    return out;
+  }
+
+ private:
+  // Of forward, after the cores and the weights: they have no gradients.
+  static constexpr size_t kOtherArguments = 7;
+
+  // The same gradients, recorded by autograd.
+  static variable_list differentiable_gradients(const variable_list& cores, const Kept& kept,
+                                                const variable_list& saved, const Variable& grad) {
+    const OptionalTensor weights = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
+    const Variable output = differentiable_lookup(cores, kept.group, saved[0], saved[1], weights,
+                                                  kept.batch_size, kept.mean, kept.pooled);
+    variable_list candidates = cores;
+    candidates.push_back(saved[3]);
+    variable_list inputs, out(cores.size() + 1 + kOtherArguments);
+    std::vector<size_t> places;
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      if (!candidates[i].defined() || !candidates[i].requires_grad()) continue;
+      inputs.push_back(candidates[i]);
+      places.push_back(i);
+    }
+    const variable_list gradients =
+        torch::autograd::grad({output}, inputs, {grad}, /*retain_graph=*/true,
+                              /*create_graph=*/true, /*allow_unused=*/true);
+    for (size_t i = 0; i < places.size(); ++i) out[places[i]] = gradients[i];
     return out;
   }
 };
@@ -165,8 +197,10 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
     variable_list out(13);
     // Reads the cores: before they change.
     if (kept->weights_grad) {
-      out[1] =
-          weights_gradient(kept->cores, kept->group, grad, saved, kept->batch_size, kept->mean);
+      out[1] = once_differentiable(
+          weights_gradient(kept->cores, kept->group, grad, saved, kept->batch_size, kept->mean),
+          "The gradient of the weights of a Tensor-Train lookup can't be differentiated, since a "
+          "fused optimizer trains the cores: give the table no fused optimizer (sparse=False).");
     }
     call.call(kept->cores, kept->states, kept->step, kept->group, grad, saved[0], saved[1],
               defined_or_none(saved[3]), saved[2], kept->batch_size, kept->mean, kept->pooled,

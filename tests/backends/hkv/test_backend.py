@@ -26,33 +26,6 @@ def shard(**changes) -> TableShard:
     return table_shard(**{"capacity": 1000, "dim": 8, **values, **changes})
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"eviction": "fifo"}, r"eviction is 'fifo', but must be 'lru' or 'lfu'"),
-        (
-            {"hbm_bytes": 0},
-            r"hbm_bytes is 0, but must be None, 'index' or a positive number of bytes",
-        ),
-        ({"hbm_bytes": -5}, r"hbm_bytes is -5"),
-        ({"hbm_bytes": 1.5}, r"hbm_bytes is 1.5"),
-        ({"seed": 2**63}, r"seed is 9223372036854775808, but must be an integer from -2\^63"),
-        ({"seed": 0.5}, r"seed is 0.5"),
-        ({"initializer": (0.0, 1.0)}, r"initializer is \(0.0, 1.0\), but must be a Uniform, Nor"),
-        ({"initializer": 3}, r"initializer is 3"),
-        ({"admission": 2}, r"admission is 2, but must be a MinFrequency or a Probability, or Non"),
-        ({"expire_after": 0}, r"HKVOptions: expire_after is 0, but must be a number of calls from"),
-        ({"expire_after": 0.5}, r"expire_after is 0.5"),
-        ({"strict": 1}, r"HKVOptions: strict is 1, but must be True or False"),
-        ({"remember_evicted": 0}, r"HKVOptions: remember_evicted is 0, but must be a number of id"),
-        ({"remember_evicted": 9, "dense": True}, r"takes remember_evicted=None only"),
-    ],
-)
-def test_impossible_options(options, match):
-    with pytest.raises(ValueError, match=match):
-        HKVOptions(**options)
-
-
 def test_options_are_hashable_and_described():
     options = HKVOptions(admission=Probability(0.5), expire_after=7, strict=True)
     described = backends.get("hkv").describe(options)

@@ -82,11 +82,11 @@ class HKVOptions(BackendOptions):
                 f"HKVOptions: eviction is {self.eviction!r}, but must be 'lru' or 'lfu'."
             )
         if self.hbm_bytes not in (None, "index") and not (
-            _is_int(self.hbm_bytes) and self.hbm_bytes > 0
+            _is_int(self.hbm_bytes) and 0 < self.hbm_bytes < 1 << 63
         ):
             raise ValueError(
                 f"HKVOptions: hbm_bytes is {self.hbm_bytes!r}, but must be None, 'index' or a "
-                "positive number of bytes."
+                "number of bytes from 1 to 2^63 - 1."
             )
         if not (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
             raise ValueError(
@@ -107,10 +107,10 @@ class HKVOptions(BackendOptions):
         check_flag("HKVOptions", "deterministic", self.deterministic)
         check_remember_evicted("HKVOptions", self.remember_evicted)
         initial = self.initial_capacity
-        if initial is not None and not (_is_int(initial) and initial > 0):
+        if initial is not None and not (_is_int(initial) and 0 < initial < 1 << 63):
             raise ValueError(
-                f"HKVOptions: initial_capacity is {initial!r}, but must be None or a positive "
-                "number of rows."
+                f"HKVOptions: initial_capacity is {initial!r}, but must be None or a number "
+                "of rows from 1 to 2^63 - 1."
             )
         if not isinstance(self.dense, bool):
             raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")

@@ -25,6 +25,7 @@ from torchrec_hkv.backends.tt.table import head_bytes, optimizer_of, options_of,
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.tensor_train import TTGroup
 from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
+from torchrec_hkv.tensor_train.shape_advice import why_dense_is_smaller
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_RANK_ON_CUDA = 256
@@ -93,6 +94,11 @@ class TTBackend(Backend):
             check_hot_row_optimizer(made)
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
+
+    def disadvantage(self, shard: TableShard) -> str | None:
+        cache = options_of(shard).cache
+        cached_rows = 0 if cache is None else cache.rows
+        return why_dense_is_smaller(shape_of(shard), shard.dtype.itemsize, cached_rows)
 
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str

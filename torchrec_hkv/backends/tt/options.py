@@ -7,6 +7,7 @@ from typing import get_args
 
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.backends.tt.caches import CacheSize
+from torchrec_hkv.hash_table.spec_checks import check_flag, check_range
 from torchrec_hkv.tensor_train import (
     Precision,
     TTDistribution,
@@ -14,9 +15,10 @@ from torchrec_hkv.tensor_train import (
     check_precision,
     make_shape,
 )
+from torchrec_hkv.tensor_train.shape_arguments import SIZES, check_shape_arguments
 
 _DEFAULT_RANK = 32
-_SIZES = ("ranks", "compression_ratio", "max_bytes")
+_MOST = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,8 @@ class TTOptions(BackendOptions):
     Attributes:
         ranks: between neighbouring cores; one number for all is lowered where a table has no use
             for it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32.
-        compression_ratio: the cores are at least so many times smaller than the table in elements.
+        compression_ratio: the cores are at least so many times smaller than the table in elements;
+            at least 1.
         max_bytes: the cores take at most so many bytes.
         p: row factors, of a product not below ``num_embeddings``; None: balanced ones.
         q: column factors, of the product ``embedding_dim``; None: balanced ones.
@@ -73,39 +76,30 @@ class TTOptions(BackendOptions):
                 f"TTOptions: weight_dist is {self.weight_dist!r}, but must be one of "
                 f"{', '.join(map(repr, get_args(TTDistribution)))}."
             )
-        check_precision(self.precision)
-        if not isinstance(self.strict, bool):
-            raise ValueError(f"TTOptions: strict is {self.strict!r}, but must be True or False.")
-        given = [name for name in _SIZES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(
-                f"TTOptions: {' and '.join(given)} were given, but at most one of them can be."
+        try:
+            check_precision(self.precision)
+            check_shape_arguments(
+                num_cores=self.num_cores,
+                p=self.p,
+                q=self.q,
+                **{name: getattr(self, name) for name in SIZES},
             )
-        if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(
-                f"TTOptions: seed is {self.seed!r}, but must be an integer from -2^63 to 2^63 - 1."
-            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"TTOptions: {error}") from None
+        check_flag("TTOptions", "strict", self.strict)
+        check_range("TTOptions", "seed", self.seed, -(1 << 63), _MOST)
         self._check_cache()
 
     def _check_cache(self) -> None:
-        if not isinstance(self.cache_size, int) or self.cache_size < 0:
-            raise ValueError(
-                f"TTOptions: cache_size is {self.cache_size!r}, but must be an integer of at "
-                "least 0."
-            )
+        check_range("TTOptions", "cache_size", self.cache_size, 0, _MOST)
         for name, least in (("cache_counted_ids", self.cache_size), ("cache_populate_every", 1)):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not self.cache_size:
+            if value is not None and not self.cache_size:
                 raise ValueError(
                     f"TTOptions: {name} is {value!r}, but cache_size is 0: give a cache_size or "
                     "leave it out."
                 )
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"TTOptions: {name} is {value!r}, but must be an integer of at least {least}."
-                )
+            check_range("TTOptions", name, value, least, _MOST, or_none=True)
 
     @property
     def cache(self) -> CacheSize | None:
@@ -119,10 +113,9 @@ class TTOptions(BackendOptions):
         """The shape of a table with these options.
 
         Raises:
-            TypeError: a number is not an integer.
             ValueError: the options do not fit the table.
         """
-        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes = {name: getattr(self, name) for name in SIZES}
         if all(value is None for value in sizes.values()):
             sizes["ranks"] = _DEFAULT_RANK
         return make_shape(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.optimizers import Optimizer
+from torchrec_hkv.once_differentiable import once_differentiable
 
 _ops = torch.ops.torchrec_hkv
 
@@ -155,7 +156,10 @@ class _HeldLookup(torch.autograd.Function):
         return _ops.pooled_lookup(anchor, group.handle, *args)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable(
+        "The gradient of the weights of a hash table's lookup can't be differentiated, since the "
+        "table's rows have no gradients."
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, offsets, slots, weights = ctx.saved_tensors
         accumulator: Accumulator = ctx.accumulator

@@ -1,0 +1,18 @@
+// The lookup of Tensor-Train tables in plain torch operations, for derivatives of derivatives.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+namespace torchrec_hkv::bindings {
+
+// What tt_lookup returns. Autograd records each operation, so that gradients of the result can be
+// differentiated again. It takes the memory of a row and of its partial products for each id, and
+// waits for a GPU.
+at::Tensor differentiable_lookup(at::TensorList cores, int64_t group, const at::Tensor& ids,
+                                 const at::Tensor& offsets,
+                                 const std::optional<at::Tensor>& weights, int64_t batch_size,
+                                 bool mean, bool pooled);
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,59 @@
+"""Backwards whose gradients have no derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., tuple[Any, ...]]
+
+
+def once_differentiable(message: str, *, linear: bool = False) -> Callable[[Backward], Backward]:
+    """Decorates the backward of an ``autograd.Function`` whose gradients can't be differentiated.
+
+    Without ``create_graph=True`` it changes nothing. With it, the graph ends at these gradients: a
+    backward that reaches one of them raises, where plain tensors would pass as constants.
+    ``torch.autograd.function.once_differentiable`` does so only where the gradient that comes in
+    requires grad itself.
+
+    Args:
+        message: of the RuntimeError.
+        linear: the forward is linear in its inputs, so that its gradients depend on the gradient
+            that comes in and on nothing else. Where that is a constant, so are they.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def wrapper(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            with torch.no_grad():
+                gradients = backward(ctx, *grads)
+            constant = linear and not any(grad.requires_grad for grad in grads)
+            if constant or not torch.is_grad_enabled():
+                return gradients
+            return tuple(
+                _Refused.apply(each.detach().requires_grad_(), message)
+                if isinstance(each, Tensor)
+                else each
+                for each in gradients
+            )
+
+        return wrapper
+
+    return decorate
+
+
+class _Refused(torch.autograd.Function):
+    """The same values; a backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        return gradient.clone()  # no view: TorchRec scales gradients of weights in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        raise RuntimeError(ctx.message)

@@ -1,0 +1,31 @@
+"""What speaks against keeping a table as Tensor-Train cores."""
+
+from __future__ import annotations
+
+from torchrec_hkv.tensor_train.shapes import TTShape
+
+
+def why_dense_is_smaller(shape: TTShape, element_size: int, cached_rows: int = 0) -> str | None:
+    """Says that a table takes more memory as cores than as rows; None where it does not.
+
+    Optimizer states are left out.
+
+    Args:
+        shape: of the table.
+        element_size: bytes of an element of the cores, and of the rows that they stand for.
+        cached_rows: float32 rows that are kept beside the cores.
+    """
+    cores = shape.num_elements * element_size
+    cache = 4 * cached_rows * shape.embedding_dim
+    dense = shape.num_embeddings * shape.embedding_dim * element_size
+    if cores + cache <= dense:
+        return None
+    taken = f"cores take {cores:,} bytes"
+    advice = f"lower the ranks, which are {list(shape.ranks)}, or give a compression_ratio"
+    if cache:
+        taken += f" and its cached rows {cache:,}"
+        advice += ", make the cache smaller"
+    return (
+        f"its {taken}, but {shape.num_embeddings:,} dense rows of {shape.embedding_dim} would take "
+        f"{dense:,}: {advice}, or keep the table dense."
+    )

@@ -1,0 +1,112 @@
+"""What a Tensor-Train table's shape is asked for, checked before the table is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+CORE_COUNTS = (2, 3, 4)
+#: Which one of these is given decides the ranks.
+SIZES = ("ranks", "compression_ratio", "max_bytes")
+
+
+def check_shape_arguments(
+    *,
+    num_cores: object = None,
+    p: object = None,
+    q: object = None,
+    ranks: object = None,
+    compression_ratio: object = None,
+    max_bytes: object = None,
+) -> int:
+    """Refuses values that fit no table, and values that contradict each other.
+
+    Args:
+        num_cores: as :func:`torchrec_hkv.tensor_train.make_shape` takes it, and the others, too.
+        p: row factors.
+        q: column factors.
+        ranks: one number or one for each pair of neighbouring cores.
+        compression_ratio: instead of ranks.
+        max_bytes: instead of ranks.
+
+    Returns:
+        The number of cores that they ask for; 3 where none of them says.
+
+    Raises:
+        TypeError: a number is not an integer, or factors are no sequence.
+        ValueError: a number is impossible; the sentence names it.
+    """
+    sizes = {"ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes}
+    given = [name for name in SIZES if sizes[name] is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} were given, but at most one of them can be.")
+    for name, factors in (("p", p), ("q", q)):
+        if factors is not None:
+            if not is_sequence(factors):
+                raise TypeError(f"{name} is {factors!r}, but must be a sequence of integers.")
+            check_positive(name, factors)
+    if is_sequence(ranks):
+        check_positive("ranks", ranks)
+    elif ranks is not None:
+        check_positive("ranks", [ranks])
+    if max_bytes is not None:
+        check_positive("max_bytes", [max_bytes])
+    if compression_ratio is not None:
+        is_number = isinstance(compression_ratio, (int, float))
+        if isinstance(compression_ratio, bool) or not is_number:
+            raise TypeError(f"compression_ratio is {compression_ratio!r}, but must be a number.")
+        if not 1 <= compression_ratio < math.inf:
+            raise ValueError(
+                f"compression_ratio is {compression_ratio!r}, but must be a finite number of at "
+                "least 1."
+            )
+    return _num_cores(num_cores, p, q, ranks)
+
+
+def _num_cores(num_cores: object, p: object, q: object, ranks: object) -> int:
+    said = num_cores
+    if said is None and p is not None:
+        said = len(p)
+    if said is None and q is not None:
+        said = len(q)
+    if said is None and is_sequence(ranks):
+        said = len(ranks) + 1
+    said = 3 if said is None else said
+    check_cores(said)
+    for name, factors in (("p", p), ("q", q)):
+        if factors is not None and len(factors) != said:
+            raise ValueError(f"{name} is {list(factors)}, but {said} cores need {said} factors.")
+    if is_sequence(ranks) and len(ranks) != said - 1:
+        raise ValueError(f"ranks are {list(ranks)}, but {said} cores need {said - 1} of them.")
+    return said
+
+
+def check_cores(num_cores: object) -> None:
+    """Refuses what is no number of cores.
+
+    Raises:
+        ValueError: it is not 2, 3 or 4.
+    """
+    is_int = isinstance(num_cores, int) and not isinstance(num_cores, bool)
+    if not is_int or num_cores not in CORE_COUNTS:
+        raise ValueError(f"The number of cores is {num_cores!r}, but must be 2, 3 or 4.")
+
+
+def check_positive(name: str, values: Sequence[object]) -> tuple[int, ...]:
+    """Refuses what are no positive int64 numbers.
+
+    Raises:
+        TypeError: one of them is not an integer.
+        ValueError: one of them is too small or too large.
+    """
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} has {value!r}, but must be integers.")
+        if not 1 <= value < 1 << 63:
+            raise ValueError(f"{name} has {value}, but must be from 1 to 2^63 - 1.")
+    return tuple(values)
+
+
+def is_sequence(value: object) -> bool:
+    """Whether it is a sequence of several values, and no text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
