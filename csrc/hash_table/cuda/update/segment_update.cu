@@ -24,7 +24,7 @@ namespace {
 constexpr int kSegmentThreads = 64;  // of a block: small ones make room without waiting for others
 // Blocks of a multiprocessor, which bound the registers.
 constexpr int segment_blocks(int vectors, bool column_states) {
-  return column_states ? (vectors < 4 ? 9 : 7) : (vectors < 4 ? 12 : 9);
+  return column_states ? (vectors < 4 ? 8 : 6) : (vectors < 4 ? 12 : 10);
 }
 
 // What a tile has in shared memory: the sum of the segment that goes on, and places for what
