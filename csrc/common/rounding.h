@@ -27,11 +27,18 @@ HKV_HOST_DEVICE uint64_t rounding_key(uint64_t seed, uint64_t table_seed, int64_
   return rounding_key(rounding_key_of_step(seed, table_seed, step), id);
 }
 
-// 32 random bits for a column, counted from the table's first.
+// 64 random bits for four columns, 16 each; `quad`: the number of the first one, counted from the
+// table's first column, divided by four.
+HKV_HOST_DEVICE uint64_t rounding_bits(uint64_t key, uint32_t quad) {
+  return mix64(key + (static_cast<uint64_t>(quad) + 1) * 0xd1b54a32d192ed03ull);
+}
+// The draw of one of the four: its 16 bits, twice.
+HKV_HOST_DEVICE uint32_t rounding_draw_of(uint64_t bits, uint32_t column) {
+  return static_cast<uint32_t>(bits >> (column & 3) * 16 & 0xffff) * 0x10001u;
+}
+// The draw of a column.
 HKV_HOST_DEVICE uint32_t rounding_draw(uint64_t key, uint32_t column) {
-  const uint64_t pair =
-      mix64(key + (static_cast<uint64_t>(column >> 1) + 1) * 0xd1b54a32d192ed03ull);
-  return static_cast<uint32_t>((column & 1) ? pair >> 32 : pair);
+  return rounding_draw_of(rounding_bits(key, column >> 2), column);
 }
 
 HKV_HOST_DEVICE uint16_t to_bfloat16_by_chance(float x, uint32_t draw) {

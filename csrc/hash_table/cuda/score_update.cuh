@@ -24,6 +24,13 @@ __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t s
   return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
 }
 
+// The score at some time since the kernel began.
+__device__ __forceinline__ uint64_t load_score_cached(const TableView& table, int64_t slot) {
+  unsigned long long score;
+  asm volatile("ld.global.ca.u64 %0, [%1];" : "=l"(score) : "l"(&table.scores[slot]));
+  return score;
+}
+
 // Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
 // under LFU and epoch LFU, and what one of them gives under the other policies. old: the score,
 // read during the call. Mostly nothing is waited for.

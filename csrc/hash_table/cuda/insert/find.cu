@@ -203,6 +203,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   uint32_t bucket = choice.first;
   uint32_t position = kNowhere;
   bool searching = given;
+  [[maybe_unused]] uint64_t old_score = 0;
   bool room = false;        // whether a free slot was seen
   bool room_first = false;  // whether the first bucket is the one to take
 #pragma unroll 1
@@ -231,7 +232,10 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         if (kTouch && !kOneTable && spread) {
           prefetch_l2(&table.last_steps[slot]);  // most are hits
         }
-        if (kScores && table.scores != nullptr) prefetch_l2(&table.scores[slot]);
+        // The score is on its way beside the id: through L1, which serves hot ids. update_score
+        // does with what was there some time ago; where it stores what it is given, the sector is
+        // in the second-level cache then.
+        if (kScores && table.scores != nullptr) old_score = load_score_cached(table, slot);
         if (stored == of_thread[threadIdx.x]) {
           position = candidate;
           break;
@@ -247,16 +251,11 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   const bool full = kTouch && !room && missing.sorts_full;
   bool any_listed = false;
   const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
-  [[maybe_unused]] uint64_t old_score = 0;
   if (kTouch) {
     if (begun) wait_for_kernel_before();  // for the clock and the flags
     if (there) {
       of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
-      // Through L1, which serves hot ids: update_score does with what was there some time ago.
-      if (kScores && table.scores != nullptr && sums_scores(table.eviction)) {
-        old_score = __ldca(reinterpret_cast<const unsigned long long*>(&table.scores[slot]));
-      }
     }
     any_listed = count_listed(parts, missing, listed, full);
   }

@@ -331,12 +331,18 @@ class RowUpdate {
   __device__ __forceinline__ void store_narrow(const Columns<kWidth>& value, int32_t column,
                                                uint64_t rounding) const {
     uint16_t narrowed[kWidth];
+    if (!table_.rounds_by_chance) {
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const uint32_t at = table_.column_offset + static_cast<uint32_t>(column + k);
-      narrowed[k] = table_.rounds_by_chance
-                        ? narrow_by_chance(table_.type, value.v[k], rounding_draw(rounding, at))
-                        : narrow(table_.type, value.v[k]);
+      for (int k = 0; k < kWidth; ++k) narrowed[k] = narrow(table_.type, value.v[k]);
+    } else {
+      const uint32_t at = table_.column_offset + static_cast<uint32_t>(column);
+      const bool one_quad = kWidth == 4 && at % 4 == 0;  // draws of four columns at once
+      uint64_t bits = rounding_bits(rounding, at / 4);
+#pragma unroll
+      for (uint32_t k = 0; k < kWidth; ++k) {
+        if (k > 0 && !one_quad) bits = rounding_bits(rounding, (at + k) / 4);
+        narrowed[k] = narrow_by_chance(table_.type, value.v[k], rounding_draw_of(bits, at + k));
+      }
     }
     auto* const to = reinterpret_cast<uint16_t*>(values_) + column;
     if constexpr (kWidth == 4) {

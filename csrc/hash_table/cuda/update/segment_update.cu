@@ -338,14 +338,14 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
   }
   const int states = column_states(update.optimizer.kind);
   const bool float32 = shape.float32_rows && update.grad.type == RowType::kFloat32;
+  // kVectors: of float32. Others have one, whose code, with its rounding, is long enough.
   const auto launch = [&]<int kLanes, int kVectors, int kWidth, int kDepth>(int32_t columns,
                                                                             int width_class) {
     constexpr int kTiles = kSegmentThreads / kLanes;
     const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
     const int bytes = kTiles * ring.of_tile;
     const int64_t blocks = (n + kSegmentThreads - 1) / kSegmentThreads;
-    const auto start = [&]<bool kColumnStates, bool kFloat32>() {
-      const auto kernel = segment_kernel<kLanes, kVectors, kWidth, kColumnStates, kFloat32, kDepth>;
+    const auto start = [&](auto kernel) {
       HKV_CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
       kernel<<<static_cast<unsigned>(blocks), kSegmentThreads, bytes, stream>>>(
@@ -354,16 +354,16 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
     };
     if constexpr (kWidth == 4) {
       if (float32) {
-        states > 0 ? start.template operator()<true, true>()
-                   : start.template operator()<false, true>();
+        start(states > 0 ? segment_kernel<kLanes, kVectors, 4, true, true, kDepth>
+                         : segment_kernel<kLanes, kVectors, 4, false, true, kDepth>);
         return;
       }
     }
-    states > 0 ? start.template operator()<true, false>()
-               : start.template operator()<false, false>();
+    start(states > 0 ? segment_kernel<kLanes, 1, kWidth, true, false, kDepth>
+                     : segment_kernel<kLanes, 1, kWidth, false, false, kDepth>);
   };
   if (!update.group_four_wide) {
-    launch.template operator()<kWarp, 4, 1, 2>(shape.widest, kAllWidths);
+    launch.template operator()<kWarp, 1, 1, 2>(shape.widest, kAllWidths);
     return;
   }
   const bool several = (shape.width_classes & (shape.width_classes - 1)) != 0;
@@ -372,20 +372,20 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
     const auto width_class = static_cast<WidthClass>(width);
     const int32_t columns = std::min(shape.widest, most_columns(width_class));
     const int chosen = several ? width : kAllWidths;
-    // As few lanes a row as there are enough positions under way: what is done once a row is done
-    // for several rows at once.
+    // A row has as many lanes as it has vectors, as far as a warp goes: several rows of a warp,
+    // whose segments differ in length, wait for each other.
     switch (width_class) {
       case WidthClass::k32:
         launch.template operator()<8, 1, 4, 4>(columns, chosen);
         break;
       case WidthClass::k64:
-        launch.template operator()<8, 2, 4, 4>(columns, chosen);
+        launch.template operator()<16, 1, 4, 4>(columns, chosen);
         break;
       case WidthClass::k128:
-        launch.template operator()<16, 2, 4, 4>(columns, chosen);
+        launch.template operator()<kWarp, 1, 4, 4>(columns, chosen);
         break;
       case WidthClass::k256:
-        launch.template operator()<16, 4, 4, 4>(columns, chosen);
+        launch.template operator()<kWarp, 2, 4, 4>(columns, chosen);
         break;
       default:
         launch.template operator()<kWarp, 4, 4, 2>(columns, chosen);
