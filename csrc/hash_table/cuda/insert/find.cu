@@ -232,10 +232,6 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         if (kTouch && !kOneTable && spread) {
           prefetch_l2(&table.last_steps[slot]);  // most are hits
         }
-        // The score is on its way beside the id: through L1, which serves hot ids. update_score
-        // does with what was there some time ago; where it stores what it is given, the sector is
-        // in the second-level cache then.
-        if (kScores && table.scores != nullptr) old_score = load_score_cached(table, slot);
         if (stored == of_thread[threadIdx.x]) {
           position = candidate;
           break;
@@ -256,6 +252,9 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     if (there) {
       of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
+      // Through L1, which serves hot ids: update_score does with what was there some time ago, and
+      // where it stores what it is given, the sector is in the second-level cache then.
+      if (kScores && table.scores != nullptr) old_score = load_score_cached(table, slot);
     }
     any_listed = count_listed(parts, missing, listed, full);
   }

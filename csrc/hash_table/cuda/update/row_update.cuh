@@ -16,6 +16,9 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
+// Rows and states leave the second-level cache before gradients, which are read again.
+constexpr bool kMakesRoom = true;
+
 // Kernels are compiled once for the optimizers whose columns have no state, which need few
 // registers, and once for the others.
 __host__ __device__ inline bool has_column_states(const OptimizerConfig& optimizer) {
@@ -310,10 +313,9 @@ class RowUpdate {
     });
   }
 
-  // Rows and states are not read again soon: they make room for gradients.
   __device__ __forceinline__ static void store_float(const Columns<kWidth>& columns, float* to) {
-    if constexpr (kWidth == 4) {
-      store_once(to, columns, evict_first());
+    if constexpr (kWidth == 4 && kMakesRoom) {
+      store_once(to, columns, kEvictFirst);
     } else {
       columns.store(to);
     }

@@ -50,14 +50,14 @@ Ring ring_of(int32_t columns, RowType gradient, int states, int depth) {
   return ring;
 }
 
-// Begins to copy kWidth columns of this type. policy: of the second-level cache, or none.
-template <int kWidth, bool kFloat32, typename... Policy>
+// Begins to copy kWidth columns of this type. kOnce: they are not read again soon.
+template <int kWidth, bool kFloat32, bool kOnce>
 __device__ __forceinline__ void copy_columns(RowType type, char* to, const char* from,
-                                             int32_t column, Policy... policy) {
+                                             int32_t column) {
   if (kFloat32 || type == RowType::kFloat32) {
     const int32_t at = column * static_cast<int32_t>(sizeof(float));
-    if constexpr (kWidth == 4 && sizeof...(Policy) > 0) {
-      copy_async(to + at, from + at, policy...);
+    if constexpr (kWidth == 4 && kOnce && kMakesRoom) {
+      copy_async(to + at, from + at, kEvictFirst);
     } else {
       copy_async<4 * kWidth>(to + at, from + at);
     }
@@ -130,7 +130,6 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
   const uint32_t tile_end = at + kLanes;
   SortedPlace place = SortedPlace::load(sorted, at + lane, n);
   const float rate = *update.learning_rate;
-  const uint64_t once_policy = evict_first();
   if (is_refused(update.batch)) return;
   uint32_t held = ~0u;  // the table of `table`
   TableUpdate table(tables[0], optimizer, rate);
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
         const char* const its_gradient = pointer_of_lane(gradient, source);
         Steps::for_each(its_dim, [&](int32_t first) {
           Steps::for_columns(its_dim, first, [&](int32_t column) {
-            copy_columns<kWidth, kFloat32>(type, to, its_gradient, column);
+            copy_columns<kWidth, kFloat32, false>(type, to, its_gradient, column);
           });
         });
         if (end_mask >> source & 1) {
@@ -197,12 +196,12 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
           if constexpr (kColumnStates) its_state = pointer_of_lane(state, source);
           Steps::for_each(its_dim, [&](int32_t first) {
             Steps::for_columns(its_dim, first, [&](int32_t column) {
-              copy_columns<kWidth, kFloat32>(its_type, to + ring.row, its_row, column, once_policy);
+              copy_columns<kWidth, kFloat32, true>(its_type, to + ring.row, its_row, column);
               if constexpr (kColumnStates) {
                 for (int s = 0; s < column_states(optimizer.kind); ++s) {
-                  copy_columns<kWidth, true>(
+                  copy_columns<kWidth, true, true>(
                       RowType::kFloat32, to + ring.states + s * ring.of_state,
-                      reinterpret_cast<const char*>(its_state + s * its_dim), column, once_policy);
+                      reinterpret_cast<const char*>(its_state + s * its_dim), column);
                 }
               }
             });
@@ -211,7 +210,7 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
       }
       end_copies();
     };
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < kDepth; ++k) begin(place_at(k));
     int turn = 0;
     while (to_finish != 0) {
