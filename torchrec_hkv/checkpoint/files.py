@@ -35,6 +35,7 @@ from torchrec_hkv.checkpoint.tensors import (
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import tables_with_files_aside
+from torchrec_hkv.sharding.names import named_tables
 
 #: Host memory that a save or a load takes on a rank, and as much of its GPU's.
 BATCH_BYTES = 96 << 20
@@ -76,7 +77,8 @@ def save(
     place = Place(Path(path))
     on_leader(place.prepare)
     state: dict[str, Any] = {}
-    with tables_with_files_aside() as tables:
+    tables = named_tables(model)
+    with tables_with_files_aside():
         state["model"] = model.state_dict()
     if optimizer is not None:
         state.update(optimizer_state(optimizer))
@@ -141,7 +143,8 @@ def load(
     gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
     folder, record = on_leader(lambda: _read(Path(path)))
-    with tables_with_files_aside() as tables:
+    tables = named_tables(model)
+    with tables_with_files_aside():
         tensors = TensorsLoad(folder / TENSORS, model, optimizer)
         if optimizer is not None and not record.has_optimizer:
             raise ValueError(

@@ -15,6 +15,7 @@ from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.names import find_name, named_tables
 
 #: Rows of a batch.
 BATCH = 1 << 16
@@ -31,14 +32,15 @@ def export_rows(
 
     Args:
         model: sharded.
-        table: its name, or the part of its key in the ``state_dict`` before ``.weight``.
+        table: its full name, which is its key in the ``state_dict`` without ``.weight``, or its own
+            name where no other table has it.
         batch: ids to yield at a time, at most.
 
     Yields:
         Ids, int64 ``[n]``, and rows, float32 ``[n, embedding_dim]``, in host memory.
 
     Raises:
-        ValueError: there is no such table, or its rows can't be had by id.
+        ValueError: there is no such table, several have that name, or its rows can't be had by id.
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}, but must be at least 1.")
@@ -87,8 +89,8 @@ def import_rows(
         How many ids found no place, column shards counted each.
 
     Raises:
-        ValueError: there is no such table, ids or rows don't fit it, or there was no place; what
-            came before is in the table then.
+        ValueError: there is no such table, several have that name, ids or rows don't fit it, or
+            there was no place; what came before is in the table then.
     """
     part = _find(model, table)
 
@@ -135,7 +137,8 @@ class _Part:
 
 
 def _find(model: nn.Module, table: str) -> _Part:
-    with tables_with_files_aside() as ours:
+    ours = named_tables(model)
+    with tables_with_files_aside():
         state = model.state_dict()
     stock = {
         key.removesuffix(".weight"): value
@@ -144,12 +147,7 @@ def _find(model: nn.Module, table: str) -> _Part:
         and isinstance(value, ShardedTensor)
         and key.removesuffix(".weight") not in ours
     }
-    names = [key for key in (*ours, *stock) if key == table or key.rsplit(".", 1)[-1] == table]
-    if len(names) != 1:
-        raise ValueError(
-            f"The model has {len(names)} tables {table!r}: name one of {sorted([*ours, *stock])}."
-        )
-    (name,) = names
+    name = find_name(table, [*ours, *stock])
     return _of_backend(ours[name]) if name in ours else _of_stock(stock[name])
 
 
