@@ -213,14 +213,20 @@ def test_a_tensor_train_table_names_itself_in_full(run_ranks, device_type):
 
 
 def _paths(rank, world_size, device):
-    model = make(world_size, device)
-    around = nn.ModuleDict({"trainer": model, "twin": model})
+    model = make(world_size, device, dense=True)
+    around = nn.ModuleDict({"trainer": model})
     keys = {key.rpartition(".")[0] for key in around.state_dict()}
-    return list(named_tables(around)), keys, [path for path, _ in named_modules(around)][:3]
+    twice = nn.ModuleDict({"trainer": model, "twin": model})
+    return (
+        list(named_tables(around)),
+        list(named_tables(twice)),
+        keys,
+        list(dict.fromkeys(path for path, _ in named_modules(around)))[:3],
+    )
 
 
 def test_a_sharded_model_within_another_module(run_ranks):
-    ((names, keys, paths),) = run_ranks(1, _paths)
-    assert names == [f"trainer.{name}" for name in FULL]
+    ((names, once, keys, paths),) = run_ranks(1, _paths)
+    assert names == once == [f"trainer.{name}" for name in FULL]
     assert set(names) < keys
     assert paths == ["", "trainer", "trainer.bags"]
