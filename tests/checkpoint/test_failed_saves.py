@@ -7,6 +7,7 @@ import resource
 import signal
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.checkpointed import make_tables, train
 from torchrec_hkv import checkpoint
@@ -29,6 +30,7 @@ def _failed(rank, world_size, device, folder, failing):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+    dist.barrier()  # rank 0 cleans up
     left = sorted(os.listdir(folder))
     checkpoint.load(folder / "c", fresh)
     return str(failure.value), left, saved == checkpoint.digest(fresh)
