@@ -32,10 +32,25 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 CALIBRATE = """
 import sys
-from tests.support import toy_backend
+from tests.support.toy_backend import ToyBackend, ToyOptions
+from torchrec_hkv import register_backend
+from torchrec_hkv.backends import OptimizerSpec
+from torchrec_hkv.backends.calibration import Batch, CalibrationCase
 from torchrec_hkv.cli import main
-toy_backend.install()
-sys.exit(main(["calibrate", "--device", "cpu", "--kernel", "toy", "--out", sys.argv[1]]))
+
+class Timed(ToyBackend):
+    name = "timed"
+
+    def calibration_cases(self, device_type):
+        batches = (Batch(8, 1), Batch(64, 1), Batch(256, 1), Batch(64, 4), Batch(64, 4, 4.0))
+        sizes = {"rows": 300, "capacity": 400, "dim": 4, "batches": batches, "size": 1e4}
+        return [
+            CalibrationCase(ToyOptions(), optimizer=OptimizerSpec("sgd"), tables=tables, **sizes)
+            for tables in (1, 3)
+        ]
+
+register_backend(Timed())
+sys.exit(main(["calibrate", "--device", "cpu", "--kernel", "timed", "--out", sys.argv[1]]))
 """
 
 BY_HAND = """
@@ -89,7 +104,7 @@ def test_examples(tmp_path, script, arguments):
 
 def test_an_example_on_clicks(tmp_path):
     path = tmp_path / "train.txt"
-    path.write_text("\n".join(criteo_lines(400)) + "\n")
+    path.write_text("\n".join(criteo_lines()) + "\n")
     arguments = ("--device", "cpu", "--data", path, "--batch-size", 32, "--epochs", 1)
     assert left(ROOT / "examples" / "train_dlrm.py", *arguments) == "LEFT []"
 
