@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import platform
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from torchrec_hkv import __version__
+from torchrec_hkv.text_files import replace_text
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -116,12 +118,11 @@ class CsvFile:
                 self._rows[places[0]] = new
         # Columns of rows that were there, and are no more, come last.
         names = list(dict.fromkeys([*new, *(name for old in self._rows for name in old)]))
-        written = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with written.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=names, restval="")
-            writer.writeheader()
-            writer.writerows(self._rows)
-        written.replace(self._path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, fieldnames=names, restval="")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        replace_text(self._path, text.getvalue())
 
     def _key(self, row: Mapping[str, str]) -> tuple[str | None, ...]:
         return tuple(row.get(name) for name in self._keys or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -227,6 +228,9 @@ def run(example: Callable[[], int | None]) -> int:
     silence_advice()
     try:
         code = example()
+        # Models in reference cycles hold their process group. A thread of gloo that still has a
+        # tensor to drop when the interpreter ends aborts the process, so there is none by then.
+        gc.collect()
     except DataError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

@@ -1,5 +1,10 @@
 """Hash-table and other backends for TorchRec's embedding tables, chosen table by table."""
 
+# Before there is a process group, or a default argument in it holds the group and its threads
+# beyond destroy_process_group, and a thread that still has tensors when the interpreter ends aborts
+# the process. TorchRec's apply_optimizer_in_backward would import it later.
+import torch.distributed.optim  # noqa: F401
+
 from torchrec_hkv import checkpoint
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend

@@ -55,7 +55,7 @@ def _load(rank, world_size, device, sharding_type, where, folder, plain=False):
         checkpoint.load(folder, model)
     sizes = []
     for _ in range(3):
-        sizes.append(_ask(model, rank, world_size, device, IDS).get("lru", 0))
+        sizes.append(_ask(model, rank, world_size, device, IDS).get("ebc.embedding_bags.lru", 0))
     return sizes
 
 

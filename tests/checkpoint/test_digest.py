@@ -76,6 +76,6 @@ def test_of_a_model(run_ranks):
     results = run_ranks(2, _changed)
     assert results[0] == results[1]
     before, again, after = results[0]
-    assert set(before) == {"lru", "lfu"}
+    assert set(before) == {"ebc.embedding_bags.lru", "ebc.embedding_bags.lfu"}
     assert before == again
     assert all(before[table] != after[table] for table in before)

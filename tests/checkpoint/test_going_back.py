@@ -31,11 +31,11 @@ def _back(rank, world_size, device):
     _train(model, rank, device, range(3))
     state, before = model.state_dict(), checkpoint.digest(model)
     _train(model, rank, device, [2] * 8)
-    after = table_counters(model)["t"]["expired"]
+    after = table_counters(model)["ebc.embedding_bags.t"]["expired"]
     model.load_state_dict(state)
     assert checkpoint.digest(model) == before
     _train(model, rank, device, range(3, 4))
-    return after, table_counters(model)["t"]["expired"] - after
+    return after, table_counters(model)["ebc.embedding_bags.t"]["expired"] - after
 
 
 def test_nothing_expires_for_steps_that_were_undone(run_ranks):

@@ -114,3 +114,92 @@ def test_a_missing_folder_is_no_lack_of_the_file_system(tmp_path):
     with pytest.raises(FileNotFoundError):
         exchange(tmp_path / "first", tmp_path / "second")
     assert (tmp_path / "first" / RECORD).read_text() == "1"
+
+
+def _victim(folder: Path) -> Path:
+    """A folder that must stay as it is."""
+    folder.mkdir()
+    (folder / "kept").write_text("kept")
+    write(folder, "kept")
+    return folder
+
+
+@pytest.mark.parametrize("name", [".checkpoint.saving", ".checkpoint.previous"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "folder"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_no_leftover_of_a_save_is_refused(tmp_path, name, kind, is_first):
+    path, victim = tmp_path / "checkpoint", _victim(tmp_path / "victim")
+    if not is_first:
+        commit(path, "old")
+    left = tmp_path / name
+    if kind == "folder":
+        _victim(left)
+    elif kind == "file":
+        left.write_text("kept")
+    else:
+        left.symlink_to(victim if kind == "link" else tmp_path / "none")
+    before = sorted(os.listdir(tmp_path))
+    what = {
+        "link": f"a symbolic link to '{victim}'",
+        "dangling link": f"a symbolic link to '{tmp_path}/none'",
+        "file": "a file",
+        "folder": "a folder that holds 'kept', which is not of a checkpoint",
+    }[kind]
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 (compared below)
+        Place(path).prepare()
+    assert str(refusal.value) == (
+        f"{left} is {what}, but a save needs that name for the time until it replaces the "
+        "checkpoint: move it away, or save to a path of another name."
+    )
+    assert sorted(os.listdir(tmp_path)) == before
+    assert sorted(os.listdir(victim)) == ["checkpoint.json", "kept"]
+    if not is_first:
+        assert kept(path) == "old"
+    elif "link" in kind:
+        with pytest.raises(ValueError, match="There is no checkpoint at"):
+            Place(path).newest()
+
+
+def test_links_within_what_a_killed_save_left_are_not_followed(tmp_path, exchanges):
+    path, victim = tmp_path / "checkpoint", _victim(tmp_path / "victim")
+    for name in (".checkpoint.saving", ".checkpoint.previous"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tables").symlink_to(victim)
+        (tmp_path / name / RECORD).symlink_to(victim / RECORD)
+    for text in ("0", "1"):
+        commit(path, text)
+        assert kept(path) == text
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "victim"]
+    assert (victim / RECORD).read_text() == (victim / "kept").read_text() == "kept"
+
+
+def test_a_killed_save_leaves_the_old_checkpoint_to_load(tmp_path):
+    path = tmp_path / "checkpoint"
+    commit(path, "old")
+    place = Place(path)
+    place.prepare()
+    write(place.saving, "whole, but not yet in its place")
+    assert kept(path) == "old"
+    path.rename(place.previous)  # where the file system can't exchange folders
+    assert kept(path) == "old"
+
+
+def test_a_folder_that_a_rank_does_not_share(tmp_path):
+    first = Place(tmp_path / "first" / "checkpoint")
+    second = Place(tmp_path / "second" / "checkpoint")
+    token = first.prepare()
+    second.prepare()
+    first.check_seen(token)
+    with pytest.raises(ValueError, match=r"^A rank does not see .*/second/\.checkpoint\.saving, "):
+        second.check_seen(token)
+    first.remove_token(token)
+    assert os.listdir(first.saving) == []
+    first.discard()
+    assert os.listdir(tmp_path / "first") == []
+
+
+def test_a_link_that_leads_to_itself(tmp_path):
+    link = tmp_path / "checkpoint"
+    link.symlink_to(link)
+    with pytest.raises(ValueError, match=r"^'.*/checkpoint' is a symbolic link that leads to itse"):
+        Place(link)

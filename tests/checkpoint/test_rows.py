@@ -132,7 +132,7 @@ def _refusals(rank, world_size, device):
 
 def test_what_does_not_fit_is_refused_on_every_rank(run_ranks):
     expected = [
-        "The model has 0 tables 'none'",
+        "The model has no table 'none'",
         "ids have dtype torch.int32",
         "shape (3, 4)",
         "61 of 64 rows were not given",

@@ -53,7 +53,7 @@ def _go_on(rank, world_size, device, backend, sharding_type, folder):
 def test_training_goes_on_as_before(run_ranks, backend, sharding_type, world_size, tmp_path):
     sizes = run_ranks(world_size, _go_on, backend, sharding_type, tmp_path / "checkpoint")
     for table in ("t0", "t1"):
-        assert 0 < sum(counts.get(table, 0) for counts in sizes) <= IDS
+        assert 0 < sum(counts.get(f"ec.embeddings.{table}", 0) for counts in sizes) <= IDS
 
 
 def _save(rank, world_size, device, folder):

@@ -29,8 +29,9 @@ def moved_over():
     return code
 
 
-# At the interpreter's end a thread of gloo that still has a tensor of Python's to drop aborts now
-# and then (torch 2.13, in four of 42 runs of the code before on a busy machine), so there is none.
+# The model of this script holds the process group until the interpreter ends, and a thread of gloo
+# that still has a tensor of Python's to drop aborts then (docs/torchrec.md; torch 2.13, in four of
+# 42 runs of the code before on a busy machine). So the interpreter doesn't end.
 END = """
 import os, sys
 sys.stdout.flush()

@@ -102,16 +102,22 @@ def _sharded(rank, world_size, device, over_all):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sharded_model_over_all_ranks(world_size, run_ranks):
     for metrics, lookups, distinct in run_ranks(world_size, _sharded, True):
-        assert list(metrics) == ["t"]
-        assert (metrics["t"].lookups, metrics["t"].inserted) == (lookups, distinct)
-        assert metrics["t"].size == distinct
-        assert metrics["t"].capacity >= 256
-        assert metrics["t"].hbm_bytes + metrics["t"].host_bytes > 256 * 16
+        assert list(metrics) == ["ebc.embedding_bags.t"]
+        assert (
+            metrics["ebc.embedding_bags.t"].lookups,
+            metrics["ebc.embedding_bags.t"].inserted,
+        ) == (lookups, distinct)
+        assert metrics["ebc.embedding_bags.t"].size == distinct
+        assert metrics["ebc.embedding_bags.t"].capacity >= 256
+        assert (
+            metrics["ebc.embedding_bags.t"].hbm_bytes + metrics["ebc.embedding_bags.t"].host_bytes
+            > 256 * 16
+        )
 
 
 def test_a_sharded_model_on_each_rank(run_ranks):
     results = run_ranks(2, _sharded, False)
-    total = sum((metrics["t"] for metrics, *_ in results), TableMetrics())
+    total = sum((metrics["ebc.embedding_bags.t"] for metrics, *_ in results), TableMetrics())
     assert (total.lookups, total.size) == results[0][1:]
 
 

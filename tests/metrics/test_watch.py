@@ -37,7 +37,9 @@ def _watched(rank, world_size, device):
     model = make_small(world_size, device, "hkv", sharding_type="table_wise")
     seen = []
     group = torch.distributed.group.WORLD
-    with Watch(model, 2, [lambda step, m: seen.append((step, m["t"].lookups))], group) as watch:
+    with Watch(
+        model, 2, [lambda step, m: seen.append((step, m["ebc.embedding_bags.t"].lookups))], group
+    ) as watch:
         expected = [0]
         for step in range(4):
             features = [batch(other, device, step) for other in range(world_size)]

@@ -70,7 +70,11 @@ def test_a_sharder_that_knows_no_backends():
 
 def test_a_table_that_the_model_lacks():
     message = _refusal(make_model([_table(name="other")]), TOY)
-    assert message == "Tables ['t'] are constrained to backends and the model has no such tables."
+    assert message == (
+        "Tables ['t'] are constrained to backends and the model has no such tables: a constraint "
+        "goes by the name of a table's config, here one of ['other'], and holds for every table of "
+        "that name."
+    )
 
 
 def test_options_that_are_impossible_for_the_table():

@@ -148,7 +148,7 @@ def test_ids_that_are_no_row_numbers_leave_the_hash_table():
 
 def test_ids_that_no_kernel_takes_are_refused():
     frequencies = IdFrequencies.of_ids(torch.tensor([-1, 5]))
-    each = r"'t' can't be served by any(?=.*fused: )(?=.*tt: ).*id -1"
+    each = r"'ebc.embedding_bags.t' can't be served by any(?=.*fused: )(?=.*tt: ).*id -1"
     with pytest.raises(ValueError, match=each):
         _plan(1 << 30, kernels=["fused", "tt"], frequencies=frequencies)
     with pytest.raises(ValueError, match="have id -1, but tt takes row numbers"):
@@ -183,7 +183,7 @@ def test_an_impossible_budget_is_refused_by_name_and_bytes(world_size):
     assert text.count("\n") == 0
     assert "insufficient storage" in text
     for table in ("user", "page"):
-        assert f"'{table}' (at least 12.2 MiB of host memory on fused" in text
+        assert f"'ebc.embedding_bags.{table}' (at least 12.2 MiB of host memory on fused" in text
     missing = int(text.split("(")[1].split(" bytes")[0].replace(",", ""))
     # Buffers: ids and bags of all ranks reach every shard.
     buffers = 8 * (DIM * 4 + 8) * world_size
@@ -198,7 +198,7 @@ def test_a_budget_that_one_table_exceeds_names_that_one():
     planner = _planner(("small", "large"), 1 << 20, kernels=["fused"], world_size=2)
     with pytest.raises(PlannerError) as refusal:
         planner.plan(make_model(tables), get_default_sharders())
-    assert "'large' (at least" in str(refusal.value)
+    assert "'ebc.embedding_bags.large' (at least" in str(refusal.value)
 
 
 def test_many_tables_that_leave_the_choice_open():

@@ -36,8 +36,11 @@ def _count(rank: int, world_size: int, device: torch.device) -> dict[str, dict[s
 def test_counters(run_ranks):
     for world_size in (1, 2):
         results = run_ranks(world_size, _count)
-        assert all(result.keys() == {"ours"} for result in results)
-        total = {key: sum(result["ours"][key] for result in results) for key in results[0]["ours"]}
+        assert all(result.keys() == {"ebc.embedding_bags.ours"} for result in results)
+        total = {
+            key: sum(result["ebc.embedding_bags.ours"][key] for result in results)
+            for key in results[0]["ebc.embedding_bags.ours"]
+        }
         assert total["lookups"] == 3 * 50 * world_size
         assert total["size"] == total["inserted"] == 50
         assert total["hits"] == 2 * 50 * world_size

@@ -100,5 +100,7 @@ def pipeline_batch(rank: int, step: int, device: torch.device) -> KeyedJaggedTen
 
 
 def evicted(model: DistributedModelParallel) -> dict[str, int]:
-    """Rows that each table has evicted on this rank."""
-    return {key: counts["evicted"] for key, counts in table_counters(model).items()}
+    """Rows that each table has evicted on this rank, by the table's own name."""
+    return {
+        key.rpartition(".")[2]: counts["evicted"] for key, counts in table_counters(model).items()
+    }

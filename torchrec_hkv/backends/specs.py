@@ -97,6 +97,8 @@ class TableShard:
         init_range: the config's ``weight_init_min`` and ``weight_init_max``, or TorchRec's default
             of plus and minus ``num_embeddings ** -0.5``.
         options: the backend's options for this table.
+        full_name: the table's key in the model's ``state_dict`` without ``.weight``, for messages;
+            ``""`` where it is not known.
     """
 
     name: str
@@ -110,6 +112,12 @@ class TableShard:
     pooling: Literal["sum", "mean"]
     init_range: tuple[float, float]
     options: BackendOptions
+    full_name: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        """What messages call the table: its full name where that is known."""
+        return self.full_name or self.name
 
     @property
     def key(self) -> str:

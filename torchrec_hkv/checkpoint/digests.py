@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_hkv.collective import on_every_rank
-from torchrec_hkv.sharding.collection import BackendCollection
+from torchrec_hkv.sharding.names import named_tables
 
 
 def digest(model: nn.Module) -> dict[str, str]:
@@ -20,8 +20,9 @@ def digest(model: nn.Module) -> dict[str, str]:
         model: sharded.
 
     Returns:
-        By the name of a table: the number of its entries, ``-``, and 16 hexadecimal digits. Tables
-        that are in the ``state_dict``, as those with rows by number, have none.
+        By the full name of a table, such as ``"ebc.embedding_bags.user"``: the number of its
+        entries, ``-``, and 16 hexadecimal digits. Tables that are in the ``state_dict``, as those
+        with rows by number, have none.
     """
     parts = on_every_rank(lambda: _local(model))
     sums: dict[str, list[int]] = {}
@@ -34,16 +35,13 @@ def digest(model: nn.Module) -> dict[str, str]:
 
 
 def _local(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """This rank's part, by table."""
+    """This rank's part, by full name."""
     sums: dict[str, tuple[int, int]] = {}
-    for module in model.modules():
-        if not isinstance(module, BackendCollection):
+    for name, table in named_tables(model).items():
+        if not table.has_files:
             continue
-        lookups = module.group_lookups()
-        for name, table in module.found_tables().items():
-            if not table.has_files:
-                continue
-            keys = table.state.keys_on(dist.get_rank())
-            mine = [lookups[key].digest(key) for key in keys]
-            sums[name] = (sum(m[0] for m in mine), sum(m[1] for m in mine))
+        lookups = table.collection.group_lookups()
+        keys = table.state.keys_on(dist.get_rank())
+        mine = [lookups[key].digest(key) for key in keys]
+        sums[name] = (sum(m[0] for m in mine), sum(m[1] for m in mine))
     return sums

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, TablesLoad
+from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.learning_rates import learning_rates, put_learning_rates
 from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
 from torchrec_hkv.checkpoint.place import Place
-from torchrec_hkv.checkpoint.record import FileRecord, Record
+from torchrec_hkv.checkpoint.record import TENSORS, FileRecord, Record
 from torchrec_hkv.checkpoint.tables import (
     check_tables,
     files_to_verify,
@@ -26,7 +29,6 @@ from torchrec_hkv.checkpoint.tables import (
     save_tables,
 )
 from torchrec_hkv.checkpoint.tensors import (
-    TENSORS,
     TensorsLoad,
     file_record,
     save_tensors,
@@ -34,7 +36,8 @@ from torchrec_hkv.checkpoint.tensors import (
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import sync_folder
-from torchrec_hkv.sharding.collection import tables_with_files_aside
+from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.names import named_tables
 
 #: Host memory that a save or a load takes on a rank, and as much of its GPU's.
 BATCH_BYTES = 96 << 20
@@ -66,17 +69,54 @@ def save(
         threads: of each rank, that write files at the same time.
 
     Raises:
-        ValueError: ``path`` is something else than a checkpoint, the optimizer is not keyed, or a
-            number is not positive.
-        RuntimeError: a rank could not write.
+        ValueError: ``path`` is something else than a checkpoint, there is something else where a
+            save writes first, a rank does not see the folder, the optimizer is not keyed, a number
+            is not positive, or the ranks were given different paths, or only some of them an
+            optimizer. Nothing is written then.
+        RuntimeError: a rank could not write. What was written is removed.
         CheckpointException: likewise.
     """
-    check_optimizer(optimizer)
-    options = FileOptions(batch_bytes, threads)
-    place = Place(Path(path))
-    on_leader(place.prepare)
+    tables = named_tables(model)
+
+    def arguments() -> dict[str, Any]:
+        check_optimizer(optimizer)
+        FileOptions(batch_bytes, threads)
+        Place(Path(path))
+        return {
+            "path": Folder.of(Path(path)),
+            "optimizer": "None" if optimizer is None else "given",
+            "the list of the model's tables": list(tables),
+        }
+
+    agreed(arguments)
+    options, place = FileOptions(batch_bytes, threads), Place(Path(path))
+    with _saving(place):
+        _save(place, model, optimizer, tables, options)
+
+
+@contextlib.contextmanager
+def _saving(place: Place) -> Iterator[None]:
+    """The folder that a save writes to, on all ranks; what a save that fails has written goes."""
+    token = on_leader(place.prepare)
+    try:
+        on_every_rank(lambda: place.check_seen(token))
+        on_leader(lambda: place.remove_token(token))
+        yield
+    except BaseException:
+        if _rank() == 0:
+            place.discard()
+        raise
+
+
+def _save(
+    place: Place,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None,
+    tables: dict[str, FoundTable],
+    options: FileOptions,
+) -> None:
     state: dict[str, Any] = {}
-    with tables_with_files_aside() as tables:
+    with tables_with_files_aside():
         state["model"] = model.state_dict()
     if optimizer is not None:
         state.update(optimizer_state(optimizer))
@@ -133,15 +173,29 @@ def load(
         ``allow_loss``.
 
     Raises:
-        ValueError: there is no checkpoint, a file is damaged, or it doesn't match the model or the
-            optimizer; nothing has changed then. Where hash tables turn out too small although less
-            than 95 % of them are needed, they are left empty.
+        ValueError: there is no checkpoint, a file is damaged, it doesn't match the model or the
+            optimizer, or the ranks were given different arguments; nothing has changed then. Where
+            hash tables turn out too small although less than 95 % of them are needed, they are left
+            empty.
     """
-    check_optimizer(optimizer)
+    tables = named_tables(model)
+
+    def arguments() -> dict[str, Any]:
+        check_optimizer(optimizer)
+        FileOptions(batch_bytes, threads, allow_loss)
+        Place(Path(path))
+        return {
+            "path": Folder.of(Path(path)),
+            "optimizer": "None" if optimizer is None else "given",
+            "allow_loss": allow_loss,
+            "the list of the model's tables": list(tables),
+        }
+
+    agreed(arguments)
     gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
     folder, record = on_leader(lambda: _read(Path(path)))
-    with tables_with_files_aside() as tables:
+    with tables_with_files_aside():
         tensors = TensorsLoad(folder / TENSORS, model, optimizer)
         if optimizer is not None and not record.has_optimizer:
             raise ValueError(
@@ -191,6 +245,10 @@ def _share(items: list[Any]) -> list[Any]:
     if not dist.is_initialized():
         return items
     return items[dist.get_rank() :: dist.get_world_size()]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _world_size() -> int:

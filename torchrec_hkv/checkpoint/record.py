@@ -10,6 +10,8 @@ from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 
 #: Its file; the last that is written.
 RECORD = "checkpoint.json"
+#: Folders of a checkpoint: of tables that have files of their own, and of all else.
+TABLES, TENSORS = "tables", "tensors"
 _FORMAT = "torchrec_hkv.checkpoint"
 _VERSION = 1
 

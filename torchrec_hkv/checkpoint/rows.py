@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from torchrec.distributed.types import ShardedTensor
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
+from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.names import find_name, named_tables
 
 #: Rows of a batch.
 BATCH = 1 << 16
@@ -31,18 +34,18 @@ def export_rows(
 
     Args:
         model: sharded.
-        table: its name, or the part of its key in the ``state_dict`` before ``.weight``.
+        table: its full name, which is its key in the ``state_dict`` without ``.weight``, or its own
+            name where no other table has it.
         batch: ids to yield at a time, at most.
 
     Yields:
         Ids, int64 ``[n]``, and rows, float32 ``[n, embedding_dim]``, in host memory.
 
     Raises:
-        ValueError: there is no such table, or its rows can't be had by id.
+        ValueError: there is no such table, several have that name, ranks name different ones, or
+            its rows can't be had by id.
     """
-    if batch < 1:
-        raise ValueError(f"batch is {batch}, but must be at least 1.")
-    part = _find(model, table)
+    part = _agreed(model, table, batch=batch)
     device = _wire_device()
     for shards in part.rows:
         first = shards[0]
@@ -87,10 +90,11 @@ def import_rows(
         How many ids found no place, column shards counted each.
 
     Raises:
-        ValueError: there is no such table, ids or rows don't fit it, or there was no place; what
-            came before is in the table then.
+        ValueError: there is no such table, several have that name, or the ranks were given
+            different arguments; nothing has changed then. Ids or rows don't fit it, or there was no
+            place; what came before is in the table then.
     """
-    part = _find(model, table)
+    part = _agreed(model, table, allow_loss=allow_loss)
 
     def run() -> int:
         # An iterator that is read once serves one shard; a rank may hold several.
@@ -134,8 +138,24 @@ class _Part:
     put_rows: Callable[[_Shard, Iterable[tuple[Tensor, Tensor]]], int]
 
 
-def _find(model: nn.Module, table: str) -> _Part:
-    with tables_with_files_aside() as ours:
+def _agreed(model: nn.Module, table: str, batch: int = BATCH, **same: bool) -> _Part:
+    """A table that all ranks name, of calls whose other arguments are the same on all, too."""
+    found: list[_Part] = []
+
+    def arguments() -> dict[str, Any]:
+        if batch < 1:
+            raise ValueError(f"batch is {batch}, but must be at least 1.")
+        name, part = _find(model, table)
+        found.append(part)
+        return {"table": name, **same}
+
+    agreed(arguments)
+    return found[0]
+
+
+def _find(model: nn.Module, table: str) -> tuple[str, _Part]:
+    ours = named_tables(model)
+    with tables_with_files_aside():
         state = model.state_dict()
     stock = {
         key.removesuffix(".weight"): value
@@ -144,13 +164,8 @@ def _find(model: nn.Module, table: str) -> _Part:
         and isinstance(value, ShardedTensor)
         and key.removesuffix(".weight") not in ours
     }
-    names = [key for key in (*ours, *stock) if key == table or key.rsplit(".", 1)[-1] == table]
-    if len(names) != 1:
-        raise ValueError(
-            f"The model has {len(names)} tables {table!r}: name one of {sorted([*ours, *stock])}."
-        )
-    (name,) = names
-    return _of_backend(ours[name]) if name in ours else _of_stock(stock[name])
+    name = find_name(table, [*ours, *stock])
+    return name, _of_backend(ours[name]) if name in ours else _of_stock(stock[name])
 
 
 def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:

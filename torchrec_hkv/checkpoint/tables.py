@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.saved import FileOptions, SavedShard, TablesLoad
-from torchrec_hkv.checkpoint.record import TableRecord, TableShardRecord
+from torchrec_hkv.checkpoint.record import TABLES, TableRecord, TableShardRecord
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import FoundTable
 
-_FOLDER = "tables"
 #: Bytes of a folder's name that every file system has.
 _MOST_NAME_BYTES = 255
 
@@ -27,7 +26,7 @@ def record_of(key: str, table: FoundTable) -> TableRecord:
     shards = table.state.shards
     records = [
         TableShardRecord(
-            f"{_FOLDER}/{_folder_name(key)}/{index:05d}",
+            f"{TABLES}/{_folder_name(key)}/{index:05d}",
             table.state.owners(shard),
             (shard.column_offset, shard.column_offset + shard.dim),
         )

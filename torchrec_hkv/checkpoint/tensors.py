@@ -24,9 +24,6 @@ from torchrec_hkv.checkpoint.optimizers import (
 from torchrec_hkv.checkpoint.record import FileRecord
 from torchrec_hkv.sharding.state import SHARDS_KEY
 
-#: Their folder in a checkpoint.
-TENSORS = "tensors"
-
 _SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")
 _PIECE = 16 << 20
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import os
 import sys
 import tempfile
@@ -96,6 +97,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         if leads:
             measured.save(path)
     finally:
+        # Sharded modules in reference cycles hold the process group, whose threads must not see the
+        # interpreter's end.
+        gc.collect()
         if has_ranks:
             dist.destroy_process_group()
     content = {

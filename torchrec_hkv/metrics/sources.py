@@ -14,6 +14,7 @@ from torchrec_hkv.hash_table.groups.counters import DEVICE_COUNTS
 from torchrec_hkv.metrics.table_metrics import TableMetrics
 from torchrec_hkv.nn.table_module import TableModule
 from torchrec_hkv.sharding.collection import BackendCollection
+from torchrec_hkv.sharding.names import joined, named_modules
 
 #: Fields of a TableMetrics that the device counts, in its order, and those that the host knows.
 DEVICE_FIELDS = DEVICE_COUNTS
@@ -27,7 +28,7 @@ class Probe:
     """Tables that are counted together.
 
     Attributes:
-        names: of the tables.
+        names: of the tables, in full.
         counts: gives int64 ``[tables, 12]``, in the order of :data:`DEVICE_FIELDS`; on a GPU
             without a wait, where the backend can.
         sizes: gives for each table what :data:`HOST_FIELDS` are.
@@ -43,7 +44,6 @@ def probes_of(source: Source) -> list[Probe]:
 
     Raises:
         TypeError: it is something else.
-        ValueError: it has no tables, or two of one name.
     """
     if isinstance(source, HashTable):
         return [_group_probe(["table"], source.group)]
@@ -53,19 +53,16 @@ def probes_of(source: Source) -> list[Probe]:
             f"of a {type(source).__name__}."
         )
     probes = []
-    for path, module in source.named_modules():
+    for path, module in named_modules(source):
         if isinstance(module, TableModule):
-            prefix = f"{path}." if path else ""
-            names = [f"{prefix}{name}" for name in module.table_names]
+            names = [joined(path, name) for name in module.table_names]
             probes.append(_module_probe(names, module))
         elif isinstance(module, BackendCollection):
             by_lookup: dict[GroupLookup, list[str]] = {}
-            for name, lookup in module.group_lookups().items():
-                by_lookup.setdefault(lookup, []).append(name)
-            probes += [_lookup_probe(lookup, names) for lookup, names in by_lookup.items()]
-    names = [name for probe in probes for name in probe.names]
-    if len(set(names)) < len(names):
-        raise ValueError(f"Two tables have the same name: {', '.join(sorted(names))}.")
+            for key, lookup in module.group_lookups().items():
+                by_lookup.setdefault(lookup, []).append(key)
+            prefix = joined(path, module.tables_attribute)
+            probes += [_lookup_probe(lookup, prefix, keys) for lookup, keys in by_lookup.items()]
     return probes
 
 
@@ -87,20 +84,20 @@ def _group_sizes(group: TableGroup) -> list[list[int]]:
     ]
 
 
-def _lookup_probe(lookup: GroupLookup, names: Sequence[str]) -> Probe:
+def _lookup_probe(lookup: GroupLookup, prefix: str, keys: Sequence[str]) -> Probe:
     def counts() -> Tensor:
         given = lookup.device_counters()
         if given is None:
-            rows = [lookup.counters(name) for name in names]
+            rows = [lookup.counters(key) for key in keys]
             return torch.tensor([[row.get(name, 0) for name in DEVICE_FIELDS] for row in rows])
-        order = [list(given[0]).index(name) for name in names]
+        order = [list(given[0]).index(key) for key in keys]
         return torch.stack([given[1][at] for at in order])
 
     def sizes() -> list[list[int]]:
-        memory = [lookup.memory(name) for name in names]
+        memory = [lookup.memory(key) for key in keys]
         return [
-            [lookup.capacity(name), part.hbm, part.host]
-            for name, part in zip(names, memory, strict=True)
+            [lookup.capacity(key), part.hbm, part.host]
+            for key, part in zip(keys, memory, strict=True)
         ]
 
-    return Probe(tuple(names), counts, sizes)
+    return Probe(tuple(joined(prefix, key) for key in keys), counts, sizes)

@@ -18,11 +18,21 @@ Sink = Callable[[int, Mapping[str, TableMetrics]], None]
 
 
 def collect(source: Source, group: dist.ProcessGroup | None = None) -> Metrics:
-    """Metrics of all tables by name, as they are now. Waits for the device.
+    """Metrics of all tables, as they are now. Waits for the device.
 
     Args:
         source: a sharded model, a module with embeddings of :mod:`torchrec_hkv.nn`, or a HashTable.
         group: ranks to add up over, which all call this; None: this rank's tables only.
+
+    Returns:
+        By full name. A table of a sharded model has its key in the ``state_dict`` without
+        ``.weight``, such as ``"ebc.embedding_bags.user"``, and a column shard ``/`` and its first
+        column behind it where that is not 0. A table of a module has the module's path and its own
+        name, and a HashTable is ``"table"``.
+
+    Raises:
+        TypeError: the source is something else.
+        ValueError: it has no tables of this package.
     """
     reading = _Reader(source, group).begin(0)
     reading.wait()
@@ -43,7 +53,7 @@ class Watch:
 
     Raises:
         TypeError: the source is none, or a sink can't be called.
-        ValueError: ``every`` is not positive, or two tables have one name.
+        ValueError: ``every`` is not positive, or there are no tables of this package.
     """
 
     def __init__(

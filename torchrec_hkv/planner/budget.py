@@ -13,7 +13,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_hkv.planner.options import kernel_of
+from torchrec_hkv.planner.options import full_name, kernel_of
 from torchrec_hkv.planner.report import format_bytes
 
 _MOST_NAMED = 5
@@ -102,7 +102,7 @@ def missing_bytes(options: Sequence[ShardingOption], topology: Topology) -> Miss
 def refusal(missing: Missing, topology: Topology) -> str:
     """One sentence: the tables, what they take at least, and what is missing."""
     named = [
-        f"{option.name!r} (at least {_taken(option.total_storage)} on {kernel_of(option)}, "
+        f"{full_name(option)!r} (at least {_taken(option.total_storage)} on {kernel_of(option)}, "
         f"{option.sharding_type})"
         for option in missing.tables[:_MOST_NAMED]
     ]

@@ -22,6 +22,7 @@ from torchrec_hkv.backends.constants import Constants
 from torchrec_hkv.planner.stage_timing import StageTimer, stage_timers
 from torchrec_hkv.planner.stages import StageTimes
 from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
+from torchrec_hkv.text_files import replace_text
 
 _FORMAT = 2
 #: Names the file that planners read and ``torchrec-hkv calibrate`` writes; empty for none.
@@ -134,9 +135,7 @@ class Calibration:
             "constants_ms": {name: found.to_json() for name, found in self.constants.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(f".{path.name}.{os.getpid()}")
-        written.write_text(json.dumps(content, indent=1) + "\n")
-        written.replace(path)
+        replace_text(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:

@@ -18,6 +18,7 @@ from torchrec_hkv.planner.options import (
     balance,
     config_of,
     disadvantage,
+    full_name,
     is_ours,
     kernel_of,
     shards_of,
@@ -80,7 +81,7 @@ class BackendEnumerator(EmbeddingEnumerator):
                 # Sorted: TorchRec makes options in no order.
                 reasons = sorted(self.refused[option.path, option.name].items())
                 raise ValueError(
-                    f"Table {option.name!r} can't be served by any of its compute kernels: "
+                    f"Table {full_name(option)!r} can't be served by any of its compute kernels: "
                     + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
                 )
         sharding_options[:] = kept
@@ -158,8 +159,8 @@ class BackendEnumerator(EmbeddingEnumerator):
         outside = seen.lowest if seen.lowest < 0 else seen.highest
         if not 0 <= outside < rows:
             raise ValueError(
-                f"table '{option.name}': its frequencies have id {outside}, but {kernel_of(option)}"
-                f" takes row numbers from 0 to {rows - 1}."
+                f"table '{full_name(option)}': its frequencies have id {outside}, but "
+                f"{kernel_of(option)} takes row numbers from 0 to {rows - 1}."
             )
 
     def _filter_sharding_types(

@@ -8,10 +8,12 @@ from typing import TypeGuard
 
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions, TableShard
 from torchrec_hkv.planner.constraints import Candidate
+from torchrec_hkv.sharding.names import joined
 from torchrec_hkv.sharding.tables import (
     SUMMED_OVER_RANKS,
     balanced_rows,
@@ -58,6 +60,19 @@ def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
 def kernel_of(option: ShardingOption) -> str:
     """The backend by its label, or the stock kernel by its name."""
     return option.label if is_ours(option) else option.compute_kernel
+
+
+def full_name(option: ShardingOption) -> str:
+    """The key of an option's table in the ``state_dict``, without ``.weight``.
+
+    Of modules that backends serve; TorchRec's name of the table in others.
+    """
+    path, module = option.module
+    if isinstance(module, EmbeddingBagCollection):
+        return joined(path, f"embedding_bags.{option.name}")
+    if isinstance(module, EmbeddingCollection):
+        return joined(path, f"embeddings.{option.name}")
+    return joined(path, option.name)
 
 
 def config_of(option: ShardingOption) -> BaseEmbeddingConfig:

@@ -185,6 +185,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         """Refuses constrained tables that aren't where a backend can serve them."""
         by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         found: set[str] = set()
+        tables: set[str] = set()
         pending = [("", module)]
         while pending:
             path, child = pending.pop()
@@ -194,6 +195,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 pending.extend((prefix + name, m) for name, m in child.named_children())
                 continue
             for table in sharder.shardable_parameters(child):
+                tables.add(table)
                 if table in self._choices:
                     found.add(table)
                     self._check_table(table, path, child, sharder)
@@ -201,7 +203,9 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         missing = sorted(ours - found)
         if missing:
             raise ValueError(
-                f"Tables {missing} are constrained to backends and the model has no such tables."
+                f"Tables {missing} are constrained to backends and the model has no such tables: "
+                f"a constraint goes by the name of a table's config, here one of {sorted(tables)}, "
+                "and holds for every table of that name."
             )
 
     def _check_table(

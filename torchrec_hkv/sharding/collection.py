@@ -47,22 +47,16 @@ class FoundTable:
     has_files: bool
 
 
-# While tables are set aside: those that a state_dict has met, by their names in it.
-_aside: ContextVar[dict[str, FoundTable] | None] = ContextVar("tables aside", default=None)
+_aside: ContextVar[bool] = ContextVar("tables aside", default=False)
 
 
 @contextlib.contextmanager
-def tables_with_files_aside() -> Iterator[dict[str, FoundTable]]:
+def tables_with_files_aside() -> Iterator[None]:
     """Within it, ``state_dict`` and ``load_state_dict`` pass over tables that have files of their
-    own in checkpoints.
-
-    Yields:
-        All tables of ours that a ``state_dict`` has met since, by the part of their keys before
-        ``.weight``.
-    """
-    token = _aside.set({})
+    own in checkpoints."""
+    token = _aside.set(True)
     try:
-        yield _aside.get()
+        yield
     finally:
         _aside.reset(token)
 
@@ -256,7 +250,7 @@ class BackendCollection:
             present = {key: f"{table_prefix}{key}" for key in state.keys}
             present = {key: path for key, path in present.items() if path in state_dict}
             taken.extend(present.values())
-            if _aside.get() is not None and self._found(name).has_files:
+            if _aside.get() and self._found(name).has_files:
                 continue
             if not self._is_built and not state.is_dense:
                 # TorchRec copies the rows of the unsharded module here; ours start empty.
@@ -318,14 +312,10 @@ def _export_tables(
 ) -> None:
     lookups = module.group_lookups()
     rank = dist.get_rank()
-    aside = _aside.get()
     for name, state in module._table_states.items():
-        if aside is not None:
-            found = module._found(name)
-            aside[f"{prefix}{module.tables_attribute}.{name}"] = found
-            if found.has_files:
-                destination.pop(f"{prefix}{module.tables_attribute}.{name}.weight", None)
-                continue
+        if _aside.get() and module._found(name).has_files:
+            destination.pop(f"{prefix}{module.tables_attribute}.{name}.weight", None)
+            continue
         exported = {key: lookups[key].export_table(key) for key in state.keys_on(rank)}
         table_prefix = f"{prefix}{module.tables_attribute}.{name}."
         destination.pop(f"{table_prefix}weight", None)

@@ -128,6 +128,7 @@ class BackendKernel(FusedOptimizerModule):
                 offsets=(row_offset, column_offset),
                 init_range=tag.init_range,
                 options=tag.options,
+                full_name=tag.full_name,
             )
             for table, tag, row_offset, column_offset in zip(
                 self._config.embedding_tables,

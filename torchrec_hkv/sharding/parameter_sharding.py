@@ -36,6 +36,7 @@ class TableTag:
         init_range: lowest and highest initial value.
         is_dense: whether its rows lie open by number (:meth:`Backend.is_dense`).
         is_unique: whether a lookup that has an id twice is refused.
+        full_name: the table's in the model (:mod:`torchrec_hkv.sharding.names`).
     """
 
     backend: str
@@ -43,6 +44,7 @@ class TableTag:
     init_range: tuple[float, float] = dataclasses.field(compare=False)
     is_dense: bool
     is_unique: bool = dataclasses.field(default=False, compare=False)
+    full_name: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass
@@ -54,12 +56,14 @@ class BackendParameterSharding(ParameterSharding):
         options: its options for this table.
         init_range: lowest and highest initial value; the sharder fills it in from the config.
         is_unique: whether a lookup that has an id twice is refused; the sharder fills it in.
+        full_name: the table's in the model; the sharder fills it in.
     """
 
     backend: str = ""
     options: BackendOptions = dataclasses.field(default_factory=BackendOptions)
     init_range: tuple[float, float] = (0.0, 0.0)
     is_unique: bool = False
+    full_name: str = ""
 
     @classmethod
     def wrap(
@@ -81,6 +85,7 @@ class BackendParameterSharding(ParameterSharding):
                 self.init_range,
                 registry.get(self.backend).is_dense(self.options),
                 self.is_unique,
+                self.full_name,
             )
         }
 

@@ -28,6 +28,7 @@ from torchrec_hkv.sharding.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.exchange_groups import Exchange, wire_dtypes
+from torchrec_hkv.sharding.names import joined
 from torchrec_hkv.sharding.optimizer import name_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.tables import Collection, table_weight
@@ -107,6 +108,9 @@ class _BackendSharder:
         for name, table in planned.items():
             name_optimizer(table_weight(module, name))
             table.sharding.is_unique = self._uniqueness.has_shard_unique(name)
+            if module_fqn is not None:
+                prefix = joined(module_fqn, self.sharded_module_type.tables_attribute)
+                table.sharding.full_name = joined(prefix, name)
         return {
             "module": module,
             "table_name_to_parameter_sharding": {

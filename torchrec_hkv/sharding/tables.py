@@ -105,6 +105,7 @@ def table_shard(
     offsets: Sequence[int],
     init_range: tuple[float, float],
     options: BackendOptions,
+    full_name: str = "",
 ) -> TableShard:
     """One shard of a table.
 
@@ -119,6 +120,7 @@ def table_shard(
         offsets: its first row and column.
         init_range: lowest and highest initial value.
         options: the backend's, for this table.
+        full_name: the table's in the model, for messages.
     """
     is_mean = pooling == PoolingType.MEAN and sharding_type not in SUMMED_OVER_RANKS
     return TableShard(
@@ -133,6 +135,7 @@ def table_shard(
         pooling="mean" if is_mean else "sum",
         init_range=init_range,
         options=options,
+        full_name=full_name,
     )
 
 

@@ -44,6 +44,7 @@ class HKVLookup(RowsById, GroupLookup):
             feature_tables,
             optimizer=hash_table_optimizer(optimizer),
             device=device,
+            labels=[shard.label for shard in shards],
         )
         self._dense = {
             shard.key: self._dense_rows(index, shard, feature_tables)

@@ -52,7 +52,7 @@ class TTLookup(GroupLookup):
             [shape_of(shard) for shard in shards],
             feature_tables,
             optimizer_of(optimizer),
-            [shard.name for shard in shards],
+            [shard.label for shard in shards],
             "tf32" if all(options_of(s).precision == "tf32" for s in shards) else "fp32",
             any(options_of(s).strict for s in shards),
         )

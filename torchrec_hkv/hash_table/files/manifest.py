@@ -96,7 +96,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
-        write_signed(folder / _UNFINISHED, FORMAT, VERSION, dataclasses.asdict(self))
+        # What a killed save left, or a link, which must not be followed.
+        (folder / _UNFINISHED).unlink(missing_ok=True)
+        write_signed(folder / _UNFINISHED, FORMAT, VERSION, dataclasses.asdict(self), mode="x")
 
     @staticmethod
     def commit(folder: Path) -> None:
@@ -188,6 +190,11 @@ def prepare_folder(folder: Path) -> None:
             raise ValueError(
                 f"{folder} holds {name!r}, which is not of a saved table: name a folder that "
                 "doesn't exist, or of an earlier save."
+            )
+    for name in (MANIFEST, _UNFINISHED):
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            raise ValueError(
+                f"{folder / name} is a folder, but a save writes a file of that name: move it away."
             )
     try:
         kept = Manifest.read(folder)

@@ -108,6 +108,7 @@ class PartsLoad:
         self._owners, self._allow_loss = owners, allow_loss
         self._batch_bytes, self._threads = batch_bytes, threads
         self._spec = group.tables[table]
+        self._name = group.labels[table]
         self._target = Target(group, table, batch_bytes)
         self.columns = Columns(self._spec.column_offset, self._spec.column_offset + self._spec.dim)
         self._parts = [
@@ -144,7 +145,7 @@ class PartsLoad:
         safe = slots if slots <= 2 * self._target.bucket_slots else int(SAFE_LOAD * slots)
         if entries > safe and not self._allow_loss and self._exact() is None:
             raise ValueError(
-                f"table {self._spec.name!r}: the checkpoint holds {entries} entries for a shard of "
+                f"table {self._name!r}: the checkpoint holds {entries} entries for a shard of "
                 f"{slots} slots, which surely takes {safe}: give the table a larger "
                 "num_embeddings, or pass allow_loss=True to leave out those of the lowest scores."
             )
@@ -188,7 +189,7 @@ class PartsLoad:
             column = columns.end
         if column < self.columns.end:
             raise ValueError(
-                f"table {self._spec.name!r}: the checkpoint does not hold all of its columns "
+                f"table {self._name!r}: the checkpoint does not hold all of its columns "
                 f"{self.columns.begin} to {self.columns.end} for its owner buckets "
                 f"{self._owners[0]} to {self._owners[1]}."
             )
@@ -292,7 +293,7 @@ class PartsLoad:
             )
         if lost and not self._allow_loss:
             raise ValueError(
-                f"table {self._spec.name!r}: {lost} entries of the checkpoint found no place: give "
+                f"table {self._name!r}: {lost} entries of the checkpoint found no place: give "
                 "it a larger num_embeddings, or pass allow_loss=True."
             )
         return lost

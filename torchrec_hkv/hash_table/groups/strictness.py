@@ -18,7 +18,9 @@ class GroupStrictness:
     tables: tuple[TableSpec, ...]
     _group: _C.TableGroup
 
-    def _watch(self, tables: Sequence[TableSpec]) -> None:
+    def _watch(self, tables: Sequence[TableSpec], labels: Sequence[str] | None) -> None:
+        #: What messages call the tables.
+        self.labels = tuple(labels or (spec.name for spec in tables))
         self._strict = [table for table, spec in enumerate(tables) if spec.strict]
         self._crowded = [0] * len(tables)
 
@@ -35,7 +37,7 @@ class GroupStrictness:
             sizes = self._group.sizes().tolist()
             sentences = (
                 crowded_message(
-                    self.tables[table].name,
+                    self.labels[table],
                     number,
                     sizes[table],
                     self._group.present_slots(table),

@@ -41,6 +41,7 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         device: a CPU or CUDA device.
         state_dim: float32 values of state that a row of every table keeps; by default what the
             optimizer needs.
+        labels: what messages call the tables; by default their names.
 
     Raises:
         ValueError: an argument is impossible; the sentence names it.
@@ -53,6 +54,7 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         optimizer: Optimizer | None = None,
         device: torch.device | str = "cpu",
         state_dim: int | None = None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ValueError(
@@ -83,7 +85,7 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         )
         self._count_hits_by_memory(configs)
         self._accumulator = Accumulator(self._group, optimizer)
-        self._watch(self.tables)
+        self._watch(self.tables, labels)
         self._arguments = CallArguments.of(self.tables, self.device)
         self._number_slots()
 
