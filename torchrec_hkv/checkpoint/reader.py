@@ -148,13 +148,13 @@ class CheckedReader(FileSystemReader):
             try:
                 with FakeTensorMode():
                     tensor = torch.load(data, map_location="cpu", weights_only=True)
+                held = _stored_bytes(data)
             except _UNREADABLE as error:
                 named = _unsafe(data)
                 if named:
                     raise ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.") from None
                 first = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ValueError(f"{what}: it can't be read ({first})") from None
-            held = _stored_bytes(data)
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{what}: it is a {type(tensor).__name__} in place of a tensor.")
         if tensor.dtype != dtype or tensor.size() != sizes:
