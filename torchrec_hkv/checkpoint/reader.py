@@ -51,6 +51,7 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
     Raises:
         ValueError: it can't be read, names other classes, or is of another kind.
     """
+    data.seek(0)
     try:
         value = torch.load(data, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
