@@ -116,7 +116,8 @@ class Record:
         place = Place(str(path))
         record: Record = _RECORD.read(content, place)
         for key, table in record.tables.items():
-            _check_shards(key, table.shards or (), place.of("tables").of(key).of("shards"))
+            if table.shards is not None:
+                _check_shards(key, table.shards, place.of("tables").of(key).of("shards"))
         if METADATA not in record.files:
             raise place.of("files").of(METADATA).missing(_FILE.allowed)
         return record
@@ -169,7 +170,7 @@ _RECORD = Fields(
 
 
 def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) -> None:
-    """Refuses folders of other tables, and shards of the same rows and columns."""
+    """Refuses folders of other tables, and shards that don't make up a table."""
     for index, shard in enumerate(shards):
         at, folder = place.at(index), shard_folder(key, index)
         if shard.folder != folder:
@@ -185,6 +186,14 @@ def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) ->
                 .of("owners")
                 .refuse(list(other.owners), f"apart from those of shard {i}, {list(one.owners)}")
             )
+    # Apart from each other, they are the whole table where their areas add up to it.
+    areas = ((s.owners[1] - s.owners[0]) * (s.columns[1] - s.columns[0]) for s in shards)
+    width = max((shard.columns[1] for shard in shards), default=1)
+    if sum(areas) != OWNERS * width:
+        shown = [[list(shard.owners), list(shard.columns)] for shard in shards]
+        raise place.refuse(
+            shown, f"shards of all owners, 0 to {OWNERS}, for each of the columns 0 to {width}"
+        )
 
 
 def _meet(one: Sequence[int], other: Sequence[int]) -> bool:
