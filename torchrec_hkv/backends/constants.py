@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchrec_hkv.backends.workload import NO_TIME, StepTime, Work
+from torchrec_hkv.json_schema import Fields, Items, Map, Number, Place, Text
 
 #: The constant of what a group takes whatever it looks up: launches, and the host's part on a CPU.
 FIXED = "fixed"
@@ -96,16 +97,30 @@ class Constants:
         Raises:
             ValueError: it is not what :meth:`to_json` gives.
         """
-        try:
-            fits = tuple(
-                Fit(float(one["table_bytes"]), _numbers(one["forward"]), _numbers(one["backward"]))
-                for one in content
-            )
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"constants are not a list of fits ({error!r})") from None
-        if not fits or any(fit.table_bytes <= 0 for fit in fits):
-            raise ValueError("constants have no fit, or one of a table of no bytes")
+        return CONSTANTS.read(content, Place("The content"))
+
+    @classmethod
+    def _of(cls, fits: Sequence[Fit], place: Place) -> Constants:
+        if not fits:
+            raise place.refuse([], "a list of one fit at least")
         return cls(tuple(sorted(fits, key=lambda fit: fit.table_bytes)))
+
+
+class _Constants(Items):
+    """The constants of a calibration file."""
+
+    def __init__(self) -> None:
+        costs = Map(Text(), Number(0))
+        super().__init__(
+            Fields({"table_bytes": Number(1), "forward": costs, "backward": costs}, Fit)
+        )
+
+    def read(self, value: object, place: Place) -> Constants:
+        return Constants._of(super().read(value, place), place)
+
+
+#: What :meth:`Constants.to_json` gives.
+CONSTANTS = _Constants()
 
 
 def fit_constants(samples: Sequence[Sample]) -> Constants:
@@ -190,11 +205,3 @@ def _nonnegative(columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def _dot(constants: Mapping[str, float], work: Mapping[str, float]) -> float:
     return sum(constants.get(name, 0.0) * count for name, count in work.items())
-
-
-def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {str(name): float(value) for name, value in content.items()}
-    for name, value in numbers.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"constant {name!r} is {value}, but must be at least 0")
-    return numbers

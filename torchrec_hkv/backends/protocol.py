@@ -21,7 +21,13 @@ from torch import nn
 
 from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.ragged import ragged_lookup
-from torchrec_hkv.backends.saved import EntriesLoad, FileOptions, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import (
+    EntriesLoad,
+    FileOptions,
+    SavedFolder,
+    SavedShard,
+    TablesLoad,
+)
 from torchrec_hkv.backends.specs import (
     BackendOptions,
     OptimizerSpec,
@@ -347,19 +353,20 @@ class Backend(abc.ABC):
         ``state_dict``."""
         return False
 
-    def saved_files(self, folder: Path) -> list[str]:
-        """The names of the files that :meth:`verify_file` reads of a shard's folder.
+    def saved_folder(self, folder: Path) -> SavedFolder:
+        """What a shard's folder says of itself; :meth:`verify_file` reads the files that it names.
 
         Raises:
             ValueError: the folder is damaged.
         """
-        return []
+        raise NotImplementedError
 
-    def verify_file(self, folder: Path, file: str, options: FileOptions) -> None:
+    def verify_file(self, saved: SavedShard, file: str, options: FileOptions) -> None:
         """Reads a file of a shard's folder.
 
         Raises:
-            ValueError: it is missing or damaged; the sentence names it.
+            ValueError: it is missing, damaged, or holds ids of other owner buckets than the
+                shard's, or one id twice; the sentence names it.
         """
         raise NotImplementedError
 

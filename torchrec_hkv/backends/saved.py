@@ -29,6 +29,25 @@ class SavedShard:
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedFolder:
+    """What the folder of a saved shard says of itself.
+
+    Attributes:
+        save: the id of the save, as :attr:`FileOptions.save` was.
+        entries: in all of its files.
+        crc32: checksum of what names all of its files with theirs.
+        columns: the first column, and the one past the last.
+        files: names of the files.
+    """
+
+    save: str
+    entries: int
+    crc32: int
+    columns: tuple[int, int]
+    files: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class FileOptions:
     """How files of tables are written and read.
 
@@ -36,6 +55,7 @@ class FileOptions:
         batch_bytes: memory it may take, on the host and on the device.
         threads: that write or read files at the same time.
         allow_loss: load also into tables that are too small; what ranks lowest is left out.
+        save: an id of the save, the same for all tables; None in a load.
 
     Raises:
         ValueError: one of the numbers is not positive.
@@ -44,6 +64,7 @@ class FileOptions:
     batch_bytes: int
     threads: int
     allow_loss: bool = False
+    save: str | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):

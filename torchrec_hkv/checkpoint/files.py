@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
@@ -17,25 +18,30 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, TablesLoad
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
-from torchrec_hkv.checkpoint.learning_rates import learning_rates, put_learning_rates
+from torchrec_hkv.checkpoint.learning_rates import (
+    check_learning_rates,
+    learning_rates,
+    put_learning_rates,
+)
 from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
 from torchrec_hkv.checkpoint.place import Place
-from torchrec_hkv.checkpoint.record import TENSORS, FileRecord, Record
+from torchrec_hkv.checkpoint.record import RECORD, TENSORS, FileRecord, Record
 from torchrec_hkv.checkpoint.tables import (
     check_tables,
     files_to_verify,
     open_tables,
-    record_of,
+    records_of,
     save_tables,
 )
 from torchrec_hkv.checkpoint.tensors import (
     TensorsLoad,
+    check_savable,
     file_record,
     save_tensors,
     verify_file,
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
-from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
 from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.names import named_tables
 
@@ -115,6 +121,7 @@ def _save(
     tables: dict[str, FoundTable],
     options: FileOptions,
 ) -> None:
+    options = dataclasses.replace(options, save=on_leader(new_save_id))
     state: dict[str, Any] = {}
     with tables_with_files_aside():
         state["model"] = model.state_dict()
@@ -122,7 +129,8 @@ def _save(
         state.update(optimizer_state(optimizer))
     of_ranks = on_every_rank(lambda: {} if optimizer is None else learning_rates(optimizer))
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
-    on_every_rank(lambda: save_tables(place.saving, tables, options))
+    on_every_rank(lambda: check_savable(state))
+    folders = on_every_rank(lambda: save_tables(place.saving, tables, options))
     save_tensors(place.saving / TENSORS, state)
     names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)))
     recorded = on_every_rank(
@@ -133,9 +141,11 @@ def _save(
         files: dict[str, FileRecord] = {}
         for part in recorded:
             files.update(part)
-        records = {key: record_of(key, table) for key, table in tables.items()}
+        saved = {name: held for part in folders for name, held in part.items()}
+        records = records_of(tables, saved)
         sync_folder(place.saving / TENSORS)
-        record = Record(_world_size(), optimizer is not None, rates, records, files)
+        world_size = _world_size()
+        record = Record(options.save, world_size, optimizer is not None, rates, records, files)
         record.write(place.saving)
         sync_folder(place.saving)
         place.commit()
@@ -196,17 +206,20 @@ def load(
     options = FileOptions(batch_bytes, threads, allow_loss)
     folder, record = on_leader(lambda: _read(Path(path)))
     with tables_with_files_aside():
-        tensors = TensorsLoad(folder / TENSORS, model, optimizer)
+        tensors = TensorsLoad(folder, model, optimizer)
         if optimizer is not None and not record.has_optimizer:
             raise ValueError(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."
             )
         check_tables(folder, record.tables, tables)
         on_every_rank(lambda: _verify(folder, record, list(tables), options))
-        on_every_rank(tensors.check)
         loads: list[TablesLoad] = []
         on_every_rank(lambda: loads.extend(open_tables(folder, record.tables, tables, options)))
         on_every_rank(lambda: [load.check() for load in loads])
+        if optimizer is not None:
+            rates = record.learning_rates
+            on_every_rank(lambda: check_learning_rates(optimizer, rates, folder / RECORD))
+        tensors.check(record.files)
         lost = on_every_rank(lambda: sum(load.run() for load in loads))
         tensors.run()
     if optimizer is not None:
@@ -222,15 +235,15 @@ def _read(path: Path) -> tuple[Path, Record]:
 def _verify(folder: Path, record: Record, tables: list[str], options: FileOptions) -> None:
     """Reads this rank's share of all files that are needed."""
     known = [key for key in tables if key in record.tables]
-    of_tables = _share(files_to_verify(folder, record.tables, known))
+    of_tables = _share(files_to_verify(folder, record, known))
     of_tensors = _share(sorted(record.files))
     with ThreadPoolExecutor(options.threads) as pool:
         futures = [
             pool.submit(verify_file, folder / name, record.files[name]) for name in of_tensors
         ]
         futures += [
-            pool.submit(registry.get(backend).verify_file, path, name, options)
-            for backend, path, name in of_tables
+            pool.submit(registry.get(backend).verify_file, saved, name, options)
+            for backend, saved, name in of_tables
         ]
         for future in futures:
             future.result()

@@ -8,6 +8,7 @@ don't.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +16,68 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.checkpoint.optimizers import leaves
+from torchrec_hkv.json_schema import Fields, Number, OrNull, Place, Schema
 
 #: What schedulers of torch.optim change in a group, and what they remember there.
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
 
 
+class _Rate(Schema):
+    """A number, or null; or a list of them."""
+
+    allowed = "a finite number, null, or a list of these"
+    _one = OrNull(Number())
+
+    def read(self, value: object, place: Place) -> Any:
+        if type(value) is list:
+            return [self._one.read(item, place.at(i)) for i, item in enumerate(value)]
+        if value is not None and type(value) not in (int, float):
+            raise place.refuse(value, self.allowed)
+        return self._one.read(value, place)
+
+
+#: What a checkpoint's record has of a parameter.
+RATES = Fields({key: _Rate() for key in _SCHEDULED}, optional=_SCHEDULED)
+
+
 def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
-    """What schedulers change, by the name of a parameter: numbers, and lists of them."""
+    """What schedulers change, by the name of a parameter: numbers, and lists of them.
+
+    Raises:
+        ValueError: one is no finite number, and can't be saved.
+    """
     return {
-        name: {key: _plain(group[key]) for key in _SCHEDULED if key in group}
+        name: RATES.read(
+            {key: _plain(group[key]) for key in _SCHEDULED if key in group},
+            Place("The optimizer", f"parameter {name!r}"),
+        )
         for group, names in _groups(optimizer)
         for name in names
     }
+
+
+def check_learning_rates(
+    optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[str, Any]], file: Path
+) -> None:
+    """Refuses what :func:`put_learning_rates` could not put into an optimizer.
+
+    Args:
+        optimizer: that is loaded.
+        saved: the learning rates of a checkpoint.
+        file: that they were read from.
+
+    Raises:
+        ValueError: the sentence names the file, the parameter, the value and what is allowed.
+    """
+    for group, names in _groups(optimizer):
+        name = next((name for name in names if name in saved), None)
+        for key, value in {} if name is None else saved[name].items():
+            held = _plain(group.get(key))
+            place = Place(str(file)).of("learning_rates").of(name).of(key)
+            if isinstance(held, list) and not (isinstance(value, list) and len(value) == len(held)):
+                raise place.refuse(value, f"a list of {len(held)} numbers, as the optimizer has")
+            if isinstance(held, (int, float)) and not isinstance(value, (int, float)):
+                raise place.refuse(value, "a number, as the optimizer has")
 
 
 def put_learning_rates(optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:

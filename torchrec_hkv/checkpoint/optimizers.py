@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchrec.optim.keyed import (
@@ -42,25 +42,36 @@ def load_optimizer_state(optimizer: KeyedOptimizer, state: Mapping[str, Any]) ->
     optimizer.load_state_dict(_completed(state, optimizer.state_dict()))
 
 
-def initialise(optimizer: KeyedOptimizer, saved: set[str]) -> None:
+def initialise(optimizer: KeyedOptimizer, saved: set[str]) -> Callable[[], None]:
     """Makes the lazy states of dense optimizers, which TorchRec loads in place.
 
     Args:
         optimizer: of any of TorchRec's kinds.
         saved: paths of the tensors that will be loaded. What has no state there stays without one:
             it was saved before its first step.
+
+    Returns:
+        What takes the states away again.
     """
+    made: list[KeyedOptimizerWrapper] = []
+
+    def undo() -> None:
+        for leaf in made:
+            leaf.state.clear()
+
     for prefix, leaf in leaves(optimizer):
         if not isinstance(leaf, KeyedOptimizerWrapper) or leaf.state:
             continue
         paths = [f"optimizer.state.{_joined(prefix, name)}." for name in leaf.params]
         if not any(key.startswith(path) for path in paths for key in saved):
             continue
+        made.append(leaf)
         before = [parameter.detach().clone() for parameter in leaf.params.values()]
         leaf.init_state()  # a step on zero gradients, in which weight decay would count
         leaf.zero_grad()
         for parameter, value in zip(leaf.params.values(), before, strict=True):
             parameter.detach().copy_(value)
+    return undo
 
 
 def leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[tuple[str, KeyedOptimizer]]:

@@ -2,72 +2,88 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import quote
 
 import torch.distributed as dist
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, SavedShard, TablesLoad
-from torchrec_hkv.checkpoint.record import TABLES, TableRecord, TableShardRecord
+from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard, TablesLoad
+from torchrec_hkv.checkpoint.record import (
+    RECORD,
+    Record,
+    TableRecord,
+    TableShardRecord,
+    shard_folder,
+)
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import FoundTable
 
-#: Bytes of a folder's name that every file system has.
-_MOST_NAME_BYTES = 255
 
-
-def record_of(key: str, table: FoundTable) -> TableRecord:
+def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
     """What a checkpoint's record says of a table; the same on every rank."""
     backend = registry.get(table.planned.backend)
-    shards = table.state.shards
-    records = [
-        TableShardRecord(
-            f"{TABLES}/{_folder_name(key)}/{index:05d}",
-            table.state.owners(shard),
-            (shard.column_offset, shard.column_offset + shard.dim),
-        )
-        for index, shard in enumerate(shards)
-    ]
-    return TableRecord(
-        table.planned.backend,
-        backend.identity(shards[0], table.planned.optimizer),
-        records if table.has_files else None,
-    )
+    first = table.state.shards[0]
+    identity = backend.identity(first, table.planned.optimizer)
+    return TableRecord(table.planned.backend, identity, shards)
 
 
-def _folder_name(key: str) -> str:
-    """A table's own; of a long key its beginning and a digest, since the record has all of it."""
-    name = quote(key, safe="")
-    if len(name) <= _MOST_NAME_BYTES:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    return f"{name[: _MOST_NAME_BYTES - len(digest) - 1]}-{digest}"
-
-
-def save_tables(folder: Path, tables: Mapping[str, FoundTable], options: FileOptions) -> None:
+def save_tables(
+    folder: Path, tables: Mapping[str, FoundTable], options: FileOptions
+) -> dict[str, SavedFolder]:
     """Writes the shards that this rank holds.
+
+    Returns:
+        What their folders hold, by their paths in the checkpoint.
 
     Raises:
         OSError: writing failed.
     """
     rank = _rank()
+    saved: dict[str, SavedFolder] = {}
     for key, table in tables.items():
         if not table.has_files:
             continue
         lookups = table.collection.group_lookups()
-        records = record_of(key, table).shards or []
-        for shard, holder, record in zip(
-            table.state.shards, table.state.ranks, records, strict=True
-        ):
+        backend = registry.get(table.planned.backend)
+        pairs = zip(table.state.shards, table.state.ranks, strict=True)
+        for index, (shard, holder) in enumerate(pairs):
             if holder == rank:
-                path = folder / record.folder
+                name = shard_folder(key, index)
+                path = folder / name
                 lookups[shard.key].save_files(shard.key, path, options)
+                saved[name] = backend.saved_folder(path)
                 for parent in (path.parent, path.parent.parent, folder):
                     sync_folder(parent)
+    return saved
+
+
+def records_of(
+    tables: Mapping[str, FoundTable], saved: Mapping[str, SavedFolder]
+) -> dict[str, TableRecord]:
+    """What a checkpoint's record says of its tables.
+
+    Args:
+        tables: of the model.
+        saved: what :func:`save_tables` gave, on all ranks.
+    """
+    records = {}
+    for key, table in tables.items():
+        shards = None
+        if table.has_files:
+            shards = []
+            for index, shard in enumerate(table.state.shards):
+                name = shard_folder(key, index)
+                columns = (shard.column_offset, shard.column_offset + shard.dim)
+                held = saved[name]
+                shards.append(
+                    TableShardRecord(
+                        name, table.state.owners(shard), columns, held.entries, held.crc32
+                    )
+                )
+        records[key] = _record_of(table, shards)
+    return records
 
 
 def check_tables(
@@ -79,7 +95,7 @@ def check_tables(
         ValueError: one sentence naming the table, what is saved and what is needed.
     """
     for key, table in tables.items():
-        here = record_of(key, table)
+        here = _record_of(table, None)
         saved = records.get(key)
         if saved is None:
             if table.has_files:
@@ -110,21 +126,40 @@ def check_tables(
 
 
 def files_to_verify(
-    folder: Path, records: Mapping[str, TableRecord], keys: Iterable[str]
-) -> list[tuple[str, Path, str]]:
-    """Backend, folder and name of all files of tables.
+    folder: Path, record: Record, keys: Iterable[str]
+) -> list[tuple[str, SavedShard, str]]:
+    """Backend, shard and name of all files of tables.
 
     Raises:
-        ValueError: a folder is damaged.
+        ValueError: a folder is damaged, or not the one that the checkpoint was saved with.
     """
     files = []
     for key in keys:
-        record = records[key]
-        for shard in record.shards or []:
-            path = folder / shard.folder
-            names = registry.get(record.backend).saved_files(path)
-            files += [(record.backend, path, name) for name in names]
+        table = record.tables[key]
+        for shard in table.shards or []:
+            saved = SavedShard(folder / shard.folder, shard.owners)
+            held = registry.get(table.backend).saved_folder(saved.folder)
+            _check_bound(saved.folder, held, shard, record)
+            files += [(table.backend, saved, name) for name in held.files]
     return files
+
+
+def _check_bound(folder: Path, held: SavedFolder, shard: TableShardRecord, record: Record) -> None:
+    """Refuses the folder of another save, or of another shard of this one."""
+    where = f"{folder} is not what the checkpoint was saved with"
+    if held.save != record.save:
+        raise ValueError(
+            f"{where}: it is of save {held.save!r}, but the checkpoint is of save "
+            f"{record.save!r}: copy the folder of that save."
+        )
+    named = {"checksum": shard.crc32, "number of entries": shard.entries, "columns": shard.columns}
+    found = {"checksum": held.crc32, "number of entries": held.entries, "columns": held.columns}
+    for what, value in named.items():
+        if found[what] != value:
+            raise ValueError(
+                f"{where}: its {what} is {found[what]}, but {RECORD} names {value}: it may be "
+                "another shard's folder, copied here."
+            )
 
 
 def open_tables(

@@ -3,6 +3,8 @@ their own."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import zlib
@@ -11,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.optimizers import (
     initialise,
     load_optimizer_state,
     optimizer_state,
 )
-from torchrec_hkv.checkpoint.record import FileRecord
+from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader, load_value
+from torchrec_hkv.checkpoint.record import TENSORS, FileRecord
+from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.state import SHARDS_KEY
 
 _SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")
@@ -37,11 +43,26 @@ def save_tensors(folder: Path, state: dict[str, Any]) -> None:
     dcp.save(state, checkpoint_id=folder)
 
 
+def check_savable(state: Mapping[str, Any]) -> None:
+    """Refuses values that a load would refuse: those of classes that it does not know.
+
+    Raises:
+        ValueError: the sentence names the value's place and class.
+    """
+    for key, value in _flat("", state).items():
+        if isinstance(value, torch.Tensor):
+            continue
+        data = io.BytesIO()
+        torch.save(value, data)
+        key = key.removeprefix(".")
+        load_value(data, f"the value {key!r} can't be saved", type(value))
+
+
 class TensorsLoad:
     """Loads tensors into a model and an optimizer.
 
     Args:
-        folder: of :func:`save_tensors`.
+        folder: of the checkpoint.
         model: sharded.
         optimizer: or None.
     """
@@ -49,24 +70,51 @@ class TensorsLoad:
     def __init__(self, folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None) -> None:
         self._folder, self._model, self._optimizer = folder, model, optimizer
         self._state = {"model": model.state_dict()}
+        self._reader: CheckedReader | None = None
 
-    def check(self) -> None:
-        """Refuses what doesn't match, before anything changes.
+    def check(self, files: Mapping[str, FileRecord]) -> None:
+        """Refuses what doesn't match, before anything changes; a collective call.
+
+        Args:
+            files: that the checkpoint's record names.
 
         Raises:
-            ValueError: one sentence naming the tensor, what is saved and what is needed.
+            ValueError: one sentence naming the tensor, what is saved and what is needed, or the
+                file and the value in it that is impossible.
         """
-        metadata = dcp.FileSystemReader(self._folder).read_metadata()
-        _check_match(self._folder, metadata, _flat("model", self._state["model"]))
+        with contextlib.ExitStack() as undo:
+            wanted = on_every_rank(lambda: self._check_own(files, undo))
+            # Each entry is looked at by one rank.
+            everybody = sorted({key for keys in wanted for key in keys})
+            rank, ranks = 0, 1
+            if dist.is_initialized():
+                rank, ranks = dist.get_rank(), dist.get_world_size()
+            on_every_rank(lambda: self._reader.check_tensors(everybody[rank::ranks]))
+            undo.pop_all()
+
+    def _check_own(self, files: Mapping[str, FileRecord], undo: contextlib.ExitStack) -> list[str]:
+        """What this rank loads; gives the names of the tensors."""
+        metadata = read_metadata(self._folder, files)
+        self._reader = CheckedReader(self._folder / TENSORS, metadata)
+        wanted = _flat("model", self._state["model"])
+        _check_match(self._folder, metadata, wanted)
         if self._optimizer is not None:
-            initialise(self._optimizer, set(metadata.state_dict_metadata))
+            undo.callback(initialise(self._optimizer, set(metadata.state_dict_metadata)))
             self._state.update(optimizer_state(self._optimizer))
-            wanted = _flat("optimizer", self._state.get("optimizer", {}))
-            _check_match(self._folder, metadata, wanted)
+            of_optimizer = _flat("optimizer", self._state.get("optimizer", {}))
+            _check_match(self._folder, metadata, of_optimizer)
+            wanted |= of_optimizer
+        tensors = []
+        for key, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                tensors.append(key)
+            else:
+                self._reader.check_value(key, value)
+        return tensors
 
     def run(self) -> None:
         """Loads; a collective call."""
-        dcp.load(self._state, checkpoint_id=self._folder)
+        dcp.load(self._state, storage_reader=self._reader, planner=CheckedPlanner())
         self._model.load_state_dict(self._state["model"])
         if self._optimizer is not None and "optimizer" in self._state:
             load_optimizer_state(self._optimizer, self._state["optimizer"])
@@ -115,7 +163,14 @@ def _check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) ->
     # World sizes first: at another one most shapes differ too.
     for key in sorted(wanted, key=lambda key: _SHARDS_PATTERN.search(key) is None):
         entry, value = saved[key], wanted[key]
-        if not isinstance(entry, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if is_tensor != isinstance(value, torch.Tensor):
+            saved_as = "a tensor" if is_tensor else "no tensor"
+            raise ValueError(
+                f"In the checkpoint {folder}, {key!r} is {saved_as} and here a "
+                f"{type(value).__name__}: load it into what it was saved from."
+            )
+        if not is_tensor:
             continue
         if entry.size == value.size():
             if entry.properties.dtype != value.dtype:

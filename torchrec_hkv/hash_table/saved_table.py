@@ -120,6 +120,9 @@ class SavedTable:
             changes["initial_capacity"] = initial_capacity
         table = cls.__new__(cls)
         spec = dataclasses.replace(spec, **changes)
-        table._make(spec, state_dim, device)
+        try:
+            table._make(spec, state_dim, device)
+        except ValueError as error:
+            raise ValueError(f"The table at {os.fspath(path)} can't be made: {error}") from None
         table.load(path, allow_loss=allow_loss)
         return table

@@ -18,7 +18,18 @@ import torch.distributed as dist
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.calibration import calibrated
-from torchrec_hkv.backends.constants import Constants
+from torchrec_hkv.backends.constants import CONSTANTS, Constants
+from torchrec_hkv.json_schema import (
+    Choice,
+    Fields,
+    Integer,
+    Map,
+    Number,
+    OrNull,
+    Place,
+    Text,
+    parse_json,
+)
 from torchrec_hkv.planner.stage_timing import StageTimer, stage_timers
 from torchrec_hkv.planner.stages import StageTimes
 from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
@@ -145,30 +156,49 @@ class Calibration:
             ValueError: there is none, or it is another.
         """
         try:
-            content: Any = json.loads(Path(path).read_text())
-            if content["format"] != _FORMAT:
-                raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
-            return cls(
-                str(content["device_type"]),
-                str(content["device"]),
-                int(content["threads"]),
-                dict(content["versions"]),
-                {
-                    str(name): Constants.from_json(found)
-                    for name, found in content["constants_ms"].items()
-                },
-                {_ranks(ranks): _stages(parts) for ranks, parts in content["stages_ms"].items()},
-                None if (rate := content["exchange_bytes_per_ms"]) is None else float(rate),
-            )
+            data = Path(path).read_bytes()
         except OSError as error:
             raise ValueError(
                 f"The calibration {os.fspath(path)!r} can't be read: {error.strerror}."
             ) from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        try:
+            return _SCHEMA.read(parse_json(path, data), Place(os.fspath(path)))
+        except ValueError as error:
             raise ValueError(
                 f"The calibration {os.fspath(path)!r} is none that torchrec-hkv calibrate wrote: "
-                f"{error}."
+                f"{error}"
             ) from None
+
+
+def _calibration(
+    format: int,  # checked
+    stages_ms: dict[str, StageTimes],
+    exchange_bytes_per_ms: float | None,
+    constants_ms: dict[str, Constants],
+    **facts: Any,
+) -> Calibration:
+    stages = {int(ranks): parts for ranks, parts in stages_ms.items()}
+    return Calibration(
+        **facts, constants=constants_ms, stages=stages, exchange=exchange_bytes_per_ms
+    )
+
+
+_SCHEMA = Fields(
+    {
+        "format": Choice((_FORMAT,)),
+        "device_type": Text(),
+        "device": Text(),
+        "threads": Integer(1, 1 << 20),
+        "versions": Map(Text(), Text()),
+        "stages_ms": Map(
+            Text("[1-9][0-9]{0,8}", "a number of ranks, at least 1"),
+            Map(Text(), Map(Text(), Number())),
+        ),
+        "exchange_bytes_per_ms": OrNull(Number(0)),
+        "constants_ms": Map(Text(), CONSTANTS),
+    },
+    _calibration,
+)
 
 
 def is_leader() -> bool:
@@ -180,19 +210,6 @@ def _measure_stages(timers: dict[int, StageTimer], progress: Callable[[str], Non
     for ranks, timer in timers.items():
         progress(f"the parts of a step of {ranks} rank{'s' if ranks > 1 else ''}")
         timer.measure()
-
-
-def _ranks(name: str) -> int:
-    if (ranks := int(name)) < 1:
-        raise ValueError(f"stages are of {ranks} ranks")
-    return ranks
-
-
-def _stages(content: Any) -> StageTimes:
-    return {
-        str(stage): {str(name): float(cost) for name, cost in costs.items()}
-        for stage, costs in content.items()
-    }
 
 
 def _constants(

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.support.saved_tables import filled, owner_of, shard_files
 from torchrec_hkv.hash_table import files, owner_rank
+from torchrec_hkv.hash_table.files.file_tables import verify_shard
+from torchrec_hkv.hash_table.files.manifest import Manifest
 
 
 def test_a_shard_holds_its_range(device_type, tmp_path):
@@ -61,3 +64,13 @@ def test_the_safetensors_package_reads_them(device_type, tmp_path):
     rows, found = table.find(ids)
     assert found.all()
     assert torch.equal(rows.cpu().view(torch.int16), tensors["rows"].view(torch.int16))
+
+
+def test_ids_that_the_part_was_not_asked_for(tmp_path):
+    """A shard of a sharded table may hold no ids of other ranks, whatever its manifest says."""
+    filled("cpu").save(tmp_path)
+    manifest = Manifest.read(tmp_path)
+    for shard in manifest.shards:
+        verify_shard(tmp_path, manifest, shard, 1 << 20, (0, 1 << 16))
+        with pytest.raises(ValueError, match="ids are not in their own buckets"):
+            verify_shard(tmp_path, manifest, shard, 1 << 20, (0, 1 << 15))

@@ -1,5 +1,7 @@
 """A file of another table is refused with one sentence that names both values."""
 
+import json
+
 import pytest
 import torch
 
@@ -29,11 +31,14 @@ def test_refused(device_type, tmp_path, what):
     assert sentence.count(". ") == 0
 
 
-def test_a_later_version(tmp_path):
+@pytest.mark.parametrize("version", [1, 3, True, None])
+def test_another_version(tmp_path, version):
     filled("cpu").save(tmp_path)
     path = tmp_path / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    assert_refused(lambda t: t.load(tmp_path), filled("cpu"), "of version 2, but .* version 1")
+    path.write_text(path.read_text().replace('"version": 2', f'"version": {json.dumps(version)}'))
+    assert_refused(
+        lambda t: t.load(tmp_path), filled("cpu"), f"is of version {version}, but .* version 2"
+    )
 
 
 def test_other_json(tmp_path):

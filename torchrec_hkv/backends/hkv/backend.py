@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.hkv.cost import hkv_cases, hkv_work
-from torchrec_hkv.backends.hkv.files import saved_files, verify_file
+from torchrec_hkv.backends.hkv.files import saved_folder, verify_file
 from torchrec_hkv.backends.hkv.lookup import HKVLookup
 from torchrec_hkv.backends.hkv.options import HKVOptions
 from torchrec_hkv.backends.hkv.table import (
@@ -31,7 +31,7 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
 
@@ -114,11 +114,11 @@ class HKVBackend(Backend):
     def saves_files(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)
 
-    def saved_files(self, folder: Path) -> list[str]:
-        return saved_files(folder)
+    def saved_folder(self, folder: Path) -> SavedFolder:
+        return saved_folder(folder)
 
-    def verify_file(self, folder: Path, file: str, options: FileOptions) -> None:
-        verify_file(folder, file, options)
+    def verify_file(self, saved: SavedShard, file: str, options: FileOptions) -> None:
+        verify_file(saved, file, options)
 
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str

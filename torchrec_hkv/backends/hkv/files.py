@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchrec_hkv.backends.saved import FileOptions, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.files.counts_files import verify_counts
 from torchrec_hkv.hash_table.files.file_tables import verify_shard
@@ -15,7 +15,14 @@ from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
 
 def save_table(group: TableGroup, table: int, folder: Path, options: FileOptions) -> None:
     """As :meth:`GroupLookup.save_files`."""
-    files.save(group, table, folder, batch_bytes=options.batch_bytes, threads=options.threads)
+    files.save(
+        group,
+        table,
+        folder,
+        batch_bytes=options.batch_bytes,
+        threads=options.threads,
+        save_id=options.save,
+    )
 
 
 class HashTablesLoad(TablesLoad):
@@ -61,17 +68,26 @@ class HashTablesLoad(TablesLoad):
         return sum(load.run() for load in self._loads)
 
 
-def saved_files(folder: Path) -> list[str]:
-    """As :meth:`Backend.saved_files`."""
-    return Manifest.read(folder).files
+def saved_folder(folder: Path) -> SavedFolder:
+    """As :meth:`Backend.saved_folder`."""
+    manifest = Manifest.read(folder)
+    begin = manifest.table["column_offset"]
+    return SavedFolder(
+        manifest.save,
+        manifest.entries,
+        manifest.crc32,
+        (begin, begin + manifest.table["dim"]),
+        tuple(manifest.files),
+    )
 
 
-def verify_file(folder: Path, file: str, options: FileOptions) -> None:
+def verify_file(saved: SavedShard, file: str, options: FileOptions) -> None:
     """As :meth:`Backend.verify_file`."""
+    folder = saved.folder
     manifest = Manifest.read(folder)
     batch_bytes = options.batch_bytes // options.threads
     if manifest.counts is not None and file == manifest.counts.file:
         verify_counts(folder, manifest.counts, batch_bytes)
     for shard in manifest.shards:
         if file == shard.file:
-            verify_shard(folder, manifest, shard, batch_bytes)
+            verify_shard(folder, manifest, shard, batch_bytes, saved.owners)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,12 +14,14 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, shard_name
 from torchrec_hkv.hash_table.files.shard_files import (
+    Field,
     ShardReader,
     ShardWriter,
     Staging,
     entry_bytes,
     fields_of,
 )
+from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
@@ -258,8 +260,22 @@ def _fill(
     return filled, rest
 
 
-def verify_shard(folder: Path, manifest: Manifest, shard: Shard, batch_bytes: int) -> None:
-    """Reads a shard: all of its bytes, and that every id stands where it may.
+def verify_shard(
+    folder: Path,
+    manifest: Manifest,
+    shard: Shard,
+    batch_bytes: int,
+    owners: tuple[int, int] = (0, OWNERS),
+) -> None:
+    """Reads a shard: all of its bytes, that every id stands where it may, and that none repeats.
+
+    Args:
+        folder: that holds the shard.
+        manifest: of the folder.
+        shard: one of the manifest.
+        batch_bytes: host memory it may take.
+        owners: first owner bucket of the ids that the table was asked for, and the one past the
+            last.
 
     Raises:
         ValueError: it is missing, damaged, or contradicts the manifest.
@@ -272,22 +288,64 @@ def verify_shard(folder: Path, manifest: Manifest, shard: Shard, batch_bytes: in
         table["state_dim"],
         table["eviction"] != "lru",
     )
-    batch = max(1, batch_bytes // entry_bytes(fields))
+    batch = max(1, batch_bytes // (2 * entry_bytes(fields)))
     staging = Staging(fields, min(batch, shard.entries))
     misplaced = 0
+    last_slot = -1
     with ShardReader(path, fields, shard) as reader:
         for entries in reader.verified_batches(staging):
+            slots = entries["slots"]
             wrong = _ops.find_misplaced(
                 entries["ids"],
-                entries["slots"],
+                slots,
                 manifest.buckets,
                 manifest.bucket_slots,
-                shard.owner_begin,
-                shard.owner_end,
+                max(shard.owner_begin, owners[0]),
+                min(shard.owner_end, owners[1]),
             )
             misplaced += int(wrong.sum()) if wrong.any() else 0
+            if misplaced:
+                continue
+            if int(slots[0]) <= last_slot or bool((slots[1:] <= slots[:-1]).any()):
+                raise ValueError(
+                    f"{path} contradicts itself: its slots do not ascend, so that one may be "
+                    "taken twice."
+                )
+            last_slot = int(slots[-1])
     if misplaced:
         raise ValueError(
             f"{path} contradicts itself: {misplaced} of its {shard.entries} ids are not in their "
             "own buckets."
+        )
+    _check_unique(folder, manifest, shard, fields, batch_bytes)
+
+
+def _check_unique(
+    folder: Path,
+    manifest: Manifest,
+    shard: Shard,
+    fields: Sequence[Field],
+    batch_bytes: int,
+) -> None:
+    """Refuses an id that is there twice. Ids of other owner buckets are others, so that only shards
+    of the same ones are read: one, but where an owner bucket was too large for a shard."""
+    owners = (shard.owner_begin, shard.owner_end)
+    together = [s for s in manifest.shards if (s.owner_begin, s.owner_end) == owners]
+    if shard is not together[0] and shard != together[0]:
+        return  # read with the first
+    entries = sum(s.entries for s in together)
+    ids_only = [field for field in fields if field.name == "ids"]
+    quarter = max(1, batch_bytes // 4)
+
+    def read() -> Iterator[Tensor]:
+        staging = Staging(ids_only, min(entries, max(4096, quarter // 32)))
+        for one in together:
+            with ShardReader(folder / one.file, fields, one) as reader:
+                for batch in reader.batches(staging):
+                    yield batch["ids"]
+
+    repeated = repeated_id(read, entries, batch_bytes - quarter)
+    if repeated is not None:
+        raise ValueError(
+            f"{folder / shard.file} contradicts itself: it holds id {repeated} more than once."
         )

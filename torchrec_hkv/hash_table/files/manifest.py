@@ -5,20 +5,48 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
+from torchrec_hkv.hash_table.initializers import initializer_from_fields
+from torchrec_hkv.json_schema import (
+    ByType,
+    Choice,
+    Fields,
+    Integer,
+    Items,
+    Map,
+    Number,
+    OrNull,
+    Place,
+    Text,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = "torchrec_hkv.hash_table"
-VERSION = 1
+VERSION = 2
 #: Owner buckets, which the ranges of all shards together cover.
 OWNERS = 1 << 16
 
-_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-\d{5,}\.safetensors")
+_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors")
 _COUNTS_NAME = re.compile(r"counts-[0-9a-f]{8}\.bin")
 _UNFINISHED = f".{MANIFEST}.saving"
+_MOST_CAPACITY = 1 << 37
+_MOST_SLOTS = 1 << 38
+# What states may be: an optimizer's number, plus 256 where rows count their own steps.
+_OWN_STEPS = 256
+_LAYOUTS = [
+    int(kind) + own for own in (0, _OWN_STEPS) for kind in _C.Optimizer.__members__.values()
+]
+
+
+#: Ids of saves, as :func:`new_save_id` makes them.
+SAVE_ID = Text(r"[0-9a-f]{8,32}", "8 to 32 hexadecimal digits")
+#: Checksums of files and of tensors.
+CRC32 = Integer(0, (1 << 32) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +94,7 @@ class Manifest:
     """All of a saved table but its entries.
 
     Attributes:
+        save: an id of the save; all shards of a checkpoint have the checkpoint's.
         table: what makes it this table, by name; see :func:`torchrec_hkv.hash_table.files.save`.
         capacity: what was asked for.
         initial_capacity: likewise; None where the table had all from the start.
@@ -81,6 +110,7 @@ class Manifest:
         counts: of ids that are not admitted; None where the table counted none.
     """
 
+    save: str
     table: dict[str, Any]
     capacity: int
     buckets: int
@@ -121,31 +151,166 @@ class Manifest:
             raise ValueError(
                 f"There is no saved table at {folder}: {MANIFEST} can't be read ({error.strerror})."
             ) from None
-        try:
-            shards = tuple(Shard(**shard) for shard in content.pop("shards"))
-            counts = content.pop("counts", None)
-            counted = None if counts is None else Counts(**counts)
-            manifest = Manifest(**content, shards=shards, counts=counted)
-            manifest._check()
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} makes no sense: {error}.") from None
+        manifest: Manifest = MANIFEST_SCHEMA.read(content, Place(str(path)))
+        check_manifest(manifest, Place(str(path)))
         return manifest
 
-    def _check(self) -> None:
-        if sum(shard.entries for shard in self.shards) != self.entries:
-            raise ValueError(f"its shards do not hold {self.entries} entries together")
-        if self.entries > self.buckets * self.bucket_slots:
-            raise ValueError(f"{self.entries} entries do not fit into its slots")
-        for shard in self.shards:
-            if not _SHARD_NAME.fullmatch(shard.file):
-                raise ValueError(f"{shard.file!r} is no name of a shard")
-        if self.counts is not None and not _COUNTS_NAME.fullmatch(self.counts.file):
-            raise ValueError(f"{self.counts.file!r} is no name of a file of counts")
+    @property
+    def crc32(self) -> int:
+        """The checksum that its file names."""
+        return checksum(FORMAT, VERSION, dataclasses.asdict(self))
 
     @property
     def files(self) -> list[str]:
         """The names of all files but the manifest itself."""
         return [part.file for part in (*self.shards, self.counts) if part is not None]
+
+
+_NUMBER = Number()
+_TABLE = Fields(
+    {
+        "name": Text(),
+        "dim": Integer(1, 2048),
+        "eviction": Choice(("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")),
+        "seed": Integer(-(1 << 63), (1 << 63) - 1),
+        "initializer": OrNull(
+            ByType(
+                "type",
+                {
+                    "Uniform": Fields({"low": _NUMBER, "high": _NUMBER}),
+                    "Normal": Fields({"mean": _NUMBER, "std": _NUMBER}),
+                    "TruncatedNormal": Fields(
+                        {"mean": _NUMBER, "std": _NUMBER, "low": _NUMBER, "high": _NUMBER}
+                    ),
+                    "Constant": Fields({"value": _NUMBER}),
+                },
+            )
+        ),
+        "column_offset": Integer(0, (1 << 31) - 1),
+        "dtype": Choice(("float32", "float16", "bfloat16")),
+        "state_dim": Integer(0, 8192),
+    }
+)
+_SHARD = Fields(
+    {
+        "file": Text(_SHARD_NAME, "the name of a shard, as shard-0123abcd-00000.safetensors"),
+        "owner_begin": Integer(0, OWNERS - 1),
+        "owner_end": Integer(1, OWNERS),
+        "entries": Integer(1, _MOST_SLOTS),
+        "bytes": Integer(1, 1 << 62),
+        "crc32": Map(Text(), CRC32),
+    },
+    Shard,
+)
+_COUNTS = Fields(
+    {
+        "file": Text(_COUNTS_NAME, "the name of a file of counts, as counts-0123abcd.bin"),
+        "kind": Choice(("cells", "sketch")),
+        "cell_bits": Choice((8, 16, 128)),
+        "bytes": Integer(1, 1 << 40),
+        "crc32": CRC32,
+    },
+    Counts,
+)
+MANIFEST_SCHEMA = Fields(
+    {
+        "save": SAVE_ID,
+        "table": _TABLE,
+        "capacity": Integer(1, _MOST_CAPACITY),
+        "buckets": Integer(1, (1 << 32) - 1),
+        "bucket_slots": Integer(1, 64),
+        "clock": Integer(0, (1 << 32) - 1),
+        "epoch": Integer(0, (1 << 32) - 1),
+        "optimizer_step": Integer(0, (1 << 63) - 1),
+        "state_layout": Choice(_LAYOUTS),
+        "entries": Integer(0, _MOST_SLOTS),
+        "shards": Items(_SHARD),
+        "initial_capacity": OrNull(Integer(1, _MOST_CAPACITY)),
+        "counts": OrNull(_COUNTS),
+    },
+    Manifest,
+)
+
+
+def check_manifest(manifest: Manifest, place: Place) -> None:
+    """Refuses values that contradict each other.
+
+    Raises:
+        ValueError: the sentence names the file, the key, the value and what is allowed.
+    """
+    _check_table(manifest, place)
+    _check_geometry(manifest, place)
+    held = sum(shard.entries for shard in manifest.shards)
+    if manifest.entries != held:
+        raise place.of("entries").refuse(manifest.entries, f"what its shards hold, {held}")
+    slots = manifest.buckets * manifest.bucket_slots
+    if manifest.entries > slots:
+        raise place.of("entries").refuse(manifest.entries, f"at most the number of slots, {slots}")
+    _check_shards(manifest.shards, place.of("shards"))
+    if manifest.counts is not None:
+        _check_counts(manifest.counts, place.of("counts"))
+
+
+def _check_table(manifest: Manifest, place: Place) -> None:
+    fields, layout = manifest.table, manifest.state_layout
+    if fields["initializer"] is not None:
+        try:
+            initializer_from_fields(fields["initializer"])
+        except ValueError as error:
+            raise ValueError(f"{place.file}: table.initializer is impossible: {error}") from None
+    kind, own_steps = _C.Optimizer(layout % _OWN_STEPS), layout >= _OWN_STEPS
+    needed = _C.OptimizerConfig(kind=kind, own_steps=own_steps).state_width(fields["dim"])
+    if fields["state_dim"] < needed:
+        raise (
+            place.of("table")
+            .of("state_dim")
+            .refuse(fields["state_dim"], f"at least the {needed} values of state_layout {layout}")
+        )
+
+
+def _check_geometry(manifest: Manifest, place: Place) -> None:
+    capacity, initial = manifest.capacity, manifest.initial_capacity
+    if initial is not None and initial > capacity:
+        raise place.of("initial_capacity").refuse(initial, f"at most the capacity, {capacity}")
+    # A table has less than one slot a bucket more than its capacity.
+    slots = manifest.buckets * manifest.bucket_slots
+    least = capacity if initial is None else initial
+    if not least <= slots < capacity + manifest.buckets:
+        raise place.of("buckets").refuse(
+            manifest.buckets,
+            f"as many as hold {least} to {capacity} rows in buckets of {manifest.bucket_slots}",
+        )
+
+
+def _check_shards(shards: Sequence[Shard], place: Place) -> None:
+    names: set[str] = set()
+    begin, end = 0, 0
+    for index, shard in enumerate(shards):
+        at = place.at(index)
+        if shard.file in names:
+            raise at.of("file").refuse(shard.file, "the name of no other shard")
+        names.add(shard.file)
+        owners = (shard.owner_begin, shard.owner_end)
+        # An owner bucket that is too large for a shard is cut into several.
+        if owners[0] < end and owners != (begin, end):
+            raise at.of("owner_begin").refuse(owners[0], f"at least {end}, where the last one ends")
+        if owners[0] >= owners[1]:
+            raise at.of("owner_end").refuse(owners[1], f"more than owner_begin, {owners[0]}")
+        begin, end = owners
+
+
+def _check_counts(counts: Counts, place: Place) -> None:
+    if (counts.kind == "cells") != (counts.cell_bits == 128):
+        allowed = "128" if counts.kind == "cells" else "8 or 16"
+        raise place.of("cell_bits").refuse(counts.cell_bits, f"{allowed} for {counts.kind}")
+    whole = 128 if counts.kind == "cells" else 16
+    if counts.bytes % whole:
+        raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
+
+
+def new_save_id() -> str:
+    """An id that no other save has."""
+    return os.urandom(8).hex()
 
 
 def sync_folder(folder: Path) -> None:

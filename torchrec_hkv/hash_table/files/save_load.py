@@ -27,6 +27,7 @@ from torchrec_hkv.hash_table.files.manifest import (
     OWNERS,
     Manifest,
     counts_name,
+    new_save_id,
     prepare_folder,
     remove_others,
     sync_folder,
@@ -81,6 +82,7 @@ def save(
     batch_bytes: int = BATCH_BYTES,
     shard_bytes: int | None = None,
     threads: int = 1,
+    save_id: str | None = None,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
@@ -95,6 +97,8 @@ def save(
         shard_bytes: size that files keep below. None: 1 GiB, or a sixteenth of a larger table; of
             a smaller one less, so that several threads have two files each.
         threads: that write files at the same time; they share ``batch_bytes``.
+        save_id: of a save of several tables (:func:`~.manifest.new_save_id`); by default one of
+            its own.
 
     Raises:
         ValueError: ``path`` is something else than a saved table, or a size is not positive.
@@ -117,6 +121,7 @@ def save(
         written.append(folder / counts_name(save_name))
         unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
         manifest = Manifest(
+            save=new_save_id() if save_id is None else save_id,
             table=describe(group, table),
             capacity=group.tables[table].capacity,
             initial_capacity=group.tables[table].initial_capacity,

@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 from typing import Any, Literal
 
+from torchrec_hkv.json_schema import parse_json
+
 
 def write_signed(
     path: Path, form: str, version: int, content: dict[str, Any], mode: Literal["w", "x"] = "w"
@@ -23,7 +25,7 @@ def write_signed(
     """
     content = {"format": form, "version": version, **content}
     with open(path, mode, encoding="utf-8") as file:
-        json.dump({**content, "crc32": _checksum(content)}, file, indent=1)
+        json.dump({**content, "crc32": _checksum(content)}, file, indent=1, allow_nan=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
@@ -42,24 +44,26 @@ def read_signed(path: Path, form: str, version: int, what: str) -> dict[str, Any
         OSError: it can't be read.
         ValueError: it is damaged, or of another format or version.
     """
-    data = path.read_bytes()
-    try:
-        content = json.loads(data)
-    except ValueError:
-        raise ValueError(f"{path} is damaged: it is not JSON.") from None
+    content = parse_json(path, path.read_bytes())
     if not isinstance(content, dict) or content.get("format") != form:
         raise ValueError(f"{path} is damaged, or not of {what}: it names no {form!r}.")
-    if content.get("version") != version:
+    found = content.get("version")
+    if type(found) is not int or found != version:
         raise ValueError(
-            f"{path} is of version {content.get('version')!r}, but this program reads version "
-            f"{version}."
+            f"{path} is of version {found!r}, but this program reads version {version}: load it "
+            "with the torchrec_hkv that saved it."
         )
-    checksum = content.pop("crc32", None)
-    if checksum != _checksum(content):
+    named = content.pop("crc32", None)
+    if type(named) is not int or named != _checksum(content):
         raise ValueError(
-            f"{path} is damaged: its checksum is {_checksum(content)}, but it names {checksum}."
+            f"{path} is damaged: its checksum is {_checksum(content)}, but it names {named!r}."
         )
     return {key: value for key, value in content.items() if key not in ("format", "version")}
+
+
+def checksum(form: str, version: int, content: dict[str, Any]) -> int:
+    """The checksum that :func:`write_signed` gives a file."""
+    return _checksum({"format": form, "version": version, **content})
 
 
 def _checksum(content: dict[str, Any]) -> int:

@@ -1,0 +1,132 @@
+"""Signed JSON files with one value changed and their checksums right again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+#: Values that are near to those of a file, and values that are far from all of them.
+VALUES = st.one_of(
+    st.sampled_from(
+        [
+            None,
+            True,
+            False,
+            0,
+            1,
+            -1,
+            1 << 31,
+            1 << 32,
+            1 << 37,
+            1 << 60,
+            1 << 63,
+            1 << 64,
+            -(1 << 63),
+            10**400,
+            0.0,
+            1.5,
+            -0.0,
+            1e308,
+            float("nan"),
+            float("inf"),
+            "",
+            "..",
+            "../x",
+            "/etc/passwd",
+            "a\0b",
+            "\ud800",
+            [],
+            {},
+            [[]],
+            [0, 0],
+            [65536, 0],
+            {"": 0},
+        ]
+    ),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+        ),
+        max_leaves=5,
+    ),
+)
+#: Stands for "the key or item is gone".
+GONE = object()
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to all values of a file but its own checksum, the outermost one first."""
+    if path != ("crc32",):
+        yield path
+    items = content.items() if isinstance(content, dict) else ()
+    for key, value in enumerate(content) if isinstance(content, list) else items:
+        yield from places(value, (*path, key))
+
+
+def mutated(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy in which one value is another."""
+    if not path:
+        return value
+    content = copy.deepcopy(content)
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is GONE:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return content
+
+
+def sign(content: Any) -> Any:
+    """The content with its checksum, by the documented formula."""
+    if not isinstance(content, dict):
+        return content
+    rest = {key: value for key, value in content.items() if key != "crc32"}
+    return {**rest, "crc32": checksum(rest)}
+
+
+def checksum(rest: dict[str, Any]) -> int:
+    """Of the content without its checksum."""
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return zlib.crc32(text.encode())
+
+
+def write(path: Path, content: Any) -> None:
+    """Writes a file with the checksum of its content."""
+    path.write_text(json.dumps(sign(content)))
+
+
+@st.composite
+def mutations(draw: st.DrawFn, content: Any) -> tuple[tuple[Any, ...], Any]:
+    """A place, and what is there instead: any JSON, another value of the file, or nothing."""
+    path = draw(st.sampled_from(list(places(content))))
+    value = draw(
+        VALUES | st.sampled_from(list(leaves(content))) | (st.just(GONE) if path else st.nothing())
+    )
+    return path, value
+
+
+def refusal(load: Callable[[], Any]) -> str | None:
+    """The sentence of the ValueError that a load raises, or None."""
+    try:
+        load()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def leaves(content: Any) -> Iterator[Any]:
+    """All values that hold no others."""
+    if isinstance(content, (dict, list)):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from leaves(value)
+    else:
+        yield content

@@ -1,0 +1,321 @@
+"""The metadata of :mod:`torch.distributed.checkpoint`, read without running what a file asks for.
+
+It is a pickle, and unpickling calls whatever a pickle names. Here only the names that metadata of
+torch.distributed.checkpoint has are known, none of them is called while it is read, and the result
+is made of what passes all checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchrec_hkv.checkpoint.record import METADATA, TENSORS, FileRecord
+from torchrec_hkv.json_schema import Integer, Place, Text
+
+_DCP = "torch.distributed.checkpoint"
+_COUNT = Integer(0, 1 << 62)
+_KEY = Text()
+
+
+@dataclasses.dataclass
+class _Named:
+    """Stands for an object of a pickle: what it was made of, and nothing that runs."""
+
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    # Metadata has some as keys.
+    __hash__ = object.__hash__
+
+
+def _named(*names: str) -> dict[str, type[_Named]]:
+    return {name: type(name, (_Named,), {"__hash__": object.__hash__}) for name in names}
+
+
+_OBJECTS = _named(
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "_MEM_FORMAT_ENCODING",
+    "MetadataIndex",
+    "StorageMeta",
+    "_StorageInfo",
+    "Size",
+    "_get_layout",
+    "PosixPath",
+    "WindowsPath",
+)
+#: By module and name, as torch 2.11 to 2.14 and Python 3.10 to 3.14 write them.
+_KNOWN: dict[tuple[str, str], object] = {
+    ("torch", "Size"): _OBJECTS["Size"],
+    ("torch.serialization", "_get_layout"): _OBJECTS["_get_layout"],
+    (f"{_DCP}.filesystem", "_StorageInfo"): _OBJECTS["_StorageInfo"],
+    **{
+        (f"{_DCP}.metadata", name): _OBJECTS[name]
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    },
+    **{
+        (module, name): _OBJECTS[name]
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath")
+    },
+    **{("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names of metadata and no others."""
+
+    def __init__(self, data: bytes, file: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._file_name = file
+
+    def find_class(self, module: str, name: str) -> object:
+        found = _KNOWN.get((module, name))
+        if found is None:
+            raise ValueError(
+                f"{self._file_name} is refused: it names {module}.{name}, which metadata of {_DCP} "
+                "does not have; nothing that it names was run."
+            )
+        return found
+
+
+def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
+    """The metadata of a checkpoint's tensors.
+
+    Args:
+        folder: of the checkpoint.
+        files: that the checkpoint's record names, by their paths in it.
+
+    Raises:
+        ValueError: it is damaged, names what metadata has not, or contradicts itself or the record.
+            The sentence names the file.
+    """
+    path = folder / METADATA
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    unpickler = _Unpickler(data, str(path))
+    try:
+        content = unpickler.load()
+    except (
+        pickle.UnpicklingError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        IndexError,
+        KeyError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
+        TypeError,
+    ) as error:
+        raise ValueError(f"{path} is damaged: it is no pickle of metadata ({error}).") from None
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} is damaged: it is no pickle of metadata ({error}).") from None
+    return _metadata(content, Place(str(path)), files)
+
+
+def _metadata(content: object, place: Place, files: Mapping[str, FileRecord]) -> Metadata:
+    state = _state(content, "Metadata", place)
+    entries = _mapping(state, "state_dict_metadata", place)
+    tensors = {
+        _KEY.read(key, Place(place.file, "a key of state_dict_metadata")): _entry(
+            value, place.of("state_dict_metadata").of(str(key))
+        )
+        for key, value in entries.items()
+    }
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    at = place.of("storage_data")
+    for key, value in _mapping(state, "storage_data", place).items():
+        index = _index(key, at)
+        if index in stored:
+            raise at.refuse(_shown(index), "named once")
+        stored[index] = _storage(value, at.of(_shown(index)), files)
+    _check_apart(stored, at)
+    for key, entry in tensors.items():
+        offsets: Sequence[torch.Size | None] = [None]
+        if isinstance(entry, TensorStorageMetadata):
+            offsets = [chunk.offsets for chunk in entry.chunks]
+        for offset in offsets:
+            if MetadataIndex(key, offset) not in stored:
+                shown = _shown(MetadataIndex(key, offset))
+                raise at.of(shown).missing("the place of that part in a file")
+    return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def _state(value: object, name: str, place: Place) -> dict[Any, Any]:
+    """The attributes of an object of this name."""
+    if type(value) is not _OBJECTS[name]:
+        raise place.refuse(_what(value), f"a {name}")
+    if value.state is None:  # has no attributes
+        return {}
+    if type(value.state) is not dict:
+        raise place.refuse(_what(value.state), f"the attributes of a {name}")
+    return value.state
+
+
+def _mapping(state: Mapping[Any, Any], name: str, place: Place) -> dict[Any, Any]:
+    value = state.get(name)
+    if type(value) is not dict:
+        raise place.of(name).refuse(_what(value), "a dict")
+    return value
+
+
+def _entry(value: object, place: Place) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(value) is _OBJECTS["BytesStorageMetadata"]:
+        return BytesStorageMetadata()
+    state = _state(value, "TensorStorageMetadata", place)
+    size = _size(state.get("size"), place.of("size"))
+    properties = state.get("properties")
+    parts = getattr(properties, "state", None)
+    if type(properties) is not _OBJECTS["TensorProperties"] or type(parts) is not tuple:
+        raise place.of("properties").refuse(_what(properties), "a TensorProperties")
+    if len(parts) != 5 or type(parts[0]) is not torch.dtype:
+        raise place.of("properties").refuse(_what(parts), "a dtype and four more")
+    chunks = state.get("chunks")
+    if type(chunks) is not list:
+        raise place.of("chunks").refuse(_what(chunks), "a list")
+    made = [_chunk(chunk, place.of("chunks").at(i)) for i, chunk in enumerate(chunks)]
+    _check_tiles(size, made, place.of("chunks"))
+    return TensorStorageMetadata(TensorProperties(dtype=parts[0]), size, made)
+
+
+def _chunk(value: object, place: Place) -> ChunkStorageMetadata:
+    state = _state(value, "ChunkStorageMetadata", place)
+    return ChunkStorageMetadata(
+        offsets=_size(state.get("offsets"), place.of("offsets")),
+        sizes=_size(state.get("sizes"), place.of("sizes")),
+    )
+
+
+def _size(value: object, place: Place) -> torch.Size:
+    given = getattr(value, "arguments", None)
+    is_size = type(value) is _OBJECTS["Size"] and len(given) == 1 and type(given[0]) is tuple
+    if not is_size or value.state is not None:
+        raise place.refuse(_what(value), "a torch.Size")
+    return torch.Size([_COUNT.read(n, place.at(i)) for i, n in enumerate(given[0])])
+
+
+def _check_tiles(size: torch.Size, chunks: Sequence[ChunkStorageMetadata], place: Place) -> None:
+    """Refuses chunks that are not all of a tensor, each place of it once."""
+    filled = 0
+    for i, chunk in enumerate(chunks):
+        ends = zip(chunk.offsets, chunk.sizes, size, strict=False)
+        whole = len(chunk.offsets) == len(chunk.sizes) == len(size)
+        if not whole or any(offset + length > end for offset, length, end in ends):
+            raise place.at(i).refuse(
+                [tuple(chunk.offsets), tuple(chunk.sizes)], f"a part of {tuple(size)}"
+            )
+        filled += chunk.sizes.numel()
+    if filled != size.numel():
+        raise place.refuse(
+            f"{len(chunks)} parts of {filled} values", f"all {size.numel()} values of {tuple(size)}"
+        )
+    parts = [chunk for chunk in chunks if chunk.sizes.numel()]
+    if len(parts) < 2:
+        return
+    begins = torch.tensor([tuple(chunk.offsets) for chunk in parts])
+    ends = begins + torch.tensor([tuple(chunk.sizes) for chunk in parts])
+    for i in range(len(parts) - 1):
+        meets = torch.maximum(begins[i], begins[i + 1 :]) < torch.minimum(ends[i], ends[i + 1 :])
+        if meets.all(1).any():
+            other = i + 1 + int(meets.all(1).nonzero()[0])
+            raise place.at(other).refuse(
+                [tuple(parts[other].offsets), tuple(parts[other].sizes)], "apart from the others"
+            )
+
+
+def _index(value: object, place: Place) -> MetadataIndex:
+    state = _state(value, "MetadataIndex", Place(place.file, f"a key of {place.key}"))
+    key = _KEY.read(state.get("fqn"), Place(place.file, f"a name in {place.key}"))
+    offset = state.get("offset")
+    if offset is not None:
+        offset = _size(offset, Place(place.file, f"an offset in {place.key}"))
+    return MetadataIndex(key, offset)
+
+
+def _storage(value: object, place: Place, files: Mapping[str, FileRecord]) -> _StorageInfo:
+    state = _state(value, "_StorageInfo", place)
+    name = state.get("relative_path")
+    file = files.get(f"{TENSORS}/{name}") if type(name) is str else None
+    if file is None or f"{TENSORS}/{name}" == METADATA:
+        raise place.of("relative_path").refuse(
+            name, "a file of tensors that the checkpoint's record names"
+        )
+    offset = _COUNT.read(state.get("offset"), place.of("offset"))
+    length = _COUNT.read(state.get("length"), place.of("length"))
+    if offset + length > file.bytes:
+        raise place.of("length").refuse(
+            length, f"at most the {file.bytes} bytes of {name} less the offset {offset}"
+        )
+    if state.get("transform_descriptors"):
+        raise place.of("transform_descriptors").refuse(
+            _what(state["transform_descriptors"]), "empty, as torchrec_hkv.checkpoint.save has it"
+        )
+    return _StorageInfo(name, offset, length)
+
+
+def _check_apart(stored: Mapping[MetadataIndex, _StorageInfo], place: Place) -> None:
+    """Refuses two entries that have bytes of a file in common."""
+    order = sorted(stored, key=lambda index: (stored[index].relative_path, stored[index].offset))
+    end, file = 0, None
+    for index in order:
+        info = stored[index]
+        if info.relative_path != file:
+            end, file = 0, info.relative_path
+        if info.length and info.offset < end:
+            raise (
+                place.of(_shown(index))
+                .of("offset")
+                .refuse(info.offset, f"at least {end} in {file}, where the entry before it ends")
+            )
+        end = max(end, info.offset + info.length)
+
+
+def _shown(index: MetadataIndex) -> str:
+    return index.fqn if index.offset is None else f"{index.fqn} at {tuple(index.offset)}"
+
+
+def _what(value: object) -> object:
+    """A value as an error shows it."""
+    if isinstance(value, _Named):
+        return type(value).__name__
+    shown = isinstance(value, (str, int, float, tuple, list, dict))
+    return value if shown else type(value).__name__

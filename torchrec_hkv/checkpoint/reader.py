@@ -1,0 +1,206 @@
+"""How :mod:`torch.distributed.checkpoint` reads a checkpoint: nothing that a file names is run."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+_NO_CODE = (
+    "nothing that it names was run; if you trust where it comes from, name the class to "
+    "torch.serialization.add_safe_globals"
+)
+# What torch.load raises for files that are none of torch.save.
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
+    """A value that torch.save wrote, if it is of classes that torch.load knows to be safe.
+
+    Args:
+        data: of torch.save.
+        what: begins the error's sentence.
+        kind: that it must be of; None for any.
+
+    Raises:
+        ValueError: it can't be read, names other classes, or is of another kind.
+    """
+    data.seek(0)
+    try:
+        value = torch.load(data, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        named = _unsafe(data)
+        if named:
+            raise ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.") from None
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{what}: it can't be read ({first})") from None
+    numbers = (int, float)
+    is_same = kind is None or type(value) is kind or (type(value) in numbers and kind in numbers)
+    if not is_same:
+        raise ValueError(
+            f"{what}: it is of type {type(value).__name__}, but must be of {kind.__name__}."
+        )
+    return value
+
+
+def _unsafe(data: io.IOBase) -> list[str]:
+    """The names in it that torch.load(weights_only=True) refuses."""
+    data.seek(0)
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
+    except _UNREADABLE:
+        return []
+
+
+class _Slice(io.RawIOBase):
+    """A part of an open file as a file of its own; the part is within the file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError(f"there is no byte {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._offset + self._at)
+        read = self._file.readinto(view)
+        self._at += read
+        return read
+
+
+class CheckedReader(FileSystemReader):
+    """Reads tensors by metadata that was checked.
+
+    Args:
+        path: the folder of the tensors.
+        metadata: of :func:`torchrec_hkv.checkpoint.metadata.read_metadata`.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+    def check_tensors(self, keys: Iterable[str]) -> None:
+        """Refuses entries that are not the tensors that the metadata says, without reading their
+        values.
+
+        Raises:
+            ValueError: the sentence names the file and the entry.
+        """
+        for key in keys:
+            entry = self._metadata.state_dict_metadata[key]
+            if isinstance(entry, TensorStorageMetadata):
+                for chunk in entry.chunks:
+                    self._check_tensor(key, chunk.offsets, chunk.sizes, entry.properties.dtype)
+
+    def _check_tensor(
+        self, key: str, offsets: torch.Size, sizes: torch.Size, dtype: torch.dtype
+    ) -> None:
+        info = self._metadata.storage_data[MetadataIndex(key, offsets)]
+        path = Path(self.path) / info.relative_path
+        what = f"{path} is refused for its entry {key!r}"
+        with open(path, "rb") as file:
+            data = _Slice(file, info.offset, info.length)
+            try:
+                with FakeTensorMode():
+                    tensor = torch.load(data, map_location="cpu", weights_only=True)
+                held = _stored_bytes(data)
+            except _UNREADABLE as error:
+                named = _unsafe(data)
+                if named:
+                    raise ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.") from None
+                first = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ValueError(f"{what}: it can't be read ({first})") from None
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{what}: it is a {type(tensor).__name__} in place of a tensor.")
+        if tensor.dtype != dtype or tensor.size() != sizes:
+            raise ValueError(
+                f"{what}: it is of dtype {tensor.dtype} and shape {tuple(tensor.size())}, but the "
+                f"metadata names {dtype} and {tuple(sizes)}."
+            )
+        if held != tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{what}: it has {held} bytes of values instead of "
+                f"{tensor.untyped_storage().nbytes()}."
+            )
+
+    def check_value(self, key: str, value: object) -> None:
+        """Refuses an entry that is no tensor and not of the type that is needed.
+
+        Args:
+            key: of the entry.
+            value: that will be replaced by it.
+
+        Raises:
+            ValueError: the sentence names the file and the entry.
+        """
+        info = self._metadata.storage_data[MetadataIndex(key)]
+        path = Path(self.path) / info.relative_path
+        with open(path, "rb") as file:
+            data = io.BytesIO(_Slice(file, info.offset, info.length).read(-1))
+        load_value(data, f"{path} is refused for its entry {key!r}", type(value))
+
+
+class CheckedPlanner(DefaultLoadPlanner):
+    """Loads values that are no tensors as :func:`load_value` does, where torch's own planner
+    unpickles them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = load_value(value, f"the entry {read_item.storage_index.fqn!r} is refused")
+        clean = io.BytesIO()
+        torch.save(loaded, clean)
+        clean.seek(0)
+        super().load_bytes(read_item, clean)
+
+
+def _stored_bytes(data: io.IOBase) -> int:
+    """Bytes of the values in a file of torch.save."""
+    with zipfile.ZipFile(data) as archive:
+        parts = (info.filename.split("/") for info in archive.infolist())
+        sizes = (info.file_size for info in archive.infolist())
+        return sum(n for part, n in zip(parts, sizes, strict=True) if part[1:-1] == ["data"])

@@ -1,0 +1,303 @@
+"""What a JSON file may hold: each value is checked before anything is made of it.
+
+A schema is built from the classes below and checks parsed JSON. An error names the file, the key,
+the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+import math
+import os
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A value's place in a file.
+
+    Attributes:
+        file: the file's path.
+        key: the way from the outermost value to this one, such as ``shards[2].bytes``.
+    """
+
+    file: str
+    key: str = ""
+
+    def of(self, name: str) -> Place:
+        """The place of an object's value."""
+        shown = name if re.fullmatch(r"\w+", name) else f"[{_shown.repr(name)}]"
+        separator = "." if self.key and not shown.startswith("[") else ""
+        return Place(self.file, f"{self.key}{separator}{shown}")
+
+    def at(self, index: int) -> Place:
+        """The place of a list's item."""
+        return Place(self.file, f"{self.key}[{index}]")
+
+    def refuse(self, value: object, allowed: str) -> ValueError:
+        """The error of a value that is not allowed here."""
+        what = self.key or "the content"
+        return ValueError(f"{self.file}: {what} is {_shown.repr(value)}, but must be {allowed}.")
+
+    def missing(self, allowed: str) -> ValueError:
+        """The error of a value that is not there."""
+        return ValueError(f"{self.file}: {self.key} is missing, but must be {allowed}.")
+
+
+class Schema(abc.ABC):
+    """What a value may be."""
+
+    #: The values that are allowed, as an error says it after "must be".
+    allowed: str
+
+    @abc.abstractmethod
+    def read(self, value: object, place: Place) -> Any:
+        """Checks a value.
+
+        Args:
+            value: parsed JSON.
+            place: where it stands.
+
+        Returns:
+            The value, or what the schema makes of it.
+
+        Raises:
+            ValueError: it is not allowed; the sentence names file, key, value and what is allowed.
+        """
+
+
+class Integer(Schema):
+    """An integer in a range; ``true`` and ``5.0`` are none."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
+        self.allowed = f"an integer from {_number(least)} to {_number(most)}"
+
+    def read(self, value: object, place: Place) -> int:
+        if type(value) is not int or not self.least <= value <= self.most:
+            raise place.refuse(value, self.allowed)
+        return value
+
+
+class Number(Schema):
+    """A finite integer or fraction."""
+
+    def __init__(self, least: float = -math.inf) -> None:
+        self.least = least
+        at_least = "" if least == -math.inf else f" of at least {least:g}"
+        self.allowed = f"a finite number{at_least}"
+
+    def read(self, value: object, place: Place) -> int | float:
+        if type(value) not in (int, float) or not abs(value) < 1e308 or value < self.least:
+            raise place.refuse(value, self.allowed)
+        return value
+
+
+class Flag(Schema):
+    """``true`` or ``false``."""
+
+    allowed = "true or false"
+
+    def read(self, value: object, place: Place) -> bool:
+        if type(value) is not bool:
+            raise place.refuse(value, self.allowed)
+        return value
+
+
+class Text(Schema):
+    """A string, all of a pattern where one is given."""
+
+    def __init__(self, pattern: str | re.Pattern[str] | None = None, allowed: str = "a string"):
+        self.pattern = None if pattern is None else re.compile(pattern)
+        self.allowed = allowed
+
+    def read(self, value: object, place: Place) -> str:
+        if type(value) is not str or not _is_text(value):
+            raise place.refuse(value, self.allowed)
+        if self.pattern is not None and not self.pattern.fullmatch(value):
+            raise place.refuse(value, self.allowed)
+        return value
+
+
+class Choice(Schema):
+    """One of several strings or integers."""
+
+    def __init__(self, values: Sequence[str] | Sequence[int]) -> None:
+        self.values = tuple(values)
+        self.allowed = f"one of {', '.join(map(repr, self.values))}"
+
+    def read(self, value: object, place: Place) -> Any:
+        if not any(type(value) is type(choice) and value == choice for choice in self.values):
+            raise place.refuse(value, self.allowed)
+        return value
+
+
+class OrNull(Schema):
+    """What another schema allows, or ``null``."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.allowed = f"{schema.allowed}, or null"
+
+    def read(self, value: object, place: Place) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, (dict, list)):  # their own errors name the place within them
+            try:
+                return self.schema.read(value, place)
+            except ValueError:
+                raise place.refuse(value, self.allowed) from None
+        return self.schema.read(value, place)
+
+
+class Items(Schema):
+    """A list of values of one schema."""
+
+    def __init__(self, schema: Schema, length: int | None = None) -> None:
+        self.schema, self.length = schema, length
+        many = "" if length is None else f"{length} times "
+        self.allowed = f"a list of {many}{schema.allowed}"
+
+    def read(self, value: object, place: Place) -> tuple[Any, ...]:
+        if type(value) is not list or (self.length is not None and len(value) != self.length):
+            raise place.refuse(value, self.allowed)
+        return tuple(self.schema.read(item, place.at(i)) for i, item in enumerate(value))
+
+
+class Map(Schema):
+    """An object of any keys of one schema, with values of another."""
+
+    def __init__(self, keys: Schema, values: Schema) -> None:
+        self.keys, self.values = keys, values
+        self.allowed = "an object"
+
+    def read(self, value: object, place: Place) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise place.refuse(value, self.allowed)
+        read = {}
+        for key, item in value.items():
+            name = self.keys.read(key, Place(place.file, f"a key of {place.key or 'the content'}"))
+            read[name] = self.values.read(item, place.of(key))
+        return read
+
+
+class Fields(Schema):
+    """An object of these keys and no others.
+
+    Args:
+        fields: schemas by key.
+        make: what is made of the values, by keyword; a dictionary of them by default.
+        optional: keys that need not be there.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Schema],
+        make: Callable[..., Any] = dict,
+        optional: Sequence[str] = (),
+    ) -> None:
+        self.fields, self.make, self.optional = dict(fields), make, frozenset(optional)
+        self.allowed = f"an object with the keys {', '.join(self.fields)}"
+
+    def read(self, value: object, place: Place) -> Any:
+        if type(value) is not dict:
+            raise place.refuse(value, self.allowed)
+        for key in value:
+            if key not in self.fields:
+                raise Place(place.file, f"a key of {place.key or 'the content'}").refuse(
+                    key, f"one of {', '.join(self.fields)}"
+                )
+        read = {}
+        for key, schema in self.fields.items():
+            if key in value:
+                read[key] = schema.read(value[key], place.of(key))
+            elif key not in self.optional:
+                raise place.of(key).missing(schema.allowed)
+        return self.make(**read)
+
+
+class ByType(Schema):
+    """An object whose value of one key says which schema the others are of."""
+
+    def __init__(self, key: str, schemas: Mapping[str, Fields]) -> None:
+        self.key = key
+        self.choice = Choice(list(schemas))
+        self.schemas = {
+            name: Fields(
+                {key: Choice([name]), **schema.fields}, schema.make, tuple(schema.optional)
+            )
+            for name, schema in schemas.items()
+        }
+        self.allowed = f"an object whose {key} is {self.choice.allowed}"
+
+    def read(self, value: object, place: Place) -> Any:
+        if type(value) is not dict:
+            raise place.refuse(value, self.allowed)
+        if self.key not in value:
+            raise place.of(self.key).missing(self.choice.allowed)
+        return self.schemas[self.choice.read(value[self.key], place.of(self.key))].read(
+            value, place
+        )
+
+
+class Plain(Schema):
+    """Any JSON."""
+
+    allowed = "JSON"
+
+    def read(self, value: object, place: Place) -> Any:
+        return value
+
+
+def parse_json(file: str | os.PathLike[str], data: bytes) -> Any:
+    """What JSON text says, strictly: neither NaN nor a key twice.
+
+    Args:
+        file: named by the error.
+        data: the text.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+
+    def constant(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"the key {_shown.repr(twice)} is there twice")
+        return found
+
+    try:
+        return json.loads(data, parse_constant=constant, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(file)} is damaged: it is not JSON ({error}).") from None
+
+
+def _number(value: int) -> str:
+    """A power of two as one."""
+    for offset, suffix in ((0, ""), (1, " - 1")):
+        power = abs(value) + offset
+        if power >= 1 << 16 and power & (power - 1) == 0 and (value > 0 or not offset):
+            return f"{'-' if value < 0 else ''}2^{power.bit_length() - 1}{suffix}"
+    return str(value)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written: half of a surrogate pair can't."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
