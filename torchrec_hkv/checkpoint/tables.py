@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,11 +51,34 @@ def _folder_name(key: str) -> str:
 
 
 def save_tables(folder: Path, tables: Mapping[str, FoundTable], options: FileOptions) -> None:
-    """Writes the shards that this rank holds.
+    """Writes the shards that this rank holds, all of one moment.
+
+    Calls of other threads that change these tables wait meanwhile.
 
     Raises:
         OSError: writing failed.
     """
+    with contextlib.ExitStack() as held:
+        for lookup in _lookups(tables):
+            held.enter_context(lookup.unchanged())
+        _save_tables(folder, tables, options)
+
+
+def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
+    """The lookups of tables that have files, each once."""
+    rank = _rank()
+    lookups: dict[int, GroupLookup] = {}
+    for table in tables.values():
+        if not table.has_files:
+            continue
+        by_key = table.collection.group_lookups()
+        for shard, holder in zip(table.state.shards, table.state.ranks, strict=True):
+            if holder == rank:
+                lookups[id(by_key[shard.key])] = by_key[shard.key]
+    return list(lookups.values())
+
+
+def _save_tables(folder: Path, tables: Mapping[str, FoundTable], options: FileOptions) -> None:
     rank = _rank()
     for key, table in tables.items():
         if not table.has_files:
