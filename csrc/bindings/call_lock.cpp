@@ -90,9 +90,8 @@ void CallLock::hold(Hold kind) {
   TORCH_CHECK(is_alone || unchanged_.count(thread) == 0,
               "a table can't be changed by the thread that is saving or exporting it.");
   if (!is_alone) {
-    wait(locked, kAllWritten, [&] {
-      return !others_hold_unchanged(thread) && may_begin(kAllWritten, thread);
-    });
+    wait(locked, kAllWritten,
+         [&] { return !others_hold_unchanged(thread) && may_begin(kAllWritten, thread); });
   }
   alone_ = thread;
   ++alone_depth_;

@@ -245,9 +245,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("number", &Pin::number)
       .def_property_readonly("growths", &Pin::growths);
 
-  py::enum_<Hold>(m, "Hold")
-      .value("UNCHANGED", Hold::kUnchanged)
-      .value("ALONE", Hold::kAlone);
+  py::enum_<Hold>(m, "Hold").value("UNCHANGED", Hold::kUnchanged).value("ALONE", Hold::kAlone);
   m.attr("MAX_PINS") = hash_table::kMaxPins;
   py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,

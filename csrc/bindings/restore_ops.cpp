@@ -189,8 +189,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const auto sorted = [&](const at::Tensor& out) {
       return out.size(0) == entries.n ? out.index_select(0, first) : out;  // no scores under LRU
     };
-    return {sorted(out_ids),    sorted(out_rows),   sorted(out_steps),
-            converted(*group, table, sorted(out_scores)), sorted(out_states), counts};
+    return {sorted(out_ids),    sorted(out_rows),
+            sorted(out_steps),  converted(*group, table, sorted(out_scores)),
+            sorted(out_states), counts};
   }
 #endif
   at::Tensor waiting =

@@ -64,10 +64,9 @@ at::Tensor keys_of_given(const TableGroup& group, const at::Tensor& scores,
   if (kinds.all_counted) return checked_counts(group, scores);
   at::Tensor keys = scores;
   if (kinds.counted > 0) {
-    const at::Tensor counted =
-        ids_where(group, scores, offsets, first_bags, [](Eviction eviction) {
-          return eviction == Eviction::kLfu || eviction == Eviction::kEpochLfu;
-        });
+    const at::Tensor counted = ids_where(group, scores, offsets, first_bags, [](Eviction eviction) {
+      return eviction == Eviction::kLfu || eviction == Eviction::kEpochLfu;
+    });
     const at::Tensor counts = checked_counts(group, scores.masked_fill(counted.logical_not(), 0));
     keys = at::where(counted, counts, keys);
   }

@@ -288,8 +288,7 @@ at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   check_device(counters, "counters", group.device());
   const GivenIds given_ids(group, ids, offsets, batch_size);
   const hash_table::Batch& batch = given_ids.batch;
-  const at::Tensor keys =
-      check_scores(group, scores, ids.numel(), offsets, given_ids.first_bags());
+  const at::Tensor keys = check_scores(group, scores, ids.numel(), offsets, given_ids.first_bags());
   const uint64_t* given = data_of(keys);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();

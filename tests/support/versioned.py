@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec_hkv.hash_table import HashTable
 
 FIXED, BATCH = 300, 70
-VERSIONS = 2000
+VERSIONS = 250
 
 
 def make_versioned(device: str, **options: object) -> HashTable:
