@@ -36,8 +36,9 @@ class HashTable(SavedTable):
     Counted calls are insertions, ``find_or_insert`` among them, and ``assign`` and
     ``assign_scores``.
 
-    Calls of several threads come out as if made one after the other. ``copy.deepcopy`` gives a table
-    of its own with all that this one holds; :meth:`save` and :meth:`from_file` stand in for pickling.
+    Calls of several threads come out as if made one after the other. ``copy.deepcopy`` gives a
+    table of its own with all that this one holds. A table can't be pickled: use :meth:`save` and
+    :meth:`from_file`.
 
     | policy | score of an id | on a hit |
     | --- | --- | --- |

@@ -33,7 +33,7 @@ def test_customized_scores_are_signed(device_type):
     table = make(device_type, 64, eviction="customized")
     ids = distinct_ids(128, device_type)
     low = scores_tensor([at - 64 for at in range(64)], device_type)
-    high = scores_tensor([at for at in range(64)], device_type)
+    high = scores_tensor(list(range(64)), device_type)
     table.find_or_insert(ids[:64], low)
     table.find_or_insert(ids[64:96], high[:32])
     assert contents(table).keys() == set(ids[32:96].tolist())

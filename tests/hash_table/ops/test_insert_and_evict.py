@@ -49,7 +49,7 @@ def test_refused_ids_come_back_with_their_rows_and_scores(device_type):
     table = make(device_type, 64, eviction="customized")
     ids = distinct_ids(100, device_type)
     first = random_rows(table, 64)
-    high = scores_tensor([at for at in range(64)], device_type)
+    high = scores_tensor(list(range(64)), device_type)
     assert len(table.insert_and_evict(ids[:64], first, high).ids) == 0
     rows = random_rows(table, 36)
     low = scores_tensor([-1 - at for at in range(36)], device_type)

@@ -19,10 +19,10 @@ class GroupCalls(GroupStrictness):
 
     ``HashTable`` has the same operations for one table, says what they do, and is made of these.
     All of them take ids as :meth:`TableGroup.find` does: ``ids``, integers ``[n]`` of 8 to 64 bits,
-    feature-major, and ``offsets``, int64 ``[features * batch_size + 1]`` (None where the group has one feature), from
-    which the table of each id follows. A group that has one feature for each table, in order, takes
-    ``batch_size`` 1 and offsets by table. The same id in two tables is two entries; an id may
-    repeat within its table, also through several features.
+    feature-major, and ``offsets``, int64 ``[features * batch_size + 1]`` (None where the group has
+    one feature), from which the table of each id follows. A group that has one feature for each
+    table, in order, takes ``batch_size`` 1 and offsets by table. The same id in two tables is two
+    entries; an id may repeat within its table, also through several features.
 
     Rows are a matrix ``[n, row_width]``, row ``i`` that of ``ids[i]``: as wide as the widest table
     of the group, so that where a row lies does not depend on what is on the device. A narrower

@@ -63,8 +63,9 @@ class GroupCopies(GroupSelection, GroupContents):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"A {type(self).__name__} can't be pickled: write each table with "
-            "torchrec_hkv.hash_table.files.save and read it with torchrec_hkv.hash_table.files.load."
+            f"A {type(self).__name__} can't be pickled: write each of its tables with "
+            "torchrec_hkv.hash_table.files.save, and read it with "
+            "torchrec_hkv.hash_table.files.load."
         )
 
     def _copy_entries(self, made: Self, table: int) -> None:

@@ -169,8 +169,8 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         """Slots of ids, -1 where a table has no such id. Changes nothing.
 
         Args:
-            ids: integers ``[n]`` of 8 to 64 bits, feature-major; a uint64 id stands for the int64 of
-                the same bits.
+            ids: integers ``[n]`` of 8 to 64 bits, feature-major; a uint64 id stands for the int64
+                of the same bits.
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``; None for one bag of all
                 ids, where the group has one feature.
             batch_size: bags a feature.
