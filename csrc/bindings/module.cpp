@@ -253,6 +253,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("number", &Pin::number)
       .def_property_readonly("growths", &Pin::growths);
 
+  py::enum_<Hold>(m, "Hold").value("UNCHANGED", Hold::kUnchanged).value("ALONE", Hold::kAlone);
   m.attr("MAX_PINS") = hash_table::kMaxPins;
   py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,
@@ -271,6 +272,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("counters", &TableGroup::counters)
       .def_property_readonly("optimizer_steps", &TableGroup::optimizer_steps)
       .def("pin", &TableGroup::pin)
+      .def(
+          "hold",
+          [](const TableGroup& group, Hold kind) {
+            const py::gil_scoped_release released;
+            group.order().hold(kind);
+          },
+          py::arg("kind"), "Holds the group over several calls of this thread.")
+      .def(
+          "release", [](const TableGroup& group, Hold kind) { group.order().release(kind); },
+          py::arg("kind"), "Ends a hold of this thread.")
+      .def("entries_at", in_order(kReadIndex, &TableGroup::entries_at), py::arg("slots"))
+      .def("counts", in_order(kReadIndex, &TableGroup::counts), py::arg("table"))
+      .def("load_counts", in_order(kWriteIndex, &TableGroup::load_counts), py::arg("table"),
+           py::arg("counts"))
+      .def("evicted_marks", in_order(kReadIndex, &TableGroup::evicted_marks), py::arg("table"))
+      .def("load_evicted_marks", in_order(kWriteIndex, &TableGroup::load_evicted_marks),
+           py::arg("table"), py::arg("marks"))
       .def("export_table", in_order(kReadAll, &TableGroup::export_table), py::arg("table"))
       .def("load_table", in_order(kWriteAll, &TableGroup::load_table), py::arg("table"),
            py::arg("state"))
@@ -279,6 +297,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "scores",
           [](const TableGroup& group, int64_t table) {
+            const py::gil_scoped_release released;
             return group.order().run(kReadIndex, [&] { return group.scores(table).clone(); });
           },
           py::arg("table"))
@@ -290,6 +309,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "read_admission",
           [](const TableGroup& group, int64_t table, int64_t first, int64_t n) {
+            const py::gil_scoped_release released;
             return group.order().run(kReadIndex, [&] {
               return group.admission().counts(table).narrow(0, first, n).clone();
             });
@@ -298,6 +318,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "write_admission",
           [](const TableGroup& group, int64_t table, int64_t first, const at::Tensor& counts) {
+            const py::gil_scoped_release released;
             group.order().run(kWriteIndex, [&] {
               group.admission().counts(table).narrow(0, first, counts.numel()).copy_(counts);
             });

@@ -6,6 +6,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
+#include "bindings/score_keys.h"
 #include "bindings/table_group.h"
 #include "hash_table/kernels.h"
 
@@ -23,9 +24,11 @@ void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtyp
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous.");
 }
 
+// keys: of the entries as the table keeps them; what is returned points there.
 hash_table::Entries check_entries(const TableGroup& group, int64_t table, const at::Tensor& ids,
                                   const at::Tensor& rows, const at::Tensor& last_steps,
-                                  const at::Tensor& scores, const at::Tensor& states) {
+                                  const at::Tensor& scores, const at::Tensor& states,
+                                  at::Tensor* keys) {
   const TableView& view = group.view(table);
   const at::Device device = group.device();
   const int64_t n = ids.numel();
@@ -34,11 +37,12 @@ hash_table::Entries check_entries(const TableGroup& group, int64_t table, const 
   check_given(last_steps, "last_steps", at::kInt, {n}, device);
   check_given(scores, "scores", at::kLong, {view.scores != nullptr ? n : 0}, device);
   check_given(states, "states", at::kFloat, {n, view.states.width}, device);
+  *keys = converted(group, table, scores);
   return hash_table::Entries{
       ids.const_data_ptr<int64_t>(),
       static_cast<const char*>(rows.const_data_ptr()),
       reinterpret_cast<const uint32_t*>(last_steps.const_data_ptr<int32_t>()),
-      view.scores != nullptr ? reinterpret_cast<const uint64_t*>(scores.const_data_ptr<int64_t>())
+      view.scores != nullptr ? reinterpret_cast<const uint64_t*>(keys->const_data_ptr<int64_t>())
                              : nullptr,
       states.const_data_ptr<float>(),
       n};
@@ -81,6 +85,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> read_slot
     at::Tensor scores = at::empty({0}, options);
     if (view.scores != nullptr) {
       scores = at::from_blob(view.scores, {view.num_slots}, options).index_select(0, slots);
+      scores = converted(*group, table, scores);
     }
     const auto [ids, last_steps] = group->ids_and_steps(table, slots);
     return std::make_tuple(ids, gather(view, view.rows, group->row_dtype(table), slots), last_steps,
@@ -94,8 +99,9 @@ at::Tensor restore_slots(at::Tensor counters, int64_t handle, int64_t table,
                          const at::Tensor& states) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
+  at::Tensor keys;
   const hash_table::Entries entries =
-      check_entries(*group, table, ids, rows, last_steps, scores, states);
+      check_entries(*group, table, ids, rows, last_steps, scores, states, &keys);
   group->expect_entries(table, entries.n);
   check_given(slots, "slots", at::kLong, {entries.n}, group->device());
   at::Tensor placed = at::empty({entries.n}, ids.options().dtype(at::kBool));
@@ -112,8 +118,9 @@ void overwrite_slots(at::Tensor counters, int64_t handle, int64_t table, const a
                      const at::Tensor& scores, const at::Tensor& states) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
+  at::Tensor keys;
   const hash_table::Entries entries =
-      check_entries(*group, table, ids, rows, last_steps, scores, states);
+      check_entries(*group, table, ids, rows, last_steps, scores, states, &keys);
   check_given(slots, "slots", at::kLong, {entries.n}, group->device());
   const TableView& view = group->view(table);
   const int64_t* at = slots.const_data_ptr<int64_t>();
@@ -159,8 +166,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const at::Tensor& states) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
+  at::Tensor keys;
   const hash_table::Entries entries =
-      check_entries(*group, table, ids, rows, last_steps, scores, states);
+      check_entries(*group, table, ids, rows, last_steps, scores, states, &keys);
   group->expect_entries(table, entries.n);
   at::Tensor out_ids = at::empty_like(ids), out_rows = at::empty_like(rows);
   at::Tensor out_steps = at::empty_like(last_steps), out_scores = at::empty_like(scores);
@@ -181,8 +189,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const auto sorted = [&](const at::Tensor& out) {
       return out.size(0) == entries.n ? out.index_select(0, first) : out;  // no scores under LRU
     };
-    return {sorted(out_ids),    sorted(out_rows),   sorted(out_steps),
-            sorted(out_scores), sorted(out_states), counts};
+    return {sorted(out_ids),    sorted(out_rows),
+            sorted(out_steps),  converted(*group, table, sorted(out_scores)),
+            sorted(out_states), counts};
   }
 #endif
   at::Tensor waiting =
@@ -190,6 +199,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   [[maybe_unused]] bool* scratch = waiting.data_ptr<bool>();
   HKV_ON_GROUP(*group, kWriteAll, hash_table::cpu::restore_entries(view, entries, displaced),
                hash_table::cuda::restore_entries(view, entries, displaced, scratch, stream));
+  out_scores = converted(*group, table, out_scores);
   return {out_ids, out_rows, out_steps, out_scores, out_states, counts};
 }
 

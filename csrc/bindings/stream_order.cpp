@@ -36,7 +36,6 @@ cudaStream_t current_stream(c10::Device device) {
 }
 
 constexpr size_t kIndexPart = 0, kRowsPart = 1;
-std::array<Access, 3> accesses(const Use& use) { return {use.index, use.rows, use.pinned}; }
 
 }  // namespace
 
@@ -93,7 +92,7 @@ void StreamOrder::begin(const Use& use, bool moves) {
     for (Part& part : parts_) part.writes = {Mark{first_, event}};
   }
   for (size_t p = 0; p < parts_.size(); ++p) {
-    const Access access = accesses(use)[p];
+    const Access access = use.parts()[p];
     // A call that moves rows waits for the moves before it when it comes to its own.
     const bool later = moves && p == kRowsPart;
     if (access != Access::kNone) wait(parts_[p].writes, later);
@@ -125,7 +124,7 @@ void StreamOrder::end(const Use& use, bool moves) {
   for (size_t p = 0; p < parts_.size(); ++p) {
     Part& part = parts_[p];
     if (p == kIndexPart && moving_) continue;
-    switch (accesses(use)[p]) {
+    switch (use.parts()[p]) {
       case Access::kWrite:
         part.writes = {mark};
         part.reads.clear();

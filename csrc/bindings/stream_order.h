@@ -1,6 +1,7 @@
-// The order of a group's calls on several CUDA streams: what must not run together is ordered by
-// events, and the host waits for nothing. Readers run together, writers alone. While a group has
-// seen one stream only, nothing is recorded.
+// The order of a group's calls in several threads (call_lock.h) and on several CUDA streams. On
+// streams what must not run together is ordered by events, and the host does not wait for the
+// device. Readers run together, writers alone. While a group has seen one stream only, nothing is
+// recorded.
 //
 // Calls that are captured in a CUDA graph are not ordered with those outside: whoever replays the
 // graph orders the replay (docs/hash_table_order.md).
@@ -13,38 +14,15 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
+
+#include "bindings/call_lock.h"
 
 #ifdef TORCHREC_HKV_CUDA
 #include <cuda_runtime.h>
 #endif
 
 namespace torchrec_hkv::bindings {
-
-enum class Access : int {
-  kNone,
-  kFollow,  // comes after readers and writers of before, and nobody after it
-  kRead,
-  kWrite,
-};
-
-// What a call does to the parts of a group.
-struct Use {
-  Access index;   // digests, ids, steps, scores, clock, counters
-  Access rows;    // rows and states that no pin holds
-  Access pinned;  // rows and states that a pin holds: no insertion touches them
-};
-
-constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // in turn with other threads
-constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
-constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
-constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};
-constexpr Use kWriteRows{Access::kNone, Access::kWrite, Access::kWrite};
-constexpr Use kReadPinned{Access::kNone, Access::kNone, Access::kRead};
-constexpr Use kWritePinned{Access::kNone, Access::kNone, Access::kWrite};
-constexpr Use kReadAll{Access::kRead, Access::kRead, Access::kRead};
-constexpr Use kWriteAll{Access::kWrite, Access::kWrite, Access::kWrite};
 
 class StreamOrder {
  public:
@@ -55,11 +33,12 @@ class StreamOrder {
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
 
-  // Makes the current stream wait for what conflicts with `use`, and calls enqueue(), which
-  // launches on that stream. Threads take turns, so that the launches of one call stay together. On
-  // a CPU it is enqueue() and nothing else. Not to be nested.
+  // Waits for calls of other threads that conflict with `use`, makes the current stream wait for
+  // what conflicts with it, and calls enqueue(), which launches on that stream. On a GPU threads
+  // take turns, so that the launches of one call stay together. Not to be nested.
   template <typename Enqueue>
   auto run(const Use& use, Enqueue&& enqueue) {
+    const CallLock::Call call(calls_, use);
     if (!device_.is_cuda()) return enqueue();
     const std::lock_guard<std::mutex> lock(mutex_);
     const c10::OptionalDeviceGuard guard(device_);
@@ -71,6 +50,7 @@ class StreamOrder {
   // before its moves while this one's rows move.
   template <typename Enqueue>
   auto run_and_move(const Use& use, Enqueue&& enqueue) {
+    const CallLock::Call call(calls_, use);
     const std::function<void()> moves_begin = [this] { begin_moves(); };
     if (!device_.is_cuda()) return enqueue(moves_begin);
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -78,6 +58,10 @@ class StreamOrder {
     const Turn turn(*this, use, /*moves=*/true);
     return enqueue(moves_begin);
   }
+
+  // Over several calls of this thread; see CallLock.
+  void hold(Hold kind) { calls_.hold(kind); }
+  void release(Hold kind) { calls_.release(kind); }
 
  private:
   // Between its construction and its end a call enqueues its work.
@@ -96,6 +80,7 @@ class StreamOrder {
   void begin_moves();
 
   const c10::Device device_;
+  CallLock calls_;
   std::mutex mutex_;
 #ifdef TORCHREC_HKV_CUDA
   struct Event;

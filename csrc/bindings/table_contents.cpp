@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/on_device.h"
+#include "bindings/score_keys.h"
 #include "bindings/table_group.h"
 #include "hash_table/frames_kernels.h"
 #include "hash_table/grow.h"
@@ -54,6 +55,50 @@ std::pair<at::Tensor, at::Tensor> TableGroup::ids_and_steps(
   return {ids, last_steps};
 }
 
+std::pair<at::Tensor, at::Tensor> TableGroup::entries_at(const at::Tensor& slots) const {
+  const c10::OptionalDeviceGuard guard(device_);
+  at::Tensor ids = at::empty_like(slots);
+  at::Tensor there = at::zeros_like(slots, slots.options().dtype(at::kBool));
+  for (int64_t t = 0; t < num_tables(); ++t) {
+    const TableMemory& memory = memory_[t];
+    const at::Tensor local = slots.sub(first_slots_[t]);
+    const at::Tensor its = local.ge(0).logical_and_(local.lt(memory.num_slots()));
+    const at::Tensor positions = its.nonzero().flatten();
+    if (positions.numel() == 0) continue;
+    const at::Tensor at = local.index_select(0, positions);
+    const int64_t bucket_slots = memory.geometry().bucket_slots;
+    const at::Tensor line = at.div(bucket_slots, "floor").mul_(kBucketDigests);
+    const at::Tensor digests =
+        memory.digests.tensor.flatten().index_select(0, line.add_(at.remainder(bucket_slots)));
+    ids.index_copy_(0, positions, ids_and_steps(t, at).first);
+    there.index_copy_(0, positions, digests.ne(static_cast<int16_t>(kEmptyDigest)));
+  }
+  return {ids, there};
+}
+
+at::Tensor TableGroup::counts(int64_t table) const {
+  check_index(table);
+  return admission_->counts(table).clone();
+}
+
+void TableGroup::load_counts(int64_t table, const at::Tensor& counts) {
+  check_index(table);
+  const at::Tensor own = admission_->counts(table);
+  check_tensor(counts, "counts", configs_[table].name, at::kByte, own.sizes());
+  own.copy_(counts);
+}
+
+at::Tensor TableGroup::evicted_marks(int64_t table) const {
+  check_index(table);
+  return evicted_[table].clone();
+}
+
+void TableGroup::load_evicted_marks(int64_t table, const at::Tensor& marks) {
+  check_index(table);
+  check_tensor(marks, "marks", configs_[table].name, at::kShort, evicted_[table].sizes());
+  evicted_[table].copy_(marks);
+}
+
 at::Tensor TableGroup::ids(int64_t table) const { return ids_and_steps(table, std::nullopt).first; }
 
 at::Tensor TableGroup::last_steps(int64_t table) const {
@@ -62,7 +107,8 @@ at::Tensor TableGroup::last_steps(int64_t table) const {
 
 at::Tensor TableGroup::scores(int64_t table) const {
   check_index(table);
-  return keeps_scores(configs_[table].eviction) ? memory_[table].scores.tensor : last_steps(table);
+  if (!keeps_scores(configs_[table].eviction)) return last_steps(table);
+  return converted(*this, table, memory_[table].scores.tensor);
 }
 
 at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
@@ -116,7 +162,7 @@ TableState TableGroup::export_table(int64_t table) const {
   state.rows = whole(present_vectors(table, /*states=*/false));
   state.states = whole(present_vectors(table, /*states=*/true));
   state.last_steps = whole(last_steps);
-  state.scores = memory.scores.most() ? whole(memory.scores.tensor)
+  state.scores = memory.scores.most() ? whole(converted(*this, table, memory.scores.tensor))
                                       : at::empty({0}, at::dtype(at::kLong).device(device_));
   state.optimizer_step = optimizer_steps_.slice(0, table, table + 1).clone();
   return state;
@@ -160,7 +206,9 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   } else {
     load_entries(table, present(state.ids), present(state.last_steps));
   }
-  if (memory.scores.most()) memory.scores.tensor.copy_(present(state.scores));
+  if (memory.scores.most()) {
+    memory.scores.tensor.copy_(converted(*this, table, present(state.scores)));
+  }
   memory.row_homes().tensor.copy_(present(state.rows));
   memory.state_homes().tensor.copy_(present(state.states));
   optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);

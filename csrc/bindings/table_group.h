@@ -66,9 +66,8 @@ class TableGroup {
   int64_t num_tables() const { return static_cast<int64_t>(configs_.size()); }
   int64_t num_features() const { return static_cast<int64_t>(feature_table_list_.size()); }
   int64_t total_dim() const { return total_dim_; }
-  int64_t feature_dim(int64_t feature) const {
-    return configs_[feature_table_list_.at(feature)].dim;
-  }
+  int64_t feature_table(int64_t feature) const { return feature_table_list_.at(feature); }
+  int64_t feature_dim(int64_t feature) const { return configs_[feature_table(feature)].dim; }
   // Of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
   const hash_table::GroupShape& shape() const { return shape_; }
@@ -142,6 +141,14 @@ class TableGroup {
   // (ids, last steps as int32) of slots, counted from the table's first; no slots: of all.
   std::pair<at::Tensor, at::Tensor> ids_and_steps(int64_t table,
                                                   const std::optional<at::Tensor>& slots) const;
+  // (ids, whether there is an entry) of slots that are numbered through the group; int64 and bool.
+  std::pair<at::Tensor, at::Tensor> entries_at(const at::Tensor& slots) const;
+  // Copies of a table's counts of ids that are not admitted (admission.h), uint8.
+  at::Tensor counts(int64_t table) const;
+  void load_counts(int64_t table, const at::Tensor& counts);
+  // Copies of what a table remembers of evicted ids (evicted_memory.h), int16.
+  at::Tensor evicted_marks(int64_t table) const;
+  void load_evicted_marks(int64_t table, const at::Tensor& marks);
   // Occupied slots of each table, int64 [tables], on the device.
   at::Tensor sizes() const;
   int64_t hbm_bytes(int64_t table) const;

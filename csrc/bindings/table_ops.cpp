@@ -11,6 +11,7 @@
 #include "bindings/batch.h"
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
+#include "bindings/score_keys.h"
 #include "bindings/table_group.h"
 #include "hash_table/kernels.h"
 
@@ -41,11 +42,17 @@ void check_slots(const TableGroup& group, const at::Tensor& slots, int64_t least
   }
 }
 
-const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::Tensor>& scores,
-                              int64_t n) {
+const uint64_t* data_of(const at::Tensor& keys) {
+  return keys.defined() ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>())
+                        : nullptr;
+}
+
+// Undefined where none are given.
+at::Tensor check_scores(const TableGroup& group, const std::optional<at::Tensor>& scores, int64_t n,
+                        const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags) {
   if (!scores) {
     TORCH_CHECK_VALUE(!group.needs_scores(), "scores must be given under eviction 'customized'.");
-    return nullptr;
+    return at::Tensor();
   }
   TORCH_CHECK_VALUE(group.takes_scores(),
                     "scores must not be given under an eviction policy that makes its own.");
@@ -53,7 +60,7 @@ const uint64_t* score_pointer(const TableGroup& group, const std::optional<at::T
   check_device(*scores, "scores", group.device());
   check_length(*scores, "scores", n);
   TORCH_CHECK_VALUE(scores->is_contiguous(), "scores must be contiguous.");
-  return reinterpret_cast<const uint64_t*>(scores->const_data_ptr<int64_t>());
+  return keys_of_given(group, *scores, offsets, first_bags);
 }
 
 // Ids of bags of the group's features or, without offsets, of one bag of its only one; with what
@@ -169,7 +176,8 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const GivenIds given_ids(group, ids, offsets, batch_size);
   const hash_table::Batch& batch = given_ids.batch;
   const int64_t n = ids.numel();
-  const uint64_t* given_scores = score_pointer(group, scores, n);
+  const at::Tensor keys = check_scores(group, scores, n, offsets, given_ids.first_bags());
+  const uint64_t* given_scores = data_of(keys);
   const at::Tensor held = rows ? check_rows(group, *rows, n) : at::Tensor();
   const RowMatrix given_rows = rows ? matrix_of(held, group.matrix_type()) : RowMatrix{};
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
@@ -232,6 +240,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
   if (believed) slots.masked_fill_(slots.eq(hash_table::kPassedOver), hash_table::kNoSlot);
+  if (leavers) left_scores = scores_of_tables(group, left_scores, left_tables);
   return {slots, found, left_ids, left_rows, left_scores, number, left_tables};
 }
 
@@ -280,7 +289,8 @@ at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   check_device(counters, "counters", group.device());
   const GivenIds given_ids(group, ids, offsets, batch_size);
   const hash_table::Batch& batch = given_ids.batch;
-  const uint64_t* given = score_pointer(group, scores, ids.numel());
+  const at::Tensor keys = check_scores(group, scores, ids.numel(), offsets, given_ids.first_bags());
+  const uint64_t* given = data_of(keys);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
@@ -320,30 +330,35 @@ at::Tensor select_slots(const at::Tensor& counters, int64_t handle, at::IntArray
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
-  std::vector<int64_t> starts(group.num_tables(), -1);
-  int64_t total = 0, before = -1;
-  [[maybe_unused]] int64_t most = 0;
+  int64_t before = -1;
   for (const int64_t table : tables) {
     TORCH_CHECK_VALUE(table > before && table < group.num_tables(),
                       "tables must be ascending numbers from 0 to ", group.num_tables() - 1,
                       ", but are ", tables, ".");
     before = table;
-    starts[table] = total;
-    total += group.present_slots(table);
-    most = std::max(most, group.present_slots(table));
   }
-  at::Tensor chosen = at::empty({total}, counters.options().dtype(at::kBool));
-  const at::Tensor begin = at::tensor(starts, at::kLong).to(group.device());
-  const hash_table::Selection selection{begin.const_data_ptr<int64_t>(),
-                                        static_cast<uint64_t>(score_at_least),
-                                        static_cast<uint64_t>(score_at_most), touched_before};
-  bool* out = chosen.data_ptr<bool>();
-  const auto num_tables = static_cast<int32_t>(group.num_tables());
-  HKV_ON_GROUP(
-      group, kReadIndex,
-      hash_table::cpu::select_slots(group.views(), num_tables, selection, out, threads),
-      hash_table::cuda::select_slots(group.views(), num_tables, most, selection, out, stream));
-  return chosen;
+  return group.order().run(kReadIndex, [&] {  // the tables don't grow in between
+    std::vector<int64_t> starts(group.num_tables(), -1);
+    int64_t total = 0;
+    [[maybe_unused]] int64_t most = 0;
+    for (const int64_t table : tables) {
+      starts[table] = total;
+      total += group.present_slots(table);
+      most = std::max(most, group.present_slots(table));
+    }
+    at::Tensor chosen = at::empty({total}, counters.options().dtype(at::kBool));
+    const at::Tensor begin = at::tensor(starts, at::kLong).to(group.device());
+    const hash_table::Selection selection{begin.const_data_ptr<int64_t>(),
+                                          static_cast<uint64_t>(score_at_least),
+                                          static_cast<uint64_t>(score_at_most), touched_before};
+    bool* out = chosen.data_ptr<bool>();
+    const auto num_tables = static_cast<int32_t>(group.num_tables());
+    HKV_ON_DEVICE(
+        group.device(),
+        hash_table::cpu::select_slots(group.views(), num_tables, selection, out, threads),
+        hash_table::cuda::select_slots(group.views(), num_tables, most, selection, out, stream));
+    return chosen;
+  });
 }
 
 // (ids, rows, scores, states) of slots, none of them -1.
@@ -366,7 +381,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
   HKV_ON_GROUP(group, kReadAll,
                hash_table::cpu::export_slots(group.views(), tables, at, n, out, threads),
                hash_table::cuda::export_slots(group.views(), tables, at, n, out, stream));
-  return {ids, rows, scores, states};
+  return {ids, rows, scores_of_slots(group, scores, slots), states};
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ enum class Eviction : int32_t {
   kLfu = 1,         // score = lookups, or the counts given with them, added up
   kEpochLru = 2,    // score = epoch in the high 32 bits, step in the low
   kEpochLfu = 3,    // score = epoch of the last lookup in the high 32 bits, lookups in the low
-  kCustomized = 4,  // score = what was given last
+  kCustomized = 4,  // score = what was given last, as bits that are compared without a sign
 };
 
 // Whether a policy takes scores with ids: counts under the frequency policies, where 1 stands for
@@ -30,6 +30,9 @@ HKV_HOST_DEVICE bool sums_scores(Eviction policy) {
 
 // LRU scores are the last steps, which every table keeps; the others need an array of their own.
 HKV_HOST_DEVICE bool keeps_scores(Eviction policy) { return policy != Eviction::kLru; }
+
+// Counts add up to at most this, and callers get them as int64.
+constexpr uint64_t kMostCounts = ~0ull >> 1;
 
 HKV_HOST_DEVICE uint64_t with_epoch(uint32_t epoch, uint64_t low) {
   return static_cast<uint64_t>(epoch) << 32 | (low > 0xffffffffull ? 0xffffffffull : low);
@@ -55,7 +58,7 @@ HKV_HOST_DEVICE uint64_t next_score(Eviction policy, uint64_t old, uint32_t now,
                                     uint64_t given) {
   switch (policy) {
     case Eviction::kLfu:
-      return old + given < old ? ~0ull : old + given;  // saturates rather than wraps
+      return old + given > kMostCounts || old > kMostCounts ? kMostCounts : old + given;
     case Eviction::kEpochLfu:
       return with_epoch(epoch, (old & 0xffffffffull) + with_epoch(0, given));
     default:

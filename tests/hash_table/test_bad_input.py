@@ -19,8 +19,8 @@ IDS, OFFSETS = torch.arange(4), torch.tensor([0, 1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("ids", "offsets", "batch_size", "error", "match"),
     [
-        (IDS.float(), OFFSETS, 2, TypeError, r"ids must be of dtype Long, but is of dtype Float"),
-        (IDS.int(), OFFSETS, 2, TypeError, r"ids must be of dtype Long, but is of dtype Int"),
+        (IDS.float(), OFFSETS, 2, TypeError, r"ids must be a tensor of integers .* torch\.float32"),
+        (IDS.bool(), OFFSETS, 2, TypeError, r"ids must be a tensor of integers .* torch\.bool"),
         (IDS.view(2, 2), OFFSETS, 2, ValueError, r"ids must have one dimension, but has shape"),
         (IDS, OFFSETS.int(), 2, TypeError, r"offsets must be of dtype Long"),
         (IDS, OFFSETS[:4], 2, ValueError, r"offsets must have 5 elements, but has 4"),

@@ -24,7 +24,7 @@ class Part:
     Attributes:
         ids: its ids.
         rows: one for each, where the call takes rows.
-        scores: unsigned, where the policy takes them and the call gives any.
+        scores: where the policy takes them and the call gives any.
         flags: one for each, where the call takes beliefs.
     """
 
@@ -309,7 +309,8 @@ class GroupDriver:
         rows = [tuple(float(self.random.randint(-99, 99)) for _ in range(spec.dim)) for _ in ids]
         scores = None
         if with_scores and spec.eviction in TAKES_SCORES:
-            scores = [self.random.choice([0, 1, 2, 3, 4, 2**63 + 5]) for _ in ids]
+            extreme = -5 if spec.eviction == "customized" else 2**63 - 5
+            scores = [self.random.choice([0, 1, 2, 3, 4, extreme]) for _ in ids]
         return Part(ids, rows, scores, flags)
 
     def call(self) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,9 +32,9 @@ def signed(score: int) -> int:
     return score - 2**64 if score >= 2**63 else score
 
 
-def unsigned(score: int) -> int:
-    """The unsigned number of the same bits as an int64."""
-    return score % 2**64
+def score_of(given: int, policy: str) -> int:
+    """The score that a policy means by an int64 of a table's."""
+    return given if policy == "customized" else given % 2**64
 
 
 def as_rows(tensor: Tensor) -> list[Row]:
@@ -58,13 +59,13 @@ def observe(table: HashTable) -> dict[int, Seen]:
     ids = entries.ids.tolist()
     assert len(set(ids)) == len(ids), "an id was exported twice"
     slots = table.find_slots(entries.ids).tolist()
-    scores = map(unsigned, entries.scores.tolist())
+    scores = (score_of(score, table.eviction) for score in entries.scores.tolist())
     columns = zip(ids, as_rows(entries.rows), scores, slots, strict=True)
     return {id_: Seen(row, score, slot) for id_, row, score, slot in columns}
 
 
 class CheckedTable:
-    """A table beside its model; takes Python numbers, scores as unsigned ones.
+    """A table beside its model; takes Python numbers.
 
     Args:
         policy: the eviction policy.
@@ -279,7 +280,7 @@ class CheckedTable:
         rows: Sequence[Row],
         insertion: Insertion,
     ) -> None:
-        scores = map(unsigned, back.scores.tolist())
+        scores = (score_of(score, self.model.policy) for score in back.scores.tolist())
         given_back = list(zip(back.ids.tolist(), as_rows(back.rows), scores, strict=True))
         evicted = [(id_, entry.row, entry.score) for id_, entry in insertion.evicted.items()]
         refused = [
@@ -351,6 +352,10 @@ class CheckedTable:
     def erase_if(self, **conditions: int | None) -> None:
         """Compares how many went."""
         chosen = self._select(conditions)
+        if not any(bound is not None for bound in conditions.values()):
+            with pytest.raises(ValueError, match="no condition"):
+                self.table.erase_if(**conditions)
+            return
         assert self.table.erase_if(**conditions) == len(chosen)
         self.model.erase(chosen)
         self.check()
@@ -366,7 +371,7 @@ class CheckedTable:
         entries = joined(parts)
         exported = []
         if entries is not None:
-            scores = map(unsigned, entries.scores.tolist())
+            scores = (score_of(score, self.model.policy) for score in entries.scores.tolist())
             exported = list(zip(entries.ids.tolist(), as_rows(entries.rows), scores, strict=True))
         chosen = {id_: self.model.entries[id_] for id_ in self._select(conditions)}
         assert sorted(exported) == sorted((i, e.row, e.score) for i, e in chosen.items())

@@ -73,7 +73,7 @@ class Driver:
             return None
         if self.policy != "customized":
             return None if self.random.random() < 0.5 else [self.random.randint(0, 4) for _ in ids]
-        return [self.random.choice([self.random.randint(0, 99), 2**63 + 5]) for _ in ids]
+        return [self.random.choice([self.random.randint(-9, 99), -(2**63) + 5]) for _ in ids]
 
     def rows(self, ids: list[int]) -> list[Row]:
         return [(float(self.random.randint(-99, 99)), float(at % 251)) for at in range(len(ids))]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.checked_table import score_of
 from tests.support.initial_value import mix64
 from tests.support.table_model import TAKES_SCORES
 from tests.support.tables import distinct_ids, make, random_rows
@@ -78,7 +79,7 @@ def entries(table: HashTable) -> dict[int, tuple[bytes, int, int, bytes]]:
         state.ids.cpu()[at].tolist(),
         [bytes(_bits(row).tolist()) for row in rows[at]],
         (state.last_steps.cpu()[at].long() % 2**32).tolist(),
-        [score % 2**64 for score in scores[at].tolist()],
+        [score_of(score, table.eviction) for score in scores[at].tolist()],
         [bytes(_bits(state).tolist()) for state in states[at]],
     )
     return {id_: tuple(rest) for id_, *rest in zip(*columns, strict=True)}

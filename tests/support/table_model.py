@@ -15,7 +15,7 @@ from tests.support.geometry import geometry
 
 POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
 TAKES_SCORES = ("lfu", "epoch_lfu", "customized")
-UINT32_MAX, UINT64_MAX = 2**32 - 1, 2**64 - 1
+UINT32_MAX, INT64_MAX = 2**32 - 1, 2**63 - 1
 
 Row = tuple[float, ...]
 
@@ -26,7 +26,7 @@ class Entry:
 
     Attributes:
         row: its values.
-        score: unsigned.
+        score: as its policy makes it; signed where it is customized.
         touched: number of the call that last touched it.
     """
 
@@ -131,7 +131,7 @@ class TableModel:
     def next_score(self, old: int, given: int) -> int:
         """Score of an id that is met again."""
         if self.policy == "lfu":
-            return min(old + given, UINT64_MAX)
+            return min(old + given, INT64_MAX)
         if self.policy == "epoch_lfu":
             return self.epoch << 32 | min((old & UINT32_MAX) + given, UINT32_MAX)
         return self.first_score(given)

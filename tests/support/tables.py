@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.batches import random_ids
-from tests.support.checked_table import joined, signed, unsigned
+from tests.support.checked_table import joined, score_of, signed
 from torchrec_hkv.hash_table import HashTable, Uniform, initial_rows
 
 
@@ -30,12 +30,12 @@ def random_rows(table: HashTable, n: int) -> Tensor:
 
 
 def scores_tensor(scores: Sequence[int], device: str) -> Tensor:
-    """Unsigned scores as a table takes them."""
+    """Scores as a table takes them."""
     return torch.tensor([signed(score) for score in scores], device=device, dtype=torch.int64)
 
 
 def contents(table: HashTable) -> dict[int, tuple[tuple[float, ...], int, tuple[float, ...]]]:
-    """All of a table: id to (row, unsigned score, state)."""
+    """All of a table: id to (row, score, state)."""
     entries = joined(table.export())
     if entries is None:
         return {}
@@ -43,12 +43,12 @@ def contents(table: HashTable) -> dict[int, tuple[tuple[float, ...], int, tuple[
     assert len(set(ids)) == len(ids)
     rows = [tuple(row) for row in entries.rows.tolist()]
     states = [tuple(state) for state in entries.states.tolist()]
-    scores = [unsigned(score) for score in entries.scores.tolist()]
+    scores = [score_of(score, table.eviction) for score in entries.scores.tolist()]
     return dict(zip(ids, zip(rows, scores, states, strict=True), strict=True))
 
 
 def scores_of(table: HashTable) -> dict[int, int]:
-    """Id to unsigned score."""
+    """Id to score."""
     return {id_: score for id_, (_, score, _) in contents(table).items()}
 
 

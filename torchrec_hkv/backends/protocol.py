@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -126,6 +126,13 @@ class GroupLookup(nn.Module, abc.ABC):
         Only asked of backends that say so (:attr:`Backend.accumulates`).
         """
         raise NotImplementedError
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Within it, the tables stay as they are: calls of other threads that change them wait.
+
+        A checkpoint is saved within it. The default holds nothing.
+        """
+        return nullcontext()
 
     def replicate(self, process_group: dist.ProcessGroup | None) -> None:
         """Called once, before any forward, where tables are sharded data-parallel: all ranks of the

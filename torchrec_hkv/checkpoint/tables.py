@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> 
 def save_tables(
     folder: Path, tables: Mapping[str, FoundTable], options: FileOptions
 ) -> dict[str, SavedFolder]:
-    """Writes the shards that this rank holds.
+    """Writes the shards that this rank holds, all of one moment.
+
+    Calls of other threads that change these tables wait meanwhile.
 
     Returns:
         What their folders hold, by their paths in the checkpoint.
@@ -40,6 +43,29 @@ def save_tables(
     Raises:
         OSError: writing failed.
     """
+    with contextlib.ExitStack() as held:
+        for lookup in _lookups(tables):
+            held.enter_context(lookup.unchanged())
+        return _save_tables(folder, tables, options)
+
+
+def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
+    """The lookups of tables that have files, each once."""
+    rank = _rank()
+    lookups: dict[int, GroupLookup] = {}
+    for table in tables.values():
+        if not table.has_files:
+            continue
+        by_key = table.collection.group_lookups()
+        for shard, holder in zip(table.state.shards, table.state.ranks, strict=True):
+            if holder == rank:
+                lookups[id(by_key[shard.key])] = by_key[shard.key]
+    return list(lookups.values())
+
+
+def _save_tables(
+    folder: Path, tables: Mapping[str, FoundTable], options: FileOptions
+) -> dict[str, SavedFolder]:
     rank = _rank()
     saved: dict[str, SavedFolder] = {}
     for key, table in tables.items():

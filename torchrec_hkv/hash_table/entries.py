@@ -14,7 +14,7 @@ class Evicted:
     Attributes:
         ids: int64 ``[n]``.
         rows: ``[n, dim]``.
-        scores: int64 ``[n]``; bits of an unsigned number.
+        scores: int64 ``[n]``; under the epoch policies the bits of an unsigned number.
         count: int64 ``[1]``, at most ``n``. Entries from there on are undefined.
     """
 
@@ -31,7 +31,7 @@ class Entries:
     Attributes:
         ids: int64 ``[n]``.
         rows: ``[n, dim]``.
-        scores: int64 ``[n]``; bits of an unsigned number.
+        scores: int64 ``[n]``; under the epoch policies the bits of an unsigned number.
         states: float32 ``[n, state_dim]``.
     """
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.entries import Entries, Evicted
+from torchrec_hkv.hash_table.groups.selection import Conditions, check_some_condition
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.saved_table import SavedTable
@@ -22,12 +24,21 @@ EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
 class HashTable(SavedTable):
     """A table of rows by int64 id, with HierarchicalKV's operations.
 
-    Every int64 is a legal id. Ids may repeat within a call: they end as one entry. A call on an id
-    that is not there never fails. Operations that name a score take it where the policy takes
-    scores from outside: counts to add under ``"lfu"`` and ``"epoch_lfu"`` (1 where none is given),
-    the score itself under ``"customized"``. Scores are unsigned 64-bit numbers, handed over as the
-    int64 of the same bits. Counted calls are insertions, ``find_or_insert`` among them, and
-    ``assign`` and ``assign_scores``.
+    Every int64 is a legal id. Calls take ids of any integer dtype of 8 to 64 bits; a uint64 id
+    stands for the int64 of the same bits. Ids may repeat within a call: they end as one entry. A
+    call on an id that is not there never fails.
+
+    Operations that name a score take it where the policy takes scores from outside: counts to add
+    under ``"lfu"`` and ``"epoch_lfu"`` (1 where none is given), the score itself, any int64, under
+    ``"customized"``. A count below 0 is refused; on a GPU, where looking would wait for the device,
+    it counts as 0. Counts add up to at most 2^63 - 1. Scores of the epoch policies are unsigned
+    64-bit numbers, given back as the int64 of the same bits.
+    Counted calls are insertions, ``find_or_insert`` among them, and ``assign`` and
+    ``assign_scores``.
+
+    Calls of several threads come out as if made one after the other. ``copy.deepcopy`` gives a
+    table of its own with all that this one holds. A table can't be pickled: use :meth:`save` and
+    :meth:`from_file`.
 
     | policy | score of an id | on a hit |
     | --- | --- | --- |
@@ -123,6 +134,25 @@ class HashTable(SavedTable):
         )
         self._make(spec, state_dim, device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HashTable:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        with self._group.unchanged():
+            made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __copy__(self) -> HashTable:
+        raise TypeError(
+            f"A {type(self).__name__} has no shallow copy, which would share its memory: use "
+            "copy.deepcopy."
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} can't be pickled: write it with save() and read it with "
+            "from_file()."
+        )
+
     def _make(self, spec: TableSpec, state_dim: int, device: torch.device | str) -> None:
         self._group = TableGroup([spec], [0], None, device=device, state_dim=state_dim)
         self.dim = spec.dim
@@ -151,8 +181,9 @@ class HashTable(SavedTable):
         check_number("epoch", epoch)
         if epoch == self._epoch:
             return
-        self._group.set_epoch(epoch)
-        self._epoch = epoch
+        with self._group.alone():
+            self._group.set_epoch(epoch)
+            self._epoch = epoch
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -160,7 +191,7 @@ class HashTable(SavedTable):
         """Rows of ids; changes nothing, scores neither.
 
         Args:
-            ids: int64 ``[n]``.
+            ids: integers ``[n]`` of 8 to 64 bits.
 
         Returns:
             ``(rows, found)``: ``[n, dim]``, where an id that is not there has its initial row, and
@@ -187,7 +218,7 @@ class HashTable(SavedTable):
         """Rows of ids; those that are not there are inserted with their initial rows.
 
         Args:
-            ids: int64 ``[n]``.
+            ids: integers ``[n]`` of 8 to 64 bits.
             scores: int64 ``[n]``, see the class; not under policies that make their own.
 
         Returns:
@@ -210,7 +241,7 @@ class HashTable(SavedTable):
         Of several rows for one id, one is taken whole (on a CPU the last).
 
         Args:
-            ids: int64 ``[n]``.
+            ids: integers ``[n]`` of 8 to 64 bits.
             rows: ``[n, dim]`` of the table's dtype.
             scores: as in :meth:`find_or_insert`.
 
@@ -243,7 +274,7 @@ class HashTable(SavedTable):
         """Adds rows to ids that are there, assigns them to ids that are not.
 
         Args:
-            ids: int64 ``[n]``.
+            ids: integers ``[n]`` of 8 to 64 bits.
             rows: ``[n, dim]`` of the table's dtype.
             accumulate: bool ``[n]``, what the caller believes of each id: True that it is there,
                 False that it is not. Where the belief is wrong, nothing is done with the id.
@@ -280,22 +311,23 @@ class HashTable(SavedTable):
         """Forgets all entries that meet every given condition; returns how many.
 
         Args:
-            score_below: unsigned score less than this.
-            score_at_least: unsigned score not less than this.
+            score_below: score less than this: from -2^63 to 2^63 - 1 under ``"customized"``, from 0
+                to 2^64 - 1 under other policies.
+            score_at_least: score not less than this.
             older_than: last touched more than this many calls ago.
             where: a predicate on rows or whatever else a table keeps: it is given entries, a
                 bounded number at a time, and says which of them are meant, bool ``[n]``.
 
         Raises:
             TypeError: ``where`` gives something else.
-            ValueError: so, or a bound is no unsigned 64-bit number, or an age is negative.
+            ValueError: so, or a bound is out of range, or an age is negative, or no condition is
+                given: :meth:`clear` erases all.
         """
-        return self._group.erase_if(
-            score_below=score_below,
-            score_at_least=score_at_least,
-            older_than=older_than,
-            where=where,
+        conditions = Conditions(
+            score_below=score_below, score_at_least=score_at_least, older_than=older_than
         )
+        check_some_condition("clear()", where, conditions)
+        return self._group.erase_if(where=where, **conditions)
 
     def expire(self) -> None:
         """Forgets all entries that were last touched more than ``expire_after`` calls ago.
@@ -321,8 +353,11 @@ class HashTable(SavedTable):
     def export(self, batch_size: int = 1 << 20) -> Iterator[Entries]:
         """All entries, in batches of at most ``batch_size`` (bounded memory).
 
-        Insert and erase nothing until all are taken, but for entries that have been given. A table
-        that has grown meanwhile raises.
+        The entries are those of the first batch's moment, each with the row and the score that it
+        has when its batch is given. Entries that have been given may be erased.
+
+        Raises:
+            RuntimeError: an entry that was still to be given has left, or the table has grown.
         """
         yield from self.export_if(batch_size=batch_size)
 

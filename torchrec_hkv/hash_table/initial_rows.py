@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.id_types import int64_ids
 from torchrec_hkv.hash_table.initializers import Initializer, op_arguments
 
 
@@ -52,7 +53,7 @@ def initial_rows(
     function in double precision where they are normal. The same bits on a CPU and on a GPU.
 
     Args:
-        ids: int64 ``[n]``.
+        ids: integers ``[n]`` of 8 to 64 bits.
         dim: columns to make, at least 1.
         table: the table's name.
         seed: the table's seed (``HKVOptions.seed``).
@@ -63,9 +64,11 @@ def initial_rows(
         float32 ``[n, dim]`` on the device of ``ids``.
 
     Raises:
-        TypeError: ids are not int64.
+        TypeError: ids are not integers.
         ValueError: another argument is not as above.
     """
     seed = table_seed(seed, table)
     distribution = op_arguments(initializer)
-    return torch.ops.torchrec_hkv.initial_rows(ids, dim, column_offset, seed, **distribution)
+    return torch.ops.torchrec_hkv.initial_rows(
+        int64_ids(ids), dim, column_offset, seed, **distribution
+    )

@@ -25,8 +25,9 @@ class SavedTable:
     def save(self, path: str | os.PathLike[str], *, batch_bytes: int = files.BATCH_BYTES) -> None:
         """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
 
-        ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole. The
-        table must not be changed meanwhile. Counts of ids that are not admitted are saved, too.
+        ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole.
+        What is saved is of one moment: calls of other threads that change the table wait until the
+        files are written. Counts of ids that are not admitted are saved, too.
 
         Args:
             path: a folder; an earlier save in it is replaced.
@@ -36,7 +37,8 @@ class SavedTable:
             ValueError: ``path`` is something else than a saved table.
             OSError: writing failed; the last save is whole.
         """
-        files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
+        with self._group.unchanged():
+            files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
 
     def load(
         self,
@@ -48,7 +50,8 @@ class SavedTable:
         """Replaces all that the table holds by what was saved.
 
         Where the tables have the same capacity, all is as it was, to the slot of each id. In a
-        table of another capacity ids are placed anew. Counts of ids that are not admitted come
+        table of another capacity ids are placed anew. Calls of other threads wait meanwhile, once
+        the files have been verified. Counts of ids that are not admitted come
         where the table counts as the saved one did: in cells, or in a sketch of the same size.
 
         Args:

@@ -80,7 +80,7 @@ class TableState:
         rows: ``[num_slots, dim]`` of the table's dtype.
         states: float32 ``[num_slots, state width]``.
         last_steps: int32, the step of each id's last training lookup.
-        scores: int64, bits of an unsigned number; empty (``[0]``) under LRU.
+        scores: int64, as calls take and give them; empty (``[0]``) under LRU.
         optimizer_step: int64 ``[1]``, updates of the table so far.
     """
 

@@ -70,12 +70,13 @@ def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take(group: TableGroup, table: int) -> Contents:
-    """What a table of a group holds (waits for the device)."""
-    slots = group.select_slots(table)
-    parts = [
-        [tensor.cpu() for tensor in _ops.read_slots(group.handle, table, part)]
-        for part in (slots.split(_BATCH) if slots.numel() else (slots,))
-    ]
+    """What a table of a group holds, all of one moment (waits for the device)."""
+    with group.unchanged():
+        slots = group.select_slots(table)
+        parts = [
+            [tensor.cpu() for tensor in _ops.read_slots(group.handle, table, part)]
+            for part in (slots.split(_BATCH) if slots.numel() else (slots,))
+        ]
     return Contents(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

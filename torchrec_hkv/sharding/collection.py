@@ -7,7 +7,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,13 @@ def tables_with_files_aside() -> Iterator[None]:
         _aside.reset(token)
 
 
+_NO_COPY = (
+    "model can't be copied or pickled, since its process groups can't: save it with "
+    "torchrec_hkv.checkpoint.save, shard a second one, and load that with "
+    "torchrec_hkv.checkpoint.load."
+)
+
+
 class BackendCollection:
     """Closes what TorchRec's sharded collections leave open for kernels from outside.
 
@@ -77,6 +84,17 @@ class BackendCollection:
     whole_types: ClassVar[tuple[str, ...]] = ()
     #: Those whose groups are parts of one sharding, where a table of ours is among them.
     parted_types: ClassVar[tuple[str, ...]] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(f"A sharded {_NO_COPY}")
+
+    def __copy__(self) -> Any:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"A sharded {_NO_COPY}")
 
     def __init__(
         self,

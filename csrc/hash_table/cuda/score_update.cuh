@@ -16,8 +16,9 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-__device__ __forceinline__ uint64_t add_saturated(uint64_t a, uint64_t b) {
-  return a + b < a ? ~0ull : a + b;
+// Both are at most kMostCounts.
+__device__ __forceinline__ uint64_t add_counts(uint64_t a, uint64_t b) {
+  return a + b > kMostCounts ? kMostCounts : a + b;
 }
 
 __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
   // Far from the highest count the sum can be added without looking: what others add at the same
   // time does not fill the rest. Counts of an epoch have 32 bits, those of LFU 64.
   const bool in_epochs = policy == Eviction::kEpochLfu;
-  const uint64_t far = in_epochs ? uint64_t{1} << 31 : uint64_t{1} << 63;
+  const uint64_t far = in_epochs ? uint64_t{1} << 31 : uint64_t{1} << 62;
   const uint64_t small = in_epochs ? uint64_t{1} << 16 : uint64_t{1} << 32;
   for (;;) {
     const bool present = !in_epochs || old >> 32 == visit.epoch();
@@ -67,7 +68,7 @@ __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given,
   if (all_ones) return static_cast<uint64_t>(__popc(peers));
   uint64_t sum = 0;
   for (unsigned left = peers; left; left &= left - 1) {
-    sum = add_saturated(sum, __shfl_sync(peers, given, __ffs(static_cast<int>(left)) - 1));
+    sum = add_counts(sum, __shfl_sync(peers, given, __ffs(static_cast<int>(left)) - 1));
   }
   return sum;
 }

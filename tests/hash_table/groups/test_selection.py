@@ -34,7 +34,7 @@ def test_chosen_tables(group):
     assert group.erase_if(tables=[1, 2], score_below=40) == 30
     assert group.sizes() == [10, 0, 20]
     assert list(group.export(tables=[])) == []
-    assert group.erase_if(tables=[]) == 0
+    assert group.erase_if(tables=[], older_than=0) == 0
 
 
 def test_a_predicate(group):
@@ -78,5 +78,5 @@ def test_an_impossible_predicate(group, where, error, match):
 @pytest.mark.parametrize("tables", [[0, 3], [1, 1], [2, 0], [-1]])
 def test_impossible_tables(group, tables):
     with pytest.raises(ValueError, match="tables must be ascending numbers from 0 to 2"):
-        group.erase_if(tables=tables)
+        group.erase_if(tables=tables, older_than=0)
     assert group.sizes() == [10, 20, 30]

@@ -76,7 +76,7 @@ def test_scores_as_a_hit_sets_them(device_type):
 
 
 def test_given_scores(device_type):
-    scores = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+    scores = [0, 1, 2**32, 2**63 - 1, -(2**63), -1]
     ids = distinct_ids(6, device_type)
     table = make(device_type, eviction="customized")
     table.find_or_insert(ids, constant_scores(table, 6))

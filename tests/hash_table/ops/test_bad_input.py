@@ -73,7 +73,7 @@ def refuses(table: HashTable, operation: str, error: type, match: str, **bad: ob
 def test_ids(table, operation):
     ids = good(table)["ids"]
     refuses(table, operation, TypeError, "ids must be", ids=ids.float())
-    refuses(table, operation, TypeError, "ids must be", ids=ids.int())
+    refuses(table, operation, TypeError, "ids must be", ids=ids.bool())
     refuses(table, operation, ValueError, "ids must", ids=ids.view(2, 3))
     one = {name: None if tensor is None else tensor[:1] for name, tensor in good(table).items()}
     refuses(table, operation, ValueError, "ids must", **{**one, "ids": ids[0]})
@@ -156,10 +156,13 @@ def test_export_batches(table, batch_size):
 @pytest.mark.parametrize("name", ["score_below", "score_at_least", "older_than"])
 def test_conditions(table, name):
     before = contents(table)
-    with pytest.raises(ValueError, match=rf"{name} is -1, but must"):
-        table.erase_if(**{name: -1})
-    with pytest.raises(ValueError, match=rf"{name} is -1, but must"):
-        list(table.export_if(**{name: -1}))
+    bound = -1
+    if name != "older_than" and table.eviction == "customized":  # whose scores have a sign
+        bound = -(2**63) - 1
+    with pytest.raises(ValueError, match=rf"{name} is {bound}, but must"):
+        table.erase_if(**{name: bound})
+    with pytest.raises(ValueError, match=rf"{name} is {bound}, but must"):
+        list(table.export_if(**{name: bound}))
     assert contents(table) == before
 
 
@@ -202,7 +205,7 @@ def test_a_device_that_is_not_there():
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("ids", [[1, 2], None, np.arange(2)], ids=["list", "none", "array"])
 def test_ids_that_are_no_tensor(table, operation, ids):
-    refuses(table, operation, TypeError, "ids must be a tensor of dtype torch.int64", ids=ids)
+    refuses(table, operation, TypeError, "ids must be a tensor of integers", ids=ids)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

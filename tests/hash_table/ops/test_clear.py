@@ -14,7 +14,7 @@ def test_nothing_stays(device_type):
     assert table.load_factor == 0
     assert not table.contains(ids).any()
     assert contents(table) == {}
-    assert table.erase_if() == 0
+    assert table.erase_if(older_than=0) == 0
 
 
 def test_then_insert_again(device_type):

@@ -1,12 +1,12 @@
-"""erase_if forgets entries by bounds of their unsigned scores, and by age."""
+"""erase_if forgets entries by bounds of their scores, and by age."""
 
 import pytest
 
 from tests.support.table_model import POLICIES
 from tests.support.tables import constant_scores, contents, distinct_ids, make, scores_tensor
 
-SCORES = [0, 1, 7, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
-BOUNDS = [None, 0, 1, 5, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+SCORES = [-(2**63), 1 - 2**63, -(2**32), -1, 0, 1, 7, 2**32 - 1, 2**63 - 2, 2**63 - 1]
+BOUNDS = [None, -(2**63), -7, -1, 0, 1, 2**32, 2**63 - 1]
 
 
 @pytest.mark.parametrize("below", BOUNDS)
@@ -21,6 +21,8 @@ def test_score_bounds(device_type, below, at_least):
         for id_, score in zip(ids.tolist(), scores, strict=True)
         if (below is None or score < below) and (at_least is None or score >= at_least)
     }
+    if below is None and at_least is None:
+        at_least = -(2**63)
     assert table.erase_if(score_below=below, score_at_least=at_least) == len(meant)
     assert contents(table).keys() == set(ids.tolist()) - meant
     assert table.size == 150 - len(meant)
@@ -67,9 +69,13 @@ def test_lru_scores_are_calls(device_type):
     assert contents(table).keys() == set(ids[:10].tolist()) | set(ids[30:].tolist())
 
 
-def test_without_conditions_all_go(device_type):
+def test_no_condition_is_refused(device_type):
     table = make(device_type, 200)
     table.find_or_insert(distinct_ids(100, device_type))
-    assert table.erase_if() == 100
-    assert table.size == 0
-    assert table.erase_if() == 0
+    for conditions in ({}, {"score_below": None, "where": None}):
+        with pytest.raises(ValueError, match=r"no condition .* call clear\(\) to erase all"):
+            table.erase_if(**conditions)
+    with pytest.raises(ValueError, match=r"no condition .* call clear_table\(\) to erase all"):
+        table.group.erase_if(tables=[0])
+    assert table.size == 100
+    assert table.erase_if(score_at_least=0) == 100

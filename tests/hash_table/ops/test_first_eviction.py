@@ -13,7 +13,7 @@ from tests.support.tables import make
 def test_first_eviction(device_type, stream, capacity):
     table = make(device_type, capacity, dim=1)
     ids = id_stream(stream, int(0.95 * table.capacity)).to(device_type)
-    for part in ids.split(1000):
+    for part in ids.split(100):  # of larger batches a GPU's threads decide who finds room
         table.find_or_insert_slots(part)
     counters = table.counters()
     assert counters["evicted"] == counters["refused"] == 0

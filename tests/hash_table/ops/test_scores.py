@@ -50,11 +50,11 @@ def test_lfu_adds_given_counts(device_type):
 def test_lfu_does_not_wrap(device_type):
     table = make(device_type, eviction="lfu")
     ids = distinct_ids(3, device_type)
-    table.find_or_insert(ids, scores_tensor([2**64 - 1, 2**63, 2**64 - 3], device_type))
-    table.find_or_insert(ids, scores_tensor([1, 2**63, 2], device_type))
-    assert scores(table, ids) == [2**64 - 1] * 3
+    table.find_or_insert(ids, scores_tensor([2**63 - 1, 2**62, 2**63 - 3], device_type))
+    table.find_or_insert(ids, scores_tensor([1, 2**63 - 1, 2], device_type))
+    assert scores(table, ids) == [2**63 - 1] * 3
     table.find_or_insert(ids)
-    assert scores(table, ids) == [2**64 - 1] * 3
+    assert scores(table, ids) == [2**63 - 1] * 3
 
 
 def test_epoch_lru(device_type):
@@ -91,18 +91,18 @@ def test_epoch_lfu_counts_stay_out_of_the_epoch(device_type):
     table.epoch = 3
     ids = distinct_ids(4, device_type)
     most = 2**32 - 1
-    table.find_or_insert(ids, scores_tensor([most, most - 1, 2**32, 2**64 - 1], device_type))
+    table.find_or_insert(ids, scores_tensor([most, most - 1, 2**32, 2**63 - 1], device_type))
     assert scores(table, ids) == [3 << 32 | low for low in (most, most - 1, most, most)]
     table.find_or_insert(ids)
     assert scores(table, ids) == [3 << 32 | most] * 4
     table.clear()
     table.find_or_insert(ids)
-    table.find_or_insert(ids, scores_tensor([most, 2**32, 2**33 + 5, 2**64 - 1], device_type))
+    table.find_or_insert(ids, scores_tensor([most, 2**32, 2**33 + 5, 2**63 - 1], device_type))
     assert scores(table, ids) == [3 << 32 | most] * 4
 
 
 def test_customized_is_as_given(device_type):
-    given = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+    given = [0, 1, 2**32, 2**63 - 1, -(2**63), -1]
     table = make(device_type, eviction="customized")
     ids = distinct_ids(6, device_type)
     table.find_or_insert(ids, scores_tensor(given, device_type))

@@ -26,14 +26,14 @@ single_ids = st.one_of(
 given_scores = {
     "customized": st.one_of(
         st.integers(0, 8),
-        st.sampled_from([2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]),
-        st.integers(0, 2**64 - 1),
+        st.sampled_from([2**31, 2**32 - 1, 2**32, 2**63 - 1, -1, -(2**63)]),
+        st.integers(-(2**63), 2**63 - 1),
     ),
     "lfu": st.one_of(
-        st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**32, 2**63, 2**64 - 1])
+        st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**32, 2**62, 2**63 - 1])
     ),
     "epoch_lfu": st.one_of(
-        st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**31, 2**32 - 1, 2**32, 2**64 - 1])
+        st.integers(0, 3), st.integers(0, 3), st.sampled_from([2**31, 2**32 - 1, 2**32, 2**63 - 1])
     ),
 }
 ages = st.one_of(st.none(), st.none(), st.integers(1, 12), st.just(70))
@@ -193,9 +193,11 @@ class HashTableMachine(RuleBasedStateMachine):
 
     def draw_conditions(self, data: st.DataObject) -> dict[str, int | None]:
         """Bounds at and beside the scores that there are, and at the ends."""
-        bounds = {0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1}
+        signed = self.checked.table.eviction == "customized"
+        most = 2**63 - 1 if signed else 2**64 - 1
+        bounds = {0, 1, 2**32, 2**63 - 1, most, *([-1, -(2**63)] if signed else [2**63])}
         for entry in self.checked.model.entries.values():
-            bounds |= {entry.score, min(entry.score + 1, 2**64 - 1)}
+            bounds |= {entry.score, min(entry.score + 1, most)}
         bound = st.one_of(st.none(), st.sampled_from(sorted(bounds)))
         ages = st.one_of(st.none(), st.integers(0, 12))
         return {

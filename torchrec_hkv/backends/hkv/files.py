@@ -63,9 +63,10 @@ class HashTablesLoad(TablesLoad):
     def run(self) -> int:
         if not self._loads:
             return 0
-        # All tables of a group count steps together.
-        self._group.set_clock(max(load.clock for load in self._loads))
-        return sum(load.run() for load in self._loads)
+        with self._group.alone():
+            # All tables of a group count steps together.
+            self._group.set_clock(max(load.clock for load in self._loads))
+            return sum(load.run() for load in self._loads)
 
 
 def saved_folder(folder: Path) -> SavedFolder:

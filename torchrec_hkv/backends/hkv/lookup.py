@@ -121,6 +121,9 @@ class HKVLookup(RowsById, GroupLookup):
     def accumulate(self) -> AbstractContextManager[None]:
         return self._group.accumulate()
 
+    def unchanged(self) -> AbstractContextManager[None]:
+        return self._group.unchanged()
+
     def dense_states(self, key: str) -> dict[str, Tensor]:
         return self._dense[key].read(states=True)
 

@@ -20,10 +20,10 @@ _ops = torch.ops.torchrec_hkv
 
 
 def table_ids(group: TableGroup, table: int, batch: int) -> Iterator[Tensor]:
-    """The ids of a table."""
-    slots = group.select_slots(table)
-    for part in slots.split(batch) if slots.numel() else ():
-        yield _ops.read_slots(group.handle, table, part)[0].cpu()
+    """The ids that a table has when the first batch is taken."""
+    with group.unchanged():
+        ids = group.ids_at(group.select([table]))
+    yield from ids.split(batch) if ids.numel() else ()
 
 
 def _find(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
@@ -38,7 +38,6 @@ def _find(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
 def rows_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
     """Rows of ids, the initial one where an id is not there."""
     spec, on_device = group.tables[table], ids.to(group.device)
-    slots = _find(group, table, feature, on_device)
     rows = initial_rows(
         on_device,
         spec.dim,
@@ -47,8 +46,10 @@ def rows_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> Tensor:
         initializer=spec.initializer,
         column_offset=spec.column_offset,
     )
-    there = (slots >= 0).nonzero().flatten()
-    rows[there] = _ops.read_slots(group.handle, table, slots[there])[1].float()
+    with group.unchanged():
+        slots = _find(group, table, feature, on_device)
+        there = (slots >= 0).nonzero().flatten()
+        rows[there] = _ops.read_slots(group.handle, table, slots[there])[1].float()
     return rows.cpu()
 
 
@@ -61,7 +62,6 @@ def put_rows(
 ) -> int:
     """Sets rows of ids; ids that are new count as looked up once, in the last step."""
     spec = group.tables[table]
-    *_, width, scored, _, _ = _C.table_layout(group.handle, table)
     target = Target(group, table, 1 << 20)
     lost = 0
     for given, rows in batches:
@@ -76,32 +76,41 @@ def put_rows(
         )
         columns = slice(spec.column_offset, spec.column_offset + spec.dim)
         own_rows = rows[mine][last][:, columns].to(spec.dtype).contiguous()
-        slots = _find(group, table, feature, ids.to(group.device)).cpu()
-        there, new = (slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten()
-        kept = _ops.read_slots(group.handle, table, slots[there].to(group.device))
-        _ops.overwrite_slots(
-            group.counter_tensor,
-            group.handle,
-            table,
-            slots[there].to(group.device),
-            kept[0],
-            own_rows[there].to(group.device),
-            kept[2],
-            kept[3],
-            torch.zeros_like(kept[4]),
-        )
-        batch = {
-            "ids": ids[new],
-            "rows": own_rows[new],
-            "last_steps": torch.full((len(new),), group.clock, dtype=torch.int32),
-            "states": torch.zeros(len(new), width),
-        }
-        if scored:
-            batch["scores"] = torch.ones(len(new), dtype=torch.int64)
-        group.reserve(table, min(group.sizes()[table] + len(new), target.capacity))
-        lost += target.restore(batch, exact=False)
+        with group.alone():
+            lost += _put_batch(group, table, feature, ids, own_rows, target)
     group.fill_frames(table)
     return lost
+
+
+def _put_batch(
+    group: TableGroup, table: int, feature: int, ids: Tensor, own_rows: Tensor, target: Target
+) -> int:
+    """Sets rows of distinct ids; returns how many found no place."""
+    *_, width, scored, _, _ = _C.table_layout(group.handle, table)
+    slots = _find(group, table, feature, ids.to(group.device)).cpu()
+    there, new = (slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten()
+    kept = _ops.read_slots(group.handle, table, slots[there].to(group.device))
+    _ops.overwrite_slots(
+        group.counter_tensor,
+        group.handle,
+        table,
+        slots[there].to(group.device),
+        kept[0],
+        own_rows[there].to(group.device),
+        kept[2],
+        kept[3],
+        torch.zeros_like(kept[4]),
+    )
+    batch = {
+        "ids": ids[new],
+        "rows": own_rows[new],
+        "last_steps": torch.full((len(new),), group.clock, dtype=torch.int32),
+        "states": torch.zeros(len(new), width),
+    }
+    if scored:
+        batch["scores"] = torch.ones(len(new), dtype=torch.int64)
+    group.reserve(table, min(group.sizes()[table] + len(new), target.capacity))
+    return target.restore(batch, exact=False)
 
 
 class RowsById:

@@ -94,7 +94,14 @@ def state_spec(
 def export_state(
     group: TableGroup, table: int, shard: TableShard, spec: Mapping[str, TensorSpec]
 ) -> dict[str, Tensor]:
-    """A copy of a table, as :func:`state_spec` says."""
+    """A copy of a table, as :func:`state_spec` says, of one moment."""
+    with group.unchanged():
+        return _export_state(group, table, shard, spec)
+
+
+def _export_state(
+    group: TableGroup, table: int, shard: TableShard, spec: Mapping[str, TensorSpec]
+) -> dict[str, Tensor]:
     state = group.export_table(table)
     states = StateColumns.of_layout(group.state_layout)
     parts = {
@@ -169,10 +176,11 @@ class StateLoad(EntriesLoad):
             scores=cut["scores"].contiguous() if self._scored else torch.empty(0).long(),
             optimizer_step=step,
         )
-        self._group.load_table(self._table, state)
-        self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
-        if self._counts.name in tensors:
-            self._counts.load_same(tensors[self._counts.name])
+        with self._group.alone():
+            self._group.load_table(self._table, state)
+            self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
+            if self._counts.name in tensors:
+                self._counts.load_same(tensors[self._counts.name])
 
     def begin(self, table_state: Tensor) -> None:
         self._group.clear_table(self._table)

@@ -29,6 +29,8 @@ _HOST_BYTES, _GPU_BYTES = 32 << 20, 256 << 20
 def table_digest(group: TableGroup, table: int, batch_bytes: int | None = None) -> tuple[int, int]:
     """The digest of ids, rows, states, scores and last steps; it waits for the device.
 
+    All of one moment: calls of other threads that change the table wait.
+
     What rows have once, such as the sum of row-wise Adagrad, counts with every column: shards of
     columns each have their own.
 
@@ -42,13 +44,18 @@ def table_digest(group: TableGroup, table: int, batch_bytes: int | None = None) 
         Entries and digest; both 0 for those that the shard of the first column counts. Sums of
         digests are modulo 2^64.
     """
+    if batch_bytes is None:
+        batch_bytes = _GPU_BYTES if group.device.type == "cuda" else _HOST_BYTES
+    with group.unchanged():
+        return _digest(group, table, batch_bytes)
+
+
+def _digest(group: TableGroup, table: int, batch_bytes: int) -> tuple[int, int]:
     spec = group.tables[table]
     is_first = spec.column_offset == 0
     device = group.device
     columns = torch.arange(spec.column_offset, spec.column_offset + spec.dim, device=device)
     states = StateColumns.of_layout(group.state_layout)
-    if batch_bytes is None:
-        batch_bytes = _GPU_BYTES if device.type == "cuda" else _HOST_BYTES
     source = Source(group, table, max(1, batch_bytes * 4 // _WORK * SAVED_PARTS))
     entries = 0
     total = torch.zeros((), dtype=torch.int64, device=device)

@@ -86,7 +86,8 @@ def save(
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
-    A save that is killed leaves the last one whole. The table must not be changed meanwhile.
+    A save that is killed leaves the last one whole. What is saved is of one moment: calls of other
+    threads that change a table of the group wait until the files are written.
 
     Args:
         group: the table's.
@@ -106,35 +107,14 @@ def save(
     """
     given = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     _check_positive(batch_bytes=batch_bytes, threads=threads, **given)
-    source = Source(group, table, max(1, batch_bytes // threads))
     folder = Path(path)
     prepare_folder(folder)
-    counts = source.count_owners()
-    entry = entry_bytes(source.fields)
-    if shard_bytes is None:
-        shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
-    plan = plan_shards(counts, max(1, shard_bytes // entry))
     written: list[Path] = []
-    save_name = os.urandom(4).hex()
     try:
-        shards = tuple(write_shards(source, plan, folder, save_name, written, threads))
-        written.append(folder / counts_name(save_name))
-        unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
-        manifest = Manifest(
-            save=new_save_id() if save_id is None else save_id,
-            table=describe(group, table),
-            capacity=group.tables[table].capacity,
-            initial_capacity=group.tables[table].initial_capacity,
-            buckets=source.buckets,
-            bucket_slots=source.bucket_slots,
-            clock=group.clock,
-            epoch=epoch,
-            optimizer_step=int(group.optimizer_steps[table]),
-            state_layout=group.state_layout,
-            entries=sum(shard.entries for shard in shards),
-            shards=shards,
-            counts=unadmitted,
-        )
+        with group.unchanged():
+            manifest = _write_files(
+                group, table, folder, epoch, batch_bytes, shard_bytes, threads, save_id, written
+            )
         manifest.write(folder)
     except BaseException:
         for file in written:
@@ -143,6 +123,45 @@ def save(
     manifest.commit(folder)
     sync_folder(folder.absolute().parent)
     remove_others(folder, manifest)
+
+
+def _write_files(
+    group: TableGroup,
+    table: int,
+    folder: Path,
+    epoch: int,
+    batch_bytes: int,
+    shard_bytes: int | None,
+    threads: int,
+    save_id: str | None,
+    written: list[Path],
+) -> Manifest:
+    """Writes all files but the manifest; ``written`` gets those that were begun."""
+    source = Source(group, table, max(1, batch_bytes // threads))
+    counts = source.count_owners()
+    entry = entry_bytes(source.fields)
+    if shard_bytes is None:
+        shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
+    plan = plan_shards(counts, max(1, shard_bytes // entry))
+    save_name = os.urandom(4).hex()
+    shards = tuple(write_shards(source, plan, folder, save_name, written, threads))
+    written.append(folder / counts_name(save_name))
+    unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
+    return Manifest(
+        save=new_save_id() if save_id is None else save_id,
+        table=describe(group, table),
+        capacity=group.tables[table].capacity,
+        initial_capacity=group.tables[table].initial_capacity,
+        buckets=source.buckets,
+        bucket_slots=source.bucket_slots,
+        clock=group.clock,
+        epoch=epoch,
+        optimizer_step=int(group.optimizer_steps[table]),
+        state_layout=group.state_layout,
+        entries=sum(shard.entries for shard in shards),
+        shards=shards,
+        counts=unadmitted,
+    )
 
 
 def default_shard_bytes(size: int, threads: int) -> int:
@@ -169,7 +188,7 @@ def load(
 
     Where the table has the geometry of the saved one, or can grow to it, every entry gets its own
     slot again. In another one entries are placed anew; where both buckets of an entry are full, the
-    lowest scores leave.
+    lowest scores leave. Calls of other threads wait from the first change until all is loaded.
 
     Args:
         group: the table's.
@@ -190,10 +209,39 @@ def load(
     target = Target(group, table, batch_bytes)
     _check_same_table(folder, manifest, describe(group, table))
     _check_same_optimizer(folder, manifest, group, table)
+    _check_fits(folder, manifest, target, allow_loss)
+    verify(folder, manifest, batch_bytes)
+    with group.alone():
+        # Another thread may have made the table grow since.
+        target = Target(group, table, batch_bytes)
+        exact = _check_fits(folder, manifest, target, allow_loss)
+        lost = _replace(group, table, target, folder, manifest, exact, allow_loss)
+        if manifest.counts is not None:
+            saved = SavedCounts(folder, manifest.counts, (0, OWNERS))
+            load_counts(group, table, [saved], (0, OWNERS), batch_bytes)
+        group.fill_frames(table)
+        group.optimizer_steps[table] = manifest.optimizer_step
+    return Loaded(manifest.epoch, lost)
+
+
+def _check_fits(folder: Path, manifest: Manifest, target: Target, allow_loss: bool) -> bool:
+    """Whether every entry gets its own slot; refuses a table that may be too small."""
     exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
         _check_room(folder, manifest, target)
-    verify(folder, manifest, batch_bytes)
+    return exact
+
+
+def _replace(
+    group: TableGroup,
+    table: int,
+    target: Target,
+    folder: Path,
+    manifest: Manifest,
+    exact: bool,
+    allow_loss: bool,
+) -> int:
+    """Puts the entries of files in the place of the table's; returns how many found no place."""
     clock = group.clock
     group.set_clock(manifest.clock)
     try:
@@ -219,12 +267,7 @@ def load(
     except BaseException:
         group.clear_table(table)
         raise
-    if manifest.counts is not None:
-        saved = SavedCounts(folder, manifest.counts, (0, OWNERS))
-        load_counts(group, table, [saved], (0, OWNERS), batch_bytes)
-    group.fill_frames(table)
-    group.optimizer_steps[table] = manifest.optimizer_step
-    return Loaded(manifest.epoch, lost)
+    return lost
 
 
 def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table.id_types import int64_ids
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 #: Policies whose scores the table makes by itself.
@@ -51,16 +52,14 @@ class CallArguments:
         if tensor.device != self.device:
             raise ValueError(f"{what} must be on {self.device}, but is on {tensor.device}.")
 
-    def check_ids(self, ids: Tensor) -> None:
-        """What every call takes."""
-        if isinstance(ids, Tensor) and ids.dim() != 1:
+    def checked_ids(self, ids: Tensor) -> Tensor:
+        """What every call takes, as contiguous int64."""
+        converted = int64_ids(ids)
+        if ids.dim() != 1:
             raise ValueError(f"ids must have one dimension, but has shape {list(ids.shape)}.")
-        self.check(ids, "ids", torch.int64, tuple(getattr(ids, "shape", ())))
-
-    def check_call(self, ids: Tensor, scores: Tensor | None) -> None:
-        """What every call takes that may change scores."""
-        self.check_ids(ids)
-        self.check_scores(scores, ids)
+        if ids.device != self.device:
+            raise ValueError(f"ids must be on {self.device}, but is on {ids.device}.")
+        return converted.contiguous()
 
     def check_rows(self, rows: Tensor, ids: Tensor) -> None:
         """A row for each id."""

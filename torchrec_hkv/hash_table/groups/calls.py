@@ -18,11 +18,11 @@ class GroupCalls(GroupStrictness):
     """HierarchicalKV's operations on the tables of a group. Part of ``TableGroup``.
 
     ``HashTable`` has the same operations for one table, says what they do, and is made of these.
-    All of them take ids as :meth:`TableGroup.find` does: ``ids``, int64 ``[n]``, feature-major, and
-    ``offsets``, int64 ``[features * batch_size + 1]`` (None where the group has one feature), from
-    which the table of each id follows. A group that has one feature for each table, in order, takes
-    ``batch_size`` 1 and offsets by table. The same id in two tables is two entries; an id may
-    repeat within its table, also through several features.
+    All of them take ids as :meth:`TableGroup.find` does: ``ids``, integers ``[n]`` of 8 to 64 bits,
+    feature-major, and ``offsets``, int64 ``[features * batch_size + 1]`` (None where the group has
+    one feature), from which the table of each id follows. A group that has one feature for each
+    table, in order, takes ``batch_size`` 1 and offsets by table. The same id in two tables is two
+    entries; an id may repeat within its table, also through several features.
 
     Rows are a matrix ``[n, row_width]``, row ``i`` that of ``ids[i]``: as wide as the widest table
     of the group, so that where a row lies does not depend on what is on the device. A narrower
@@ -53,15 +53,16 @@ class GroupCalls(GroupStrictness):
 
     def find_slots(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
         """Slots of ids, int64 ``[n]``, numbered through the tables; -1 where an id is not there."""
-        self._arguments.check_ids(ids)
-        return _ops.find(self._group.handle, ids.contiguous(), offsets, batch_size)
+        ids = self._arguments.checked_ids(ids)
+        return _ops.find(self._group.handle, ids, offsets, batch_size)
 
     def find_rows(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int
     ) -> tuple[Tensor, Tensor]:
         """Rows of ids, or initial rows, and whether an id is there; changes nothing."""
-        slots = self.find_slots(ids, offsets, batch_size)
-        return self._gather(ids, offsets, batch_size, slots)
+        with self.unchanged():
+            slots = self.find_slots(ids, offsets, batch_size)
+            return self._gather(ids, offsets, batch_size, slots)
 
     def contains(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> Tensor:
         """Whether ids are in their tables, bool ``[n]``; changes nothing."""
@@ -73,7 +74,9 @@ class GroupCalls(GroupStrictness):
         """Ids that are not in their tables, and their positions (waits for the device)."""
         slots = self.find_slots(ids, offsets, batch_size)
         positions = (slots < 0).nonzero().flatten()
-        return ids[positions], positions
+        missing = self._arguments.checked_ids(ids)[positions]
+        missing = missing.view(ids.dtype) if ids.dtype == torch.uint64 else missing.to(ids.dtype)
+        return missing, positions
 
     def find_or_insert_rows(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, scores: Tensor | None = None
@@ -82,8 +85,9 @@ class GroupCalls(GroupStrictness):
 
         Of an id that is refused or not admitted it is the initial row.
         """
-        slots, found = self.find_or_insert_slots(ids, offsets, batch_size, scores)
-        return self._gather(ids, offsets, batch_size, slots)[0], found
+        with self.alone():
+            slots, found = self.find_or_insert_slots(ids, offsets, batch_size, scores)
+            return self._gather(ids, offsets, batch_size, slots)[0], found
 
     def find_or_insert_slots(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, scores: Tensor | None = None
@@ -158,13 +162,14 @@ class GroupCalls(GroupStrictness):
                 False that it is not. Where the belief is wrong, nothing is done with the id.
             scores: see the class.
         """
-        self._arguments.check_ids(ids)
+        ids = self._arguments.checked_ids(ids)
         self._arguments.check_rows(rows, ids)
         self._arguments.check(accumulate, "accumulate", torch.bool, (ids.numel(),))
-        slots, *_ = self._insert(ids, offsets, batch_size, scores, None, believed=accumulate)
-        nowhere = torch.full_like(slots, -1)
-        self._write(torch.where(accumulate, nowhere, slots), rows, add=False)
-        self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
+        with self.alone():
+            slots, *_ = self._insert(ids, offsets, batch_size, scores, None, believed=accumulate)
+            nowhere = torch.full_like(slots, -1)
+            self._write(torch.where(accumulate, nowhere, slots), rows, add=False)
+            self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
         self.check_strict()
 
     # -- changes of what is there -----------------------------------------------------------------
@@ -179,8 +184,9 @@ class GroupCalls(GroupStrictness):
     ) -> Tensor:
         """Sets rows and scores of ids that are there; returns which, bool ``[n]``."""
         self._check_rows(ids, rows)
-        slots = self._touch(ids, offsets, batch_size, scores)
-        self._write(slots, rows, add=False)
+        with self.alone():
+            slots = self._touch(ids, offsets, batch_size, scores)
+            self._write(slots, rows, add=False)
         return slots >= 0
 
     def assign_rows(
@@ -188,8 +194,9 @@ class GroupCalls(GroupStrictness):
     ) -> Tensor:
         """Sets rows, not scores, of ids that are there; returns which, bool ``[n]``."""
         self._check_rows(ids, rows)
-        slots = self.find_slots(ids, offsets, batch_size)
-        self._write(slots, rows, add=False)
+        with self.alone():
+            slots = self.find_slots(ids, offsets, batch_size)
+            self._write(slots, rows, add=False)
         return slots >= 0
 
     def assign_scores(
@@ -200,7 +207,8 @@ class GroupCalls(GroupStrictness):
 
     def erase(self, ids: Tensor, offsets: Tensor | None, batch_size: int) -> None:
         """Forgets ids; those that are not there are passed over."""
-        self._erase_slots(self.find_slots(ids, offsets, batch_size))
+        with self.alone():
+            self._erase_slots(self.find_slots(ids, offsets, batch_size))
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -242,11 +250,12 @@ class GroupCalls(GroupStrictness):
         evicted: bool = False,
         believed: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        self._arguments.check_call(ids, scores)
+        ids = self._arguments.checked_ids(ids)
+        self._arguments.check_scores(scores, ids)
         return _ops.insert(
             self._group.counters,
             self._group.handle,
-            ids.contiguous(),
+            ids,
             None if scores is None else scores.contiguous(),
             None if rows is None else rows.contiguous(),
             None if believed is None else believed.contiguous(),
@@ -260,7 +269,8 @@ class GroupCalls(GroupStrictness):
     def _gather(
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return _ops.gather_rows(self._group.handle, ids.contiguous(), slots, offsets, batch_size)
+        ids = self._arguments.checked_ids(ids)
+        return _ops.gather_rows(self._group.handle, ids, slots, offsets, batch_size)
 
     def _write(self, slots: Tensor, rows: Tensor, *, add: bool) -> None:
         group = self._group
@@ -270,8 +280,8 @@ class GroupCalls(GroupStrictness):
         self, ids: Tensor, offsets: Tensor | None, batch_size: int, scores: Tensor | None
     ) -> Tensor:
         """A call that touches what is there; returns slots."""
-        self._arguments.check_call(ids, scores)
-        group, ids = self._group, ids.contiguous()
+        group, ids = self._group, self._arguments.checked_ids(ids)
+        self._arguments.check_scores(scores, ids)
         if scores is not None:
             scores = scores.contiguous()
         return _ops.touch(group.counters, group.handle, ids, scores, offsets, batch_size)

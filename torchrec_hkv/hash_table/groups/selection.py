@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypedDict, Unpack
 
 import torch
@@ -17,19 +17,29 @@ from torchrec_hkv.hash_table.spec_checks import check_number
 _ops = torch.ops.torchrec_hkv
 _UINT64_MAX = (1 << 64) - 1
 _INT64_MAX = (1 << 63) - 1
+_INT64_MIN = -(1 << 63)
 #: Entries that a predicate is shown at a time, where no batch size is given.
 _PREDICATE_BATCH = 1 << 20
 
 
-def _bits(score: int) -> int:
-    """The int64 of the same bits as an unsigned score."""
-    return score - (1 << 64) if score > _INT64_MAX else score
+def _bits(key: int) -> int:
+    """The int64 of the same bits as 64 bits without a sign."""
+    return key - (1 << 64) if key > _INT64_MAX else key
 
 
-def _check_bound(what: str, bound: int | None) -> None:
+def _range(customized: bool) -> tuple[int, int]:
+    """The lowest and the highest score of tables."""
+    return (_INT64_MIN, _INT64_MAX) if customized else (0, _UINT64_MAX)
+
+
+def _check_bound(what: str, bound: int | None, kinds: Collection[bool]) -> None:
     check_number(what, bound, or_none=True)
-    if bound is not None and not 0 <= bound <= _UINT64_MAX:
-        raise ValueError(f"{what} is {bound}, but must be from 0 to 2^64 - 1.")
+    low = min((_range(customized)[0] for customized in kinds), default=_INT64_MIN)
+    high = max((_range(customized)[1] for customized in kinds), default=_UINT64_MAX)
+    if bound is not None and not low <= bound <= high:
+        first = "0" if low == 0 else "-2^63"
+        last = "2^63" if high == _INT64_MAX else "2^64"
+        raise ValueError(f"{what} is {bound}, but must be from {first} to {last} - 1.")
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -62,14 +72,34 @@ class Conditions(TypedDict, total=False):
     """What entries must meet, all that is given of it: keyword arguments, None by default.
 
     Attributes:
-        score_below: unsigned score less than this.
-        score_at_least: unsigned score not less than this.
+        score_below: score less than this.
+        score_at_least: score not less than this.
         older_than: last touched more than this many calls ago.
     """
 
     score_below: int | None
     score_at_least: int | None
     older_than: int | None
+
+
+def check_some_condition(
+    clear: str, where: Callable[..., Tensor] | None, conditions: Conditions
+) -> None:
+    """Refuses to erase by no condition, which would erase everything.
+
+    Args:
+        clear: the call that erases everything.
+        where: a predicate, or None.
+        conditions: all others.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if where is None and all(bound is None for bound in conditions.values()):
+        raise ValueError(
+            "erase_if was given no condition and would erase every entry: give score_below, "
+            f"score_at_least, older_than or where, or call {clear} to erase all."
+        )
 
 
 class GroupSelection(GroupCalls):
@@ -80,6 +110,7 @@ class GroupSelection(GroupCalls):
     """
 
     _group: _C.TableGroup
+    clock: int
 
     def select_slots(self, table: int, **conditions: Unpack[Conditions]) -> Tensor:
         """Slots of the entries of a table that meet every given condition (waits for the device).
@@ -92,7 +123,7 @@ class GroupSelection(GroupCalls):
             int64, ascending, counted from the table's first slot.
 
         Raises:
-            ValueError: a bound is no unsigned 64-bit number, or an age is negative.
+            ValueError: a bound is no score that the policy can have, or an age is negative.
         """
         return self._select_in([table], **conditions)
 
@@ -101,9 +132,10 @@ class GroupSelection(GroupCalls):
     ) -> Tensor:
         """The same of several tables, or all: ascending slots, numbered through the tables."""
         indices = list(range(len(self.tables)) if tables is None else tables)
-        slots = self._select_in(indices, **conditions)
+        with self.unchanged():
+            slots = self._select_in(indices, **conditions)
+            present = [self._group.present_slots(table) for table in indices]
         # From numbers through what these tables have at present to numbers through the group.
-        present = [self._group.present_slots(table) for table in indices]
         ends = list(itertools.accumulate(present))
         shifts = [
             self._first_slots[table] - end + slots_there
@@ -130,12 +162,15 @@ class GroupSelection(GroupCalls):
 
         Raises:
             TypeError: ``where`` gives something else.
-            ValueError: so, or a condition is impossible.
+            ValueError: so, or a condition is impossible, or there is none: :meth:`clear_table`
+                erases all.
         """
-        chosen = self.select(tables, **conditions)
-        if where is not None:
-            chosen = self._filter(chosen, where, self.entries_at)
-        self._erase_slots(chosen)
+        check_some_condition("clear_table()", where, conditions)
+        with self.alone():
+            chosen = self.select(tables, **conditions)
+            if where is not None:
+                chosen = self._filter(chosen, where, self.entries_at)
+            self._erase_slots(chosen)
         return chosen.numel()
 
     def export(
@@ -143,8 +178,12 @@ class GroupSelection(GroupCalls):
     ) -> Iterator[GroupEntries]:
         """All entries, table after table, in batches of at most ``batch_size``.
 
-        Which slots hold entries is asked once, before the first batch: entries of batches to come
-        must not leave meanwhile. Those that have been given may be erased.
+        The entries are those of the first batch's moment, each with the row and the score that it
+        has when its batch is given. Entries that have been given may be erased. Within
+        :meth:`unchanged` all batches are of one moment.
+
+        Raises:
+            RuntimeError: an entry that was still to be given has left or moved.
         """
         yield from self.export_if(tables=tables, batch_size=batch_size)
 
@@ -159,20 +198,27 @@ class GroupSelection(GroupCalls):
         """Entries that meet every given condition; see :meth:`erase_if` and :meth:`export`.
 
         Raises:
-            RuntimeError: a table has grown since the first batch.
+            RuntimeError: an entry that was still to be given has left or moved.
         """
         check_batch_size(batch_size)
-        growths = self._group.growths
-        slots = self.select(tables, **conditions)
-        if where is not None:
-            slots = self._filter(slots, where, self.entries_at, batch_size)
-        for part in slots.split(batch_size) if slots.numel() else ():
-            if self._group.growths != growths:  # the slots are of others now, or of none
-                raise RuntimeError(
-                    "A table has grown during an export, so that its entries are elsewhere: "
-                    "insert nothing until all batches are taken, or call reserve() before."
-                )
-            yield self.entries_at(part)
+        with self.unchanged():
+            growths = self._group.growths
+            slots = self.select(tables, **conditions)
+            if where is not None:
+                slots = self._filter(slots, where, self.entries_at, batch_size)
+            if slots.numel() == 0:
+                return
+            parts = slots.split(batch_size)
+            ids = [self.ids_at(part) for part in parts[1:]]
+            entries = self.entries_at(parts[0])
+        yield entries
+        del entries
+        for part, its_ids in zip(parts[1:], ids, strict=True):
+            with self.unchanged():
+                self._check_there(part, its_ids, growths)
+                entries = self.entries_at(part)
+            yield entries
+            del entries
 
     def entries_at(self, slots: Tensor) -> GroupEntries:
         """What the tables keep of entries.
@@ -183,7 +229,27 @@ class GroupSelection(GroupCalls):
         which = torch.bucketize(slots, self._boundaries, right=True, out_int32=True)
         return GroupEntries(*_ops.export_slots(self._group.handle, slots), which)
 
+    def ids_at(self, slots: Tensor) -> Tensor:
+        """The ids of slots that are numbered through the tables, in host memory, int64 ``[n]``."""
+        parts = slots.split(_PREDICATE_BATCH)
+        return torch.cat([self._group.entries_at(part)[0].cpu() for part in parts])
+
     # -- inside -----------------------------------------------------------------------------------
+
+    def _check_there(self, slots: Tensor, ids: Tensor, growths: int) -> None:
+        """Raises unless these ids still have these slots."""
+        if self._group.growths != growths:
+            raise RuntimeError(
+                "A table has grown during an export, so that its entries are elsewhere: "
+                "insert nothing until all batches are taken, or call reserve() before."
+            )
+        now, there = self._group.entries_at(slots)
+        missing = slots.numel() - int(((now.cpu() == ids) & there.cpu()).sum())
+        if missing:
+            raise RuntimeError(
+                f"{missing} entries have left during an export before they were given: insert and "
+                "erase nothing until all batches are taken, or export within unchanged()."
+            )
 
     def _number_slots(self) -> None:
         full = [self._group.full_slots(table) for table in range(len(self.tables))]
@@ -199,22 +265,41 @@ class GroupSelection(GroupCalls):
         older_than: int | None = None,
     ) -> Tensor:
         """Numbered through the slots that these tables have at present."""
-        _check_bound("score_below", score_below)
-        _check_bound("score_at_least", score_at_least)
+        if sorted({*tables} & {*range(len(self.tables))}) != tables:
+            raise ValueError(
+                f"tables must be ascending numbers from 0 to {len(self.tables) - 1}, but are "
+                f"{tables}."
+            )
+        kinds = [self.tables[table].eviction == "customized" for table in tables]
+        of_group = {spec.eviction == "customized" for spec in self.tables}
+        _check_bound("score_below", score_below, of_group)
+        _check_bound("score_at_least", score_at_least, of_group)
         check_number("older_than", older_than, or_none=True)
         if older_than is not None and older_than < 0:
             raise ValueError(f"older_than is {older_than}, but must not be negative.")
-        if score_below == 0:  # no score is
-            tables, score_below = [], None
-        chosen = _ops.select_slots(
-            self._group.counters,
-            self._group.handle,
-            tables,
-            _bits(score_at_least or 0),
-            _bits(_UINT64_MAX if score_below is None else score_below - 1),
-            _INT64_MAX if older_than is None else max(0, self._group.clock - older_than),
-        )
-        return chosen.nonzero().flatten()
+        touched_before = _INT64_MAX if older_than is None else max(0, self.clock - older_than)
+        chosen = []
+        # One launch for neighbours whose scores have the same range.
+        for customized, run in itertools.groupby(
+            zip(tables, kinds, strict=True), key=lambda its: its[1]
+        ):
+            low, high = _range(customized)
+            at_least = low if score_at_least is None else max(low, score_at_least)
+            at_most = high if score_below is None else min(high, score_below - 1)
+            none = at_least > at_most
+            chosen.append(
+                _ops.select_slots(
+                    self._group.counters,
+                    self._group.handle,
+                    [table for table, _ in run],
+                    _bits(0 if none else at_least - low),
+                    _bits(0 if none else at_most - low),
+                    0 if none else touched_before,  # which no entry meets
+                )
+            )
+        if not chosen:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        return torch.cat(chosen).nonzero().flatten()
 
     @staticmethod
     def _filter(

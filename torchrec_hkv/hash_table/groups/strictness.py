@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.groups.counters import COUNTERS
+from torchrec_hkv.hash_table.groups.holds import GroupHolds
 from torchrec_hkv.hash_table.spec_checks import crowded_message
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _CROWDED = COUNTERS.index("crowded")
 
 
-class GroupStrictness:
+class GroupStrictness(GroupHolds):
     """What a group refuses in its strict tables. Part of ``TableGroup``, which has the rest."""
 
     tables: tuple[TableSpec, ...]

@@ -13,10 +13,10 @@ from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 from torchrec_hkv.hash_table.groups.accumulation import Accumulator
 from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
-from torchrec_hkv.hash_table.groups.contents import GroupContents
+from torchrec_hkv.hash_table.groups.copies import GroupCopies
 from torchrec_hkv.hash_table.groups.counters import GroupCounters
 from torchrec_hkv.hash_table.groups.rows import GroupRows
-from torchrec_hkv.hash_table.groups.selection import GroupSelection
+from torchrec_hkv.hash_table.id_types import int64_ids
 from torchrec_hkv.hash_table.optimizers import Optimizer
 from torchrec_hkv.hash_table.table_config import check_types, table_config
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -26,7 +26,7 @@ _ops = torch.ops.torchrec_hkv
 Pin = _C.Pin
 
 
-class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
+class TableGroup(GroupCopies, GroupRows, GroupCounters):
     """Hash tables of any dims and capacities behind one lookup.
 
     :class:`torchrec_hkv.hash_table.groups.calls.GroupCalls` has HierarchicalKV's operations on
@@ -62,6 +62,8 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
                 "torchrec_hkv.hash_table.optimizers, such as SGD()."
             )
         self.optimizer = optimizer
+        self._given_state_dim = state_dim
+        self._epoch = 0
         self.tables = tuple(tables)
         self.feature_tables = tuple(feature_tables)
         self.device = known_device(device)
@@ -146,6 +148,7 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         if not 0 <= epoch < 1 << 32:
             raise ValueError(f"epoch is {epoch}, but must be from 0 to 2^32 - 1.")
         self._group.set_epoch(epoch)
+        self._epoch = epoch
 
     def pin(self) -> Pin:
         """A pin for the rows of one training lookup.
@@ -168,7 +171,8 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
         """Slots of ids, -1 where a table has no such id. Changes nothing.
 
         Args:
-            ids: int64 ``[n]``, feature-major.
+            ids: integers ``[n]`` of 8 to 64 bits, feature-major; a uint64 id stands for the int64
+                of the same bits.
             offsets: int64 ``[features * batch_size + 1]`` into ``ids``; None for one bag of all
                 ids, where the group has one feature.
             batch_size: bags a feature.
@@ -183,7 +187,7 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
             ValueError: a length or device is not as above; on a CPU also offsets that decrease or
                 do not end with ``n``. On a GPU as :meth:`check_offsets` says.
         """
-        return _ops.find(self.handle, ids, offsets, batch_size, bags)
+        return _ops.find(self.handle, int64_ids(ids), offsets, batch_size, bags)
 
     def find_or_insert(
         self,
@@ -217,6 +221,7 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
             RuntimeError: as :meth:`check_strict` says.
         """
         counters, number = self._group.counters, None if pin is None else pin.number
+        ids = int64_ids(ids)
         slots = _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, number, bags)
         self.check_strict()
         return slots
@@ -278,6 +283,7 @@ class TableGroup(GroupSelection, GroupRows, GroupContents, GroupCounters):
             ``[batch_size, total_dim]``; with ``bags`` ``[sum of bags * dims]``, features one after
             the other, each as ``[bags, dim]``.
         """
+        ids = int64_ids(ids)
         bags = None if bags is None else tuple(bags)
         if pin is not None and self._accumulator.is_needed:
             batch = (ids, offsets, slots, batch_size, mean)

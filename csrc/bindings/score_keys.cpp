@@ -1,0 +1,115 @@
+#include "bindings/score_keys.h"
+
+#include <limits>
+
+namespace torchrec_hkv::bindings {
+namespace {
+
+constexpr int64_t kSign = std::numeric_limits<int64_t>::min();
+
+at::Tensor inverted_where(const at::Tensor& scores, const at::Tensor& mask) {
+  return at::where(mask, inverted_sign(scores), scores);
+}
+
+struct Kinds {
+  explicit Kinds(const TableGroup& group) {
+    for (int64_t t = 0; t < group.num_tables(); ++t) {
+      const Eviction eviction = group.view(t).eviction;
+      customized += eviction == Eviction::kCustomized;
+      counted += eviction == Eviction::kLfu || eviction == Eviction::kEpochLfu;
+    }
+    all_customized = customized == group.num_tables();
+    all_counted = counted == group.num_tables();
+  }
+  int64_t customized = 0;
+  int64_t counted = 0;
+  bool all_customized;
+  bool all_counted;
+};
+
+// Of each id, whether its table's policy is one of these, bool [n].
+template <typename Is>
+at::Tensor ids_where(const TableGroup& group, const at::Tensor& scores,
+                     const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags, Is is) {
+  at::Tensor mask = at::zeros(scores.sizes(), scores.options().dtype(at::kBool));
+  if (!offsets) return is(group.view(group.feature_table(0)).eviction) ? mask.fill_(true) : mask;
+  const at::Tensor firsts = at::tensor(first_bags, at::kLong).to(group.device());
+  const at::Tensor starts = offsets->index_select(0, firsts);
+  const at::Tensor positions = at::arange(scores.numel(), scores.options());
+  for (int64_t f = 0; f < group.num_features(); ++f) {
+    if (!is(group.view(group.feature_table(f)).eviction)) continue;
+    mask.logical_or_(positions.ge(starts.slice(0, f, f + 1))
+                         .logical_and_(positions.lt(starts.slice(0, f + 1, f + 2))));
+  }
+  return mask;
+}
+
+at::Tensor checked_counts(const TableGroup& group, const at::Tensor& counts) {
+  if (group.device().is_cuda()) return counts.clamp_min(0);
+  if (counts.numel() == 0) return counts;
+  const int64_t lowest = counts.min().item<int64_t>();
+  TORCH_CHECK_VALUE(lowest >= 0, "scores are counts to add under evictions 'lfu' and 'epoch_lfu' ",
+                    "and must not be negative, but the lowest is ", lowest, ".");
+  return counts;
+}
+
+}  // namespace
+
+at::Tensor inverted_sign(const at::Tensor& scores) { return scores.bitwise_xor(kSign); }
+
+at::Tensor keys_of_given(const TableGroup& group, const at::Tensor& scores,
+                         const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags) {
+  const Kinds kinds(group);
+  if (kinds.all_customized) return inverted_sign(scores);
+  if (kinds.all_counted) return checked_counts(group, scores);
+  at::Tensor keys = scores;
+  if (kinds.counted > 0) {
+    const at::Tensor counted = ids_where(group, scores, offsets, first_bags, [](Eviction eviction) {
+      return eviction == Eviction::kLfu || eviction == Eviction::kEpochLfu;
+    });
+    const at::Tensor counts = checked_counts(group, scores.masked_fill(counted.logical_not(), 0));
+    keys = at::where(counted, counts, keys);
+  }
+  if (kinds.customized > 0) {
+    keys = inverted_where(keys, ids_where(group, scores, offsets, first_bags, [](Eviction given) {
+                            return given == Eviction::kCustomized;
+                          }));
+  }
+  return keys;
+}
+
+at::Tensor scores_of_slots(const TableGroup& group, const at::Tensor& keys,
+                           const at::Tensor& slots) {
+  const Kinds kinds(group);
+  if (kinds.customized == 0) return keys;
+  if (kinds.all_customized) return inverted_sign(keys);
+  at::Tensor scores = keys;
+  for (int64_t t = 0; t < group.num_tables(); ++t) {
+    const hash_table::TableView& table = group.view(t);
+    if (table.eviction != Eviction::kCustomized) continue;
+    const int64_t end = table.first_slot + group.full_slots(t);
+    scores = inverted_where(scores, slots.ge(table.first_slot).logical_and_(slots.lt(end)));
+  }
+  return scores;
+}
+
+at::Tensor scores_of_tables(const TableGroup& group, const at::Tensor& keys,
+                            const at::Tensor& tables) {
+  const Kinds kinds(group);
+  if (kinds.customized == 0) return keys;
+  if (kinds.all_customized) return inverted_sign(keys);
+  at::Tensor scores = keys;
+  for (int64_t t = 0; t < group.num_tables(); ++t) {
+    if (group.view(t).eviction == Eviction::kCustomized) {
+      scores = inverted_where(scores, tables.eq(t));
+    }
+  }
+  return scores;
+}
+
+at::Tensor converted(const TableGroup& group, int64_t table, const at::Tensor& scores) {
+  const bool customized = group.view(table).eviction == Eviction::kCustomized;
+  return customized ? inverted_sign(scores) : scores;
+}
+
+}  // namespace torchrec_hkv::bindings

@@ -1,0 +1,59 @@
+"""An export gives the entries of its beginning, or raises where one of them has gone."""
+
+import pytest
+import torch
+
+from tests.support.checked_table import joined
+from tests.support.tables import make, random_rows
+
+
+@pytest.fixture
+def table(device_type):
+    table = make(device_type, 128, dim=3)
+    table.insert_or_assign(torch.arange(100, device=device_type), random_rows(table, 100))
+    return table
+
+
+def test_an_entry_to_come_is_erased(table):
+    parts = table.export(batch_size=10)
+    given = next(parts).ids
+    table.erase(given)  # what has been given may go
+    given = next(parts).ids
+    left = torch.tensor([i for i in range(100) if table.contains(torch.tensor([i]))[0]])
+    coming = left[~torch.isin(left, given)]
+    table.erase(coming[:3].to(table.device))
+    with pytest.raises(RuntimeError, match="have left during an export before they were given"):
+        list(parts)
+
+
+def test_an_entry_to_come_is_replaced(table):
+    """Another id has its slot: neither is given."""
+    parts = table.export(batch_size=10)
+    next(parts)
+    table.insert_or_assign(torch.arange(1000, 1120, device=table.device), random_rows(table, 120))
+    with pytest.raises(RuntimeError, match="have left during an export before they were given"):
+        list(parts)
+
+
+def test_entries_that_arrive_are_not_given(table):
+    parts = table.export(batch_size=10)
+    first = next(parts)
+    table.insert_or_assign(torch.arange(500, 510, device=table.device), random_rows(table, 10))
+    entries = joined([first, *parts])
+    assert torch.equal(entries.ids.sort().values.cpu(), torch.arange(100))
+
+
+def test_a_predicate_must_not_change_the_table(table):
+    def erases(entries):
+        table.erase(entries.ids)
+        return entries.ids >= 0
+
+    with pytest.raises(RuntimeError, match="by the thread that is saving or exporting it"):
+        list(table.export_if(where=erases))
+    assert table.size == 100
+
+
+def test_an_export_that_is_dropped_holds_nothing(table):
+    next(table.export(batch_size=10))
+    table.clear()
+    assert table.size == 0

@@ -1,0 +1,85 @@
+"""Copies of a group, with all that its tables hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Self, SupportsIndex
+
+import torch
+
+from torchrec_hkv import _C
+from torchrec_hkv.hash_table.groups.accumulation import Accumulator
+from torchrec_hkv.hash_table.groups.contents import GroupContents
+from torchrec_hkv.hash_table.groups.selection import GroupSelection
+from torchrec_hkv.hash_table.optimizers import Optimizer
+
+_ops = torch.ops.torchrec_hkv
+#: Memory of the device that entries on their way take.
+_BATCH_BYTES = 64 << 20
+
+
+class GroupCopies(GroupSelection, GroupContents):
+    """What ``copy`` and ``pickle`` do with a group. Part of ``TableGroup``, which has the rest."""
+
+    feature_tables: tuple[int, ...]
+    optimizer: Optimizer | None
+    optimizer_steps: torch.Tensor
+    counter_tensor: torch.Tensor
+    set_clock: Callable[[int], None]
+    set_epoch: Callable[[int], None]
+    _accumulator: Accumulator
+    _given_state_dim: int | None
+    _epoch: int
+    _crowded: list[int]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if self._accumulator.is_needed:
+            raise RuntimeError(
+                "Gradients are held for these tables: make the lookup that applies them before the "
+                "tables are copied."
+            )
+        made = type(self)(
+            self.tables, self.feature_tables, self.optimizer, self.device, self._given_state_dim
+        )
+        memo[id(self)] = made
+        with self.unchanged():
+            made.set_clock(self.clock)
+            made.set_epoch(self._epoch)
+            for table in range(len(self.tables)):
+                self._copy_entries(made, table)
+                made._group.load_evicted_marks(table, self._group.evicted_marks(table))
+                made._group.load_counts(table, self._group.counts(table))
+                made.fill_frames(table)
+            made.optimizer_steps.copy_(self.optimizer_steps)
+            made.counter_tensor.copy_(self.counter_tensor)
+            made._crowded = list(self._crowded)
+        return made
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} has no shallow copy, which would share its memory: use "
+            "copy.deepcopy."
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} can't be pickled: write each of its tables with "
+            "torchrec_hkv.hash_table.files.save, and read it with "
+            "torchrec_hkv.hash_table.files.load."
+        )
+
+    def _copy_entries(self, made: Self, table: int) -> None:
+        """Gives each entry the slot that it has here."""
+        dim, dtype, width, _, buckets, bucket_slots = _C.table_layout(self._group.handle, table)
+        made.reserve_buckets(table, buckets, bucket_slots)
+        slots = self.select_slots(table)
+        entry_bytes = dim * dtype.itemsize + width * 4 + 28
+        for part in slots.split(max(1, _BATCH_BYTES // entry_bytes)) if slots.numel() else ():
+            ids, rows, last_steps, scores, states = _ops.read_slots(self._group.handle, table, part)
+            place = (made.counter_tensor, made._group.handle, table)
+            placed = _ops.restore_slots(*place, part, ids, rows, last_steps, scores, states)
+            if not placed.all():
+                raise RuntimeError(
+                    f"table {self.tables[table].name!r} could not be copied: "
+                    f"{int((~placed).sum())} of its slots are taken twice."
+                )
