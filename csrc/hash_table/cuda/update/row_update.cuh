@@ -17,7 +17,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Rows and states leave the second-level cache before gradients, which are read again.
-constexpr bool kMakesRoom = true;
+constexpr bool kMakesRoom = false;
 
 // Kernels are compiled once for the optimizers whose columns have no state, which need few
 // registers, and once for the others.
