@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from torchrec_hkv.metrics.table_metrics import COUNTED, TableMetrics
 
-_RATES = ("hit_rate", "hbm_hit_rate", "host_hit_rate")
 _STATES = ("size", "load_factor", "hbm_bytes", "host_bytes")
+# Of tables with rows in both memories.
+_BY_MEMORY = ("host_hits", "hbm_hit_rate", "host_hit_rate")
 
 
 class Writer(Protocol):
@@ -26,7 +27,9 @@ class TensorBoard:
     """A sink of :class:`torchrec_hkv.metrics.Watch` that writes for TensorBoard.
 
     For each table ``{table}/{metric}``: counts and the hit rates since the last time; size, load
-    factor and bytes as they are.
+    factor and bytes as they are. A table has only the metrics that it uses: a count is written from
+    the first reading on in which it is not zero, evictions from the first insertion on, and hits by
+    memory where the table has rows in HBM and in host memory.
 
     Args:
         log_dir: a folder for the files; None where ``writer`` is given.
@@ -45,6 +48,8 @@ class TensorBoard:
         self._own = writer is None
         self.writer: Writer = _summary_writer(log_dir) if writer is None else writer
         self._before: dict[str, TableMetrics] = {}
+        # What each table has used so far, in order.
+        self._used: dict[str, dict[str, None]] = {}
 
     def __enter__(self) -> TensorBoard:
         return self
@@ -56,11 +61,15 @@ class TensorBoard:
         """Writes the metrics of a step."""
         for table, now in metrics.items():
             recent = now.since(self._before[table]) if table in self._before else now
-            values: dict[str, float] = {name: getattr(recent, name) for name in COUNTED}
-            if recent.lookups:
-                values |= {name: getattr(recent, name) for name in _RATES}
-            values |= {name: getattr(now, name) for name in _STATES if now.capacity}
-            for name, value in values.items():
+            used = self._used.setdefault(table, {})
+            used |= dict.fromkeys(_used(now))
+            for name in used:
+                if name in _STATES:
+                    value = getattr(now, name)
+                elif name in COUNTED or recent.lookups:
+                    value = getattr(recent, name)
+                else:  # a rate of no lookups
+                    continue
                 self.writer.add_scalar(f"{table}/{name}", value, step)
         self._before = dict(metrics)
 
@@ -73,6 +82,19 @@ class TensorBoard:
         """Writes all to the files."""
         if self._own:
             self.writer.close()
+
+
+def _used(now: TableMetrics) -> list[str]:
+    """The metrics that a table uses, as far as its counts tell."""
+    names = [name for name in COUNTED if getattr(now, name) and name not in _BY_MEMORY]
+    if now.inserted:
+        names.append("evicted")
+    if now.lookups:
+        names.append("hit_rate")
+    if now.hbm_bytes and now.host_bytes:
+        names += _BY_MEMORY
+    names += [name for name in ("hbm_bytes", "host_bytes") if getattr(now, name)]
+    return [*names, "size", "load_factor"] if now.capacity else names
 
 
 def _summary_writer(log_dir: Any) -> Writer:
