@@ -1,5 +1,15 @@
 """Hash-table and other backends for TorchRec's embedding tables, chosen table by table."""
 
+try:
+    import torchrec  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"torchrec_hkv needs TorchRec and FBGEMM, and there is no module {error.name!r}: install "
+        "torchrec with fbgemm-gpu or fbgemm-gpu-cpu in the versions that README.md lists for this "
+        "torch.",
+        name=error.name,
+    ) from None
+
 from torchrec_hkv import checkpoint
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torchrec_hkv.metrics.table_metrics import COUNTED, TableMetrics
@@ -36,7 +36,7 @@ class TensorBoard:
         writer: one that is there already, which :meth:`close` leaves open.
 
     Raises:
-        ImportError: the package ``tensorboard`` is not installed.
+        ImportError: the package ``tensorboard`` can't be imported.
         ValueError: neither or both are given.
     """
 
@@ -46,7 +46,9 @@ class TensorBoard:
         if (log_dir is None) == (writer is None):
             raise ValueError("Either a log_dir or a writer must be given.")
         self._own = writer is None
-        self.writer: Writer = _summary_writer(log_dir) if writer is None else writer
+        if writer is None:
+            writer = summary_writer_class()(str(log_dir))
+        self.writer: Writer = writer
         self._before: dict[str, TableMetrics] = {}
         # What each table has used so far, in order.
         self._used: dict[str, dict[str, None]] = {}
@@ -97,12 +99,17 @@ def _used(now: TableMetrics) -> list[str]:
     return [*names, "size", "load_factor"] if now.capacity else names
 
 
-def _summary_writer(log_dir: Any) -> Writer:
+def summary_writer_class() -> Callable[[str], Writer]:
+    """``torch.utils.tensorboard.SummaryWriter``.
+
+    Raises:
+        ImportError: the package ``tensorboard`` is not installed, or PyTorch can't use it.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+    except ImportError as error:
         raise ImportError(
-            "TensorBoard needs the package tensorboard, which is not installed: "
+            f"TensorBoard needs the package tensorboard, which can't be imported ({error}): "
             "pip install tensorboard."
         ) from None
-    return SummaryWriter(str(log_dir))
+    return SummaryWriter
