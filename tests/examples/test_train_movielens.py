@@ -135,6 +135,6 @@ def test_error_under_torchrun_is_said_once(tmp_path):
     assert done.returncode != 0
     # Once by the example, and once in the summary that torchrun ends with.
     lines = [line for line in done.stderr.splitlines() if "There is no data file" in line]
-    assert [line.strip().split(": ")[0] for line in lines] == ["error", "traceback"]
+    assert [line.split(":")[0].strip() for line in lines] == ["error", "traceback"]
     assert done.stderr.rstrip().splitlines()[-2] == lines[1]
     assert 'train_movielens.py", line' not in done.stderr
