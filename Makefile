@@ -75,8 +75,8 @@ $(ENVIRONMENT): FORCE
 
 $(EXTENSION): $(ENVIRONMENT) setup.py $(CSRC)
 	@echo "Building the extension for $(if $(filter cuda,$(DEVICE)),CUDA and the CPU,the CPU)"
-	@$(PYTHON) setup.py build_ext --inplace > build/extension.log 2>&1 \
-		|| { tail -n 60 build/extension.log; exit 1; }
+	@$(PYTHON) tools/build_progress.py --log build/extension.log --result 'torchrec_hkv/_C.*.so' \
+		-- $(PYTHON) setup.py build_ext --inplace
 	@grep -E 'warning:' build/extension.log || true
 	@cp $(ENVIRONMENT) $@
 

@@ -59,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("picture", type=Path, help="SVG or PNG to write")
     args = parser.parse_args(arguments)
     with args.rows.open() as file:
-        plot(list(csv.DictReader(file)), args.picture)
+        rows = list(csv.DictReader(file))
+    try:
+        plot(rows, args.picture)
+    except ImportError as error:
+        parser.error(f"matplotlib can't be imported ({error}): pip install matplotlib")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import dataclasses
 import torch.distributed as dist
 from click_model import SLACK, Variant
 from click_training import TRAIN_SHARE, Settings, run
-from launch import MOVIELENS, load, make_parser, positive, processes
+from launch import MOVIELENS, count_processes, load, make_parser, positive, processes
 from report import print_judgements, print_table, write_json
 
 HKV = Variant("hkv", "hash tables", "hkv", SLACK)
@@ -52,8 +52,8 @@ def main(description: str, architecture: str) -> None:
         speaks = dist.get_rank() == 0
         if speaks:
             print(
-                f"{log.name}: {split:,} rows to train on, {len(log) - split:,} to test on;"
-                f" {dist.get_world_size()} processes on {device.type}"
+                f"{log.name}: {split:,} rows to train on, {len(log) - split:,} to test on\n"
+                f"{count_processes()} on {device.type}"
             )
         result = run(log, split, dataclasses.replace(HKV, rows=arguments.rows), settings)
         if speaks:

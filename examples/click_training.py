@@ -59,6 +59,15 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
+class Progress:
+    """Quality of the last training batches after a step, each judged before training on it."""
+
+    step: int
+    loss: float
+    auc: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What a run gave; counts are over all ranks and, in ``counters``, over all hash tables."""
 
@@ -69,6 +78,7 @@ class Result:
     rows: dict[str, int]
     counters: dict[str, int]
     judgements: Sequence[Judgement] = ()
+    progress: Sequence[Progress] = ()
 
 
 def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Result:
@@ -91,16 +101,19 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
             loss, judgements, judging = train_and_judge(
                 model, training, batches, test, settings, reporter
             )
-    seconds = time.perf_counter() - started - judging
-    counters = hash_table_counters(model, device)
+        seconds = time.perf_counter() - started - judging
+        counters = hash_table_counters(model, device)
+        auc_on_test = test_auc(model, batches.in_order(test, settings.batch_size))
+        reporter.tested(auc_on_test)
     return Result(
         variant=variant,
-        auc=test_auc(model, batches.in_order(test, settings.batch_size)),
+        auc=auc_on_test,
         loss=loss,
         samples_per_second=steps * settings.batch_size / seconds,
         rows={c.name: variant.num_embeddings(c) for c in log.columns},
         counters=counters,
         judgements=judgements,
+        progress=reporter.progress,
     )
 
 
@@ -123,6 +136,7 @@ class Reporter:
         if variant.kernel == "hkv":
             self.watch = Watch(model, REFRESH, sinks, dist.group.WORLD)
         self.samples = 0
+        self.progress: list[Progress] = []
 
     def __enter__(self) -> Reporter:
         with contextlib.ExitStack() as stack:
@@ -142,10 +156,17 @@ class Reporter:
             self.watch.step()
 
     def quality(self, step: int, loss: float, auc: float) -> None:
-        """Loss and AUC of a step."""
-        self.line.update(step, self.samples, loss=loss, AUC=auc)
+        """Loss and AUC of the last training batches."""
+        self.progress.append(Progress(step, loss, auc))
+        self.line.update(step, self.samples, **{"train loss": loss, "train AUC": auc})
         if self.board is not None:
-            self.board.scalars(step, loss=loss, AUC=auc)
+            self.board.scalars(step, **{"train/loss": loss, "train/AUC": auc})
+
+    def tested(self, auc: float) -> None:
+        """AUC on the test, after the last step."""
+        self.line.update(self.steps, **{"test AUC": auc})
+        if self.board is not None:
+            self.board.scalars(self.steps, **{"test/AUC": auc})
 
 
 def train(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import logging
 import os
 import sys
@@ -18,6 +19,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from click_data import ClickLog, DataError, read
+
+from torchrec_hkv.metrics.tensorboard import summary_writer_class
 
 ROOT = Path(__file__).resolve().parent.parent
 MOVIELENS = ROOT / ".data" / "recbole-1.2.1-py3-none-any.whl"
@@ -154,13 +157,13 @@ def load(arguments: argparse.Namespace, train_share: float = 1.0) -> ClickLog:
     return log
 
 
-def check_json(path: Path) -> None:
-    """Raises DataError where a file can't be written."""
+def check_json(path: Path, option: str = "--json") -> None:
+    """Raises DataError where the file that an option names can't be written."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}.")
     if path.is_dir():
-        raise DataError(f"--json is {path}, but that is a folder.")
+        raise DataError(f"{option} is {path}, but that is a folder.")
     is_new = not path.exists()
     try:
         path.open("a").close()
@@ -182,12 +185,9 @@ def check_tensorboard(folder: Path) -> None:
             f"--tensorboard is {folder}, but {there} can't be written to: {error.strerror}."
         ) from None
     try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError:
-        raise DataError(
-            "TensorBoard needs the package tensorboard, which is not installed: "
-            "pip install tensorboard."
-        ) from None
+        summary_writer_class()
+    except ImportError as error:
+        raise DataError(str(error)) from None
 
 
 def join_processes(device: str) -> torch.device:
@@ -211,11 +211,25 @@ def processes(device: str) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+def count_processes() -> str:
+    """``1 process``, ``2 processes``."""
+    count = dist.get_world_size()
+    return f"{count} process" if count == 1 else f"{count} processes"
+
+
 def silence_advice() -> None:
     """Leaves out what TorchRec and PyTorch advise their own developers."""
     warnings.simplefilter("ignore", FutureWarning)
     for name in ("torchrec", "torch.fx"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _tell_torchrun(sentence: str) -> None:
+    """Puts a sentence into the summary that torchrun ends with after a failed process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}))
 
 
 def run(example: Callable[[], int | None]) -> int:
@@ -234,6 +248,7 @@ def run(example: Callable[[], int | None]) -> int:
     except DataError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
+            _tell_torchrun(f"error: {error}")
         else:
             # All ranks fail alike; the first to exit makes torchrun end the others, and rank 0
             # must have spoken by then.

@@ -99,6 +99,7 @@ def write_json(
                 "samples_per_second": result.samples_per_second,
                 "rows": result.rows,
                 "counters": result.counters,
+                "progress": [dataclasses.asdict(one) for one in result.progress],
                 "evaluations": [dataclasses.asdict(one) for one in result.judgements],
             }
             for result in results

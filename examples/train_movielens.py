@@ -11,12 +11,14 @@ trained on, the last 20 % are the test. It runs in one process without torchrun,
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 from click_model import VARIANTS
 from click_training import TRAIN_SHARE, Settings, run
-from launch import MOVIELENS, load, make_parser, positive, processes
+from launch import MOVIELENS, count_processes, load, make_parser, positive, processes
 from launch import run as launch
+from plot import check_plot, write_plot
 from report import print_comparison, print_table, write_json
 
 
@@ -37,7 +39,15 @@ def main() -> None:
         help=f"which runs to make, of {', '.join(keys)} (default: all)",
     )
     parser.add_argument("--epochs", type=positive, default=2, help="(default: %(default)s)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw train and test AUC of the runs, as .png, .svg or .pdf; needs matplotlib",
+    )
     arguments = parser.parse_args()
+    if arguments.plot:
+        check_plot(arguments.plot)
     log = load(arguments, TRAIN_SHARE)
     split = int(len(log) * TRAIN_SHARE)
     with processes(arguments.device) as device:
@@ -46,7 +56,7 @@ def main() -> None:
         if speaks:
             print(
                 f"{log.name}: {split:,} rows to train on, {len(log) - split:,} later ones to test"
-                f" on; {dist.get_world_size()} processes on {device.type}"
+                f" on\n{count_processes()} on {device.type}"
             )
         results = [
             run(log, split, variant, settings)
@@ -54,11 +64,16 @@ def main() -> None:
             if variant.key in arguments.runs
         ]
         if speaks:
-            print_table(f"{log.name}, {settings.epochs} epochs, seed {settings.seed}", results)
+            epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs} epochs"
+            title = f"{log.name}, {epochs}, seed {settings.seed}"
+            print_table(title, results)
             print_comparison(results)
             if arguments.json:
                 write_json(arguments.json, log, split, settings, results)
                 print(f"Written: {arguments.json}")
+            if arguments.plot:
+                write_plot(arguments.plot, title, results)
+                print(f"Written: {arguments.plot}")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@
 # libraries is needed. What is not of this project is not looked at: Python and torch are not built
 # for a sanitizer. MAX_JOBS: compilations at a time.
 #
-# memcheck and racecheck need a CUDA build in place (make build). They run one file of tests a
-# process. TORCHREC_HKV_SANITIZE_JOBS: processes at a time, 4 by default;
-# TORCHREC_HKV_SANITIZE_SECONDS: of each, 1200 by default. A process that runs longer is ended and
-# listed, and counts as an error. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets memcheck see the end of every
-# tensor; tests of CUDA graphs can't run with it.
+# memcheck and racecheck need a CUDA build in place (make build); with TORCHREC_HKV_DEBUG=1 reports
+# name lines. They run one file of tests a process. TORCHREC_HKV_SANITIZE_JOBS: processes at a time,
+# 4 by default; TORCHREC_HKV_SANITIZE_SECONDS: of each, 1200 by default. A process that runs longer
+# is ended and listed, and counts as an error. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets memcheck see the
+# end of every tensor; tests of CUDA graphs can't run with it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -5,6 +5,16 @@
 # the process. TorchRec's apply_optimizer_in_backward would import it later.
 import torch.distributed.optim  # noqa: F401
 
+try:
+    import torchrec  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"torchrec_hkv needs TorchRec and FBGEMM, and there is no module {error.name!r}: install "
+        "torchrec with fbgemm-gpu or fbgemm-gpu-cpu in the versions that README.md lists for this "
+        "torch.",
+        name=error.name,
+    ) from None
+
 from torchrec_hkv import checkpoint
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend

@@ -130,6 +130,8 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   placement.keeps_scores = group.shape().keeps_scores;
   placement.remembers = group.remembers_evicted();
   placement.ordered = group.deterministic();
+  // What makes room and what takes it are one, as other threads see it.
+  const HoldToGrow hold(*owner);
   owner->make_room(batch, ids, offsets, layout.first_bags());
   if (held) held->set_growths(group.growths());
   const at::Tensor scratch = insert_scratch(group, ids, placement, /*scored=*/false);

@@ -33,13 +33,12 @@ at::Tensor ids_where(const TableGroup& group, const at::Tensor& scores,
                      const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags, Is is) {
   at::Tensor mask = at::zeros(scores.sizes(), scores.options().dtype(at::kBool));
   if (!offsets) return is(group.view(group.feature_table(0)).eviction) ? mask.fill_(true) : mask;
-  const at::Tensor firsts = at::tensor(first_bags, at::kLong).to(group.device());
-  const at::Tensor starts = offsets->index_select(0, firsts);
+  // Views of the offsets, so that nothing goes to the device, which would wait for the host.
+  const auto start = [&](int64_t f) { return offsets->slice(0, first_bags[f], first_bags[f] + 1); };
   const at::Tensor positions = at::arange(scores.numel(), scores.options());
   for (int64_t f = 0; f < group.num_features(); ++f) {
     if (!is(group.view(group.feature_table(f)).eviction)) continue;
-    mask.logical_or_(positions.ge(starts.slice(0, f, f + 1))
-                         .logical_and_(positions.lt(starts.slice(0, f + 1, f + 2))));
+    mask.logical_or_(positions.ge(start(f)).logical_and_(positions.lt(start(f + 1))));
   }
   return mask;
 }

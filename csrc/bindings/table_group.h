@@ -126,6 +126,8 @@ class TableGroup {
   GroupClock& clock() const { return *clock_; }
   // Orders calls on several streams. Callers of what touches the tables' memory take their turn.
   StreamOrder& order() const { return *order_; }
+  // Whether a table has not its full capacity.
+  bool growing() const { return growing_; }
 
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
@@ -255,6 +257,25 @@ class TableGroup {
 
   std::shared_ptr<GroupClock> clock_;
   std::unique_ptr<StreamOrder> order_;  // last: its end comes before the memory's
+};
+
+// Holds a group that may still grow alone, from the call that makes room for ids to the one that
+// inserts them: another thread's ids, for which there is room but which are not there yet, would be
+// forgotten by who looks how full the tables are.
+class HoldToGrow {
+ public:
+  explicit HoldToGrow(const TableGroup& group)
+      : order_(group.growing() ? &group.order() : nullptr) {
+    if (order_ != nullptr) order_->hold(Hold::kAlone);
+  }
+  ~HoldToGrow() {
+    if (order_ != nullptr) order_->release(Hold::kAlone);
+  }
+  HoldToGrow(const HoldToGrow&) = delete;
+  HoldToGrow& operator=(const HoldToGrow&) = delete;
+
+ private:
+  StreamOrder* const order_;
 };
 
 }  // namespace torchrec_hkv::bindings

@@ -190,6 +190,8 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
     check_length(*believed, "believed", n);
     TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
   }
+  // What makes room and what takes it are one, as other threads see it.
+  const HoldToGrow hold(*owner);
   owner->make_room(batch, ids, offsets, given_ids.first_bags());
   at::Tensor slots = at::empty_like(ids);
   at::Tensor found = at::empty({n}, ids.options().dtype(at::kBool));

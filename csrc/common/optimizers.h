@@ -74,6 +74,16 @@ struct OptimizerConfig {
   uint64_t rounding_seed = 0;
 };
 
+// a * x + b * y. A device's compiler may round either product before the sum, and choose otherwise
+// in each kernel: here it is always the second one, so that all kernels compute the same.
+HKV_HOST_DEVICE float sum_of_products(float a, float x, float b, float y) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, x, __fmul_rn(b, y));
+#else
+  return a * x + b * y;
+#endif
+}
+
 // Quantities of state that each column has.
 HKV_HOST_DEVICE constexpr int32_t column_states(Optimizer kind) {
   switch (kind) {
@@ -180,7 +190,7 @@ HKV_HOST_DEVICE float adapt_row(const OptimizerConfig& config, float squares, in
     row_square += mean;
     terms->rate /= sqrtf(row_square + config.initial_accumulator) + config.eps;
   } else {
-    row_square = config.beta2 * row_square + config.new_part2 * mean;
+    row_square = sum_of_products(config.beta2, row_square, config.new_part2, mean);
     terms->rate /= sqrtf(row_square) * terms->second_correction + config.eps;
   }
   return row_square;
@@ -193,7 +203,7 @@ HKV_HOST_DEVICE bool limits_norm(const OptimizerConfig& config) {
 
 // The value that a column without state gets, from what gradient_of gives.
 HKV_HOST_DEVICE float moved(const RowTerms& terms, float value, float direction) {
-  return terms.kept * value - terms.rate * direction;
+  return sum_of_products(terms.kept, value, -terms.rate, direction);
 }
 
 // Scales the updated row down to max_norm. Called last, where limits_norm; the columns must have no
@@ -220,11 +230,11 @@ HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms&
     first += g * g;
     direction = g / (sqrtf(first + config.initial_accumulator) + config.eps);
   } else if constexpr (kKind == Optimizer::kAdam) {
-    first = config.beta1 * first + config.new_part1 * g;
-    second = config.beta2 * second + config.new_part2 * (g * g);
+    first = sum_of_products(config.beta1, first, config.new_part1, g);
+    second = sum_of_products(config.beta2, second, config.new_part2, g * g);
     direction = first / (sqrtf(second) * terms.second_correction + config.eps);
   } else if constexpr (kKind == Optimizer::kRowWiseAdam) {
-    first = config.beta1 * first + config.new_part1 * g;
+    first = sum_of_products(config.beta1, first, config.new_part1, g);
     direction = first;
   } else if constexpr (kKind == Optimizer::kFtrl) {
     // A learning rate of 0 would stand in a denominator; nothing moves then.
@@ -259,8 +269,8 @@ HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerm
 HKV_HOST_DEVICE void update_moments(const OptimizerConfig& config, const RowTerms& terms,
                                     float value, float gradient, float& first, float& second) {
   const float g = gradient_of(config, terms, value, gradient);
-  first = config.beta1 * first + config.new_part1 * g;
-  second = config.beta2 * second + config.new_part2 * (g * g);
+  first = sum_of_products(config.beta1, first, config.new_part1, g);
+  second = sum_of_products(config.beta2, second, config.new_part2, g * g);
 }
 
 // ... what it would like to subtract, for a learning rate of 1, from the new state ...

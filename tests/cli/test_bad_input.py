@@ -58,9 +58,20 @@ SENTENCES = {
     "The name of table 'u.x' has a dot": ["plan", "--table", "u.x:1M:64"],
     "--host is '1e30TiB', but must be less than 2^60.": [*TABLE, "--host", "1e30TiB"],
     "--batch-size is 3000000000, but must be less than 2^31.": [*TABLE, "--batch-size", "3B"],
-    "No kernel 'dense' of TorchRec's serves these tables.": [*TABLE, "--backend", "dense"],
+    "No kernel 'dense' of TorchRec's serves these tables sharded row_wise.": [
+        *TABLE,
+        *("--backend", "dense"),
+    ],
     "Argument VERB: invalid choice: 'bogus'": ["bogus"],
-    "Table 'user' can't be sharded 'row_wise' on backend 'tt'": [*TABLE, "--backend", "tt"],
+    "--sharding is 'row_wise', but backend 'tt' is sharded data_parallel or table_wise.": [
+        *TABLE,
+        *("--backend", "tt", "--sharding", "table_wise", "--sharding", "row_wise"),
+    ],
+    "Argument --sharding: invalid choice: 'rows' (choose from": [*TABLE, "--sharding", "rows"],
+    "No kernel 'fused_uvm' of TorchRec's serves these tables sharded data_parallel.": [
+        *TABLE,
+        *("--backend", "fused_uvm", "--sharding", "data_parallel"),
+    ],
 }
 
 

@@ -1,6 +1,9 @@
 """``torchrec-hkv plan``: the planner's figures, for GPUs that are not here."""
 
 import json
+import logging
+
+import pytest
 
 from torchrec_hkv.cli import main
 from torchrec_hkv.hash_table import Adam, RowWiseAdagrad, gpu_table_bytes, table_memory
@@ -70,6 +73,54 @@ def test_a_kernel_of_torchrecs(capsys):
     assert content["tables"]["a"]["hbm"] == [3 * 64_000_000]
 
 
+def test_a_backend_that_is_not_sharded_row_wise(capsys):
+    """Tensor-Train tables are whole on a rank."""
+    content = answer(capsys, "plan", "--table", "a:1M:16", "--backend", "tt", "--gpus", "2")
+    table = content["tables"]["a"]
+    assert table["sharding"] in ("table_wise", "data_parallel")
+    assert set(table["rows"]) == {1_000_000}
+    assert content["hbm_per_gpu"] == max(table["hbm"]) < 64_000_000 / 10
+
+
+@pytest.mark.parametrize(
+    ("backend", "sharding", "ranks"),
+    [
+        ("tt", "data_parallel", [0, 1]),
+        ("hkv", "table_wise", [0]),
+        ("hkv", "column_wise", [0, 1]),
+        ("fused", "table_wise", [0]),
+    ],
+)
+def test_a_sharding_type_that_was_asked_for(backend, sharding, ranks, capsys, caplog):
+    arguments = ["plan", "--table", "a:1M:256", "--gpus", "2", "--backend", backend]
+    content = answer(capsys, *arguments, "--sharding", sharding)
+    table = content["tables"]["a"]
+    assert (table["sharding"], sorted(set(table["ranks"]))) == (sharding, ranks)
+    assert content["hbm_per_gpu"] == sum(table["hbm"]) / len(ranks)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_planner_chooses_among_sharding_types(capsys):
+    """A table that is too large for one GPU is spread over both."""
+    arguments = ["plan", "--table", "a:1B:32", "--gpus", "2", "--optimizer", "sgd"]
+    arguments += ["--sharding", "table_wise", "--sharding", "row_wise"]
+    content = answer(capsys, *arguments)
+    assert content["tables"]["a"]["sharding"] == "row_wise"
+    assert not answer(capsys, *arguments[:-2])["fits"]
+
+
+def test_memory_of_each_gpu(capsys):
+    content = answer(capsys, *BILLION, "--gpus", "8")
+    table = content["tables"]["user"]
+    assert len(content["memory"]) == 8
+    for rank, memory in enumerate(content["memory"]):
+        hbm = memory["hbm"]
+        assert hbm["tables"] == table["hbm"][rank]
+        assert hbm["tables"] < hbm["used"] < hbm["budget"] < 139 << 30
+        assert hbm["free"] == hbm["budget"] - hbm["used"]
+    assert "memory" not in answer(capsys, *BILLION)
+
+
 def test_no_gpus_of_this_size_are_enough(capsys):
     content = answer(capsys, "plan", "--table", "a:1B:64", "--hbm", "1MiB")
     assert content["fits_on_gpus"] is None
@@ -80,6 +131,8 @@ def test_text(capsys, caplog):
     text = capsys.readouterr().out
     assert "125,000,000 x8" in text
     assert text.rstrip().endswith("It fits.")
+    assert "Times are not calibrated" in text
+    assert "budget" in text
     assert main(BILLION) == 1
     assert "8 of these GPUs are enough." in capsys.readouterr().out
     assert not [record for record in caplog.records if record.name.startswith("torchrec.")]

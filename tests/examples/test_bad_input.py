@@ -98,6 +98,11 @@ OWN = {
     "Argument --rows: 0.0 is not above 0": ("train_deepfm", ["--rows", "0"]),
     "Argument --epochs: '0' is not a positive number.": ("train_movielens", ["--epochs", "0"]),
     "Argument --runs: invalid choice: 'x'": ("train_movielens", ["--runs", "x"]),
+    "--plot is auc.bmp, but must end with .png, .svg, .pdf.": (
+        *("train_movielens", ["--plot", "auc.bmp"]),
+    ),
+    "There is no folder {}/no.": ("train_movielens", ["--plot", "{}/no/auc.png"]),
+    "/proc/none.png can't be written": ("train_movielens", ["--plot", "/proc/none.png"]),
     "Argument -k: '-3' is not a positive number.": ("train_two_tower", ["-k=-3"]),
     "A batch of 300 is more than the likes to train on.": (
         *("train_two_tower", ["--batch-size", "300"]),

@@ -97,7 +97,12 @@ def test_plan_progress_and_table_are_printed(trained):
     assert "eviction=lfu" in output
     assert "hit rate" in output
     for run in figures["runs"].values():
-        assert f"{run['test_auc']:.4f}" in output
+        (line,) = (x for x in output.splitlines() if x.startswith(f"{run['title']}: "))
+        assert f"test AUC {run['test_auc']:.4f}" in line
+        last = run["progress"][-1]
+        assert f"train loss {last['loss']:.4f}, train AUC {last['auc']:.4f}" in line
+        # One AUC is of training batches, the other of the test: both are labelled.
+        assert line.count("AUC") == 2
 
 
 def refused(*arguments):
@@ -128,4 +133,8 @@ def test_batch_size_of_zero_is_refused(clicks):
 def test_error_under_torchrun_is_said_once(tmp_path):
     done = example("--data", tmp_path / "nothing.dat", processes=2)
     assert done.returncode != 0
-    assert done.stderr.count("There is no data file") == 1
+    # Once by the example, and once in the summary that torchrun ends with.
+    lines = [line for line in done.stderr.splitlines() if "There is no data file" in line]
+    assert [line.split(":")[0].strip() for line in lines] == ["error", "traceback"]
+    assert done.stderr.rstrip().splitlines()[-2] == lines[1]
+    assert 'train_movielens.py", line' not in done.stderr

@@ -23,6 +23,34 @@ def test_sinks_get_every_so_manieth_step_and_the_last(device_type):
     assert watch.latest == seen[-1][1]
 
 
+def test_close_twice_hands_on_once(device_type):
+    embedding = make_embedding(device=device_type)
+    seen = []
+    with Watch(embedding, 3, [lambda step, metrics: seen.append(step)]) as watch:
+        for _ in range(4):
+            embedding(torch.arange(10, device=device_type))
+            watch.step()
+        watch.close()
+    assert seen == [3, 4]
+
+
+def test_an_error_in_the_block_begins_no_reading():
+    """Other ranks may have ended, and a reading is a sum over all of them."""
+    seen = []
+    watch = Watch(make_embedding(), 3, [lambda step, metrics: seen.append(step)])
+
+    def training():
+        with watch:
+            for step in range(5):
+                if step == 4:
+                    raise RuntimeError("of a step")
+                watch.step()
+
+    with pytest.raises(RuntimeError, match="of a step"):
+        training()
+    assert seen == [3]
+
+
 def test_a_module_that_changes_its_tables_is_watched_still(device_type):
     embedding = make_embedding(device=device_type)
     watch = Watch(embedding, 1)

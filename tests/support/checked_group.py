@@ -44,6 +44,7 @@ class TableOfGroup:
         spec = group.tables[index]
         self.group, self.index = group, index
         self.dim, self.dtype, self.device = spec.dim, spec.dtype, group.device
+        self.eviction = spec.eviction
         self.answer: Any = None
         for name in ("find_or_insert", "find_or_insert_slots", "insert_or_assign", "assign"):
             setattr(self, name, self._answer)

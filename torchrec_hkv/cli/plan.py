@@ -2,9 +2,11 @@
 
     torchrec-hkv plan --table user:1B:64 --optimizer adam --gpus 8 --hbm 141GiB --host 2TiB
     torchrec-hkv plan --table user:1B:64 --table page:10M:32 --gpus 2 --hbm-per-table 40GiB
+    torchrec-hkv plan --table page:100M:64 --backend tt --gpus 2
 
-Each table is sharded row-wise by the planner of the package, as a training would be, so that the
-figures are its own. Exit code 0: it fits; 1: it does not.
+The planner of the package plans the tables as it does for a training. Tables are sharded row-wise
+where the backend allows it; --sharding names other sharding types. Exit code 0: it fits; 1: it does
+not.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -30,10 +33,13 @@ from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec_hkv.planner.report import ReportedModulePlan, format_bytes
+from torchrec_hkv.planner.memory import Memory, ReportedPlan, describe_memory
+from torchrec_hkv.planner.report import TableReport, format_bytes
 from torchrec_hkv.sharding import get_default_sharders
+from torchrec_hkv.sharding.validation import served_sharding_types
 
 HELP = "whether tables fit GPUs, offline"
+_SHARDING_TYPES = [kind.value for kind in ShardingType]
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
     "none": None,
     "sgd": torch.optim.SGD,
@@ -41,6 +47,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adam": torch.optim.Adam,
 }
+_DEFAULT_SHARDING = ShardingType.ROW_WISE.value
 # More memory than there is, to learn what tables take that do not fit.
 _ENDLESS = 1 << 60
 _MOST_GPUS = 4096
@@ -102,6 +109,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a backend, or a kernel of TorchRec's such as fused (default: %(default)s)",
     )
+    parser.add_argument(
+        "--sharding",
+        action="append",
+        choices=_SHARDING_TYPES,
+        metavar="TYPE",
+        help="how tables are sharded; may be repeated, and the planner chooses. One of "
+        f"{', '.join(_SHARDING_TYPES)} (default: row_wise where the backend allows it, else all "
+        "that it allows)",
+    )
     parser.add_argument("--gpus", default="1", metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--gpus-per-host", default="8", metavar="N", help="of one machine (default: %(default)s)"
@@ -146,25 +162,35 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
     endless = planning.plan(machines, endless=True)
     if endless is None:
-        raise ValueError(f"No kernel {arguments.backend!r} of TorchRec's serves these tables.")
-    fits = planning.plan(machines) is not None
-    content = {
+        kinds = ", ".join(planning.sharding_types)
+        raise ValueError(
+            f"No kernel {arguments.backend!r} of TorchRec's serves these tables sharded {kinds}."
+        )
+    plan = planning.plan(machines)
+    fits = plan is not None
+    # Of tables that do not fit, what they would take.
+    shown = endless if plan is None else plan
+    tables = {name: _described(report) for name, report in shown.plan[""].reports.items()}
+    content: dict[str, Any] = {
         "fits": fits,
         "optimizer": arguments.optimizer,
         "backend": arguments.backend,
         "machines": dataclasses.asdict(machines),
-        "tables": {name: _described(endless, name) for name in names},
+        "tables": {name: tables[name] for name in names},
     }
-    content["hbm_per_gpu"], content["host_per_gpu"] = (
-        max(
-            sum(content["tables"][name][key][rank] for name in names)
-            for rank in range(machines.gpus)
-        )
-        for key in ("hbm", "host")
-    )
-    if not fits:
+    for key in ("hbm", "host"):
+        given = [0] * machines.gpus
+        for table in tables.values():
+            for rank, count in zip(table["ranks"], table[key], strict=True):
+                given[rank] += count
+        content[f"{key}_per_gpu"] = max(given)
+    if plan is not None:
+        content["memory"] = [
+            {key: _memory(getattr(rank, key)) for key in ("hbm", "host")} for rank in plan.memory
+        ]
+    else:
         content["fits_on_gpus"] = planning.enough_gpus(machines)
-    return Answer(_text(content, endless, machines), content, 0 if fits else 1)
+    return Answer(_text(content, shown, machines), content, 0 if fits else 1)
 
 
 def _table(text: str) -> Table:
@@ -196,22 +222,41 @@ def _constraint(arguments: argparse.Namespace) -> ParameterConstraints:
             raise ValueError(f"--hbm-per-table is of backend 'hkv', not {arguments.backend!r}.")
         options = HKVOptions(hbm_bytes=parse_bytes("--hbm-per-table", arguments.hbm_per_table))
     return ParameterConstraints(
-        sharding_types=["row_wise"], compute_kernels=[arguments.backend], options=options
+        sharding_types=_sharding_types(arguments.backend, arguments.sharding),
+        compute_kernels=[arguments.backend],
+        options=options,
     )
+
+
+def _sharding_types(backend: str, asked: list[str] | None) -> list[str]:
+    """What was asked for; row-wise where nothing was and the backend serves it."""
+    served = served_sharding_types(backend) if backend in registry.names() else _SHARDING_TYPES
+    if asked is None:
+        return [_DEFAULT_SHARDING] if _DEFAULT_SHARDING in served else served
+    for sharding_type in asked:
+        if sharding_type not in served:
+            raise ValueError(
+                f"--sharding is {sharding_type!r}, but backend {backend!r} is sharded "
+                f"{' or '.join(served)}."
+            )
+    return list(dict.fromkeys(asked))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """TorchRec warns of topologies and of dense models that are not here."""
-    stock = logging.getLogger("torchrec")
-    before = stock.level
-    stock.setLevel(logging.ERROR)
+    # Of data-parallel tables TorchRec warns by the root logger.
+    loggers = [logging.getLogger("torchrec"), logging.getLogger()]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        stock.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 class _Planning:
@@ -224,6 +269,7 @@ class _Planning:
         constraint: ParameterConstraints,
         batch_size: int,
     ) -> None:
+        self.sharding_types = list(constraint.sharding_types or ())
         self._constraints = {table.name: constraint for table in tables}
         self._batch_size = batch_size
         self._model: nn.Module = EmbeddingBagCollection(
@@ -241,7 +287,7 @@ class _Planning:
         if optimizer is not None:
             apply_optimizer_in_backward(optimizer, self._model.parameters(), {"lr": 0.01})
 
-    def plan(self, machines: Machines, endless: bool = False) -> ReportedModulePlan | None:
+    def plan(self, machines: Machines, endless: bool = False) -> ReportedPlan | None:
         """A plan; None where none fits.
 
         Raises:
@@ -254,7 +300,7 @@ class _Planning:
                 constraints=dict(self._constraints),
             )
             try:
-                return planner.plan(self._model, get_default_sharders()).plan[""]
+                return planner.plan(self._model, get_default_sharders())
             except PlannerError:
                 return None
             except RuntimeError as error:  # of TorchRec's enumerator
@@ -272,9 +318,10 @@ class _Planning:
         return None
 
 
-def _described(plan: ReportedModulePlan, name: str) -> dict[str, Any]:
-    report = plan.reports[name]
+def _described(report: TableReport) -> dict[str, Any]:
     return {
+        "sharding": report.sharding_type,
+        "ranks": list(report.ranks),
         "rows": list(report.rows),
         "dim": report.dim,
         "hbm": [part.hbm for part in report.bytes],
@@ -282,15 +329,20 @@ def _described(plan: ReportedModulePlan, name: str) -> dict[str, Any]:
     }
 
 
-def _text(content: dict[str, Any], plan: ReportedModulePlan, machines: Machines) -> str:
+def _memory(part: Memory) -> dict[str, int]:
+    return {**dataclasses.asdict(part), "free": part.free}
+
+
+def _text(content: dict[str, Any], plan: ReportedPlan, machines: Machines) -> str:
     kind = content["backend"]
     what = "a backend of this package" if kind in registry.names() else "a kernel of TorchRec's"
     gpus = "1 GPU" if machines.gpus == 1 else f"{machines.gpus} GPUs"
     lines = [
         f"{gpus} of {format_bytes(machines.hbm)}, machines of "
         f"{format_bytes(machines.host)}; {content['optimizer']}, {kind} ({what})",
-        str(plan).strip("\n"),
+        str(plan.plan[""]).strip("\n"),
         "",
+        *([describe_memory(plan.memory)] if content["fits"] else []),
         f"A GPU gives its tables {format_bytes(content['hbm_per_gpu'])} of HBM and "
         f"{format_bytes(content['host_per_gpu'])} of host memory.",
     ]

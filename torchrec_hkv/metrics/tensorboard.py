@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torchrec_hkv.metrics.table_metrics import COUNTED, TableMetrics
 
-_RATES = ("hit_rate", "hbm_hit_rate", "host_hit_rate")
 _STATES = ("size", "load_factor", "hbm_bytes", "host_bytes")
+# Of tables with rows in both memories.
+_BY_MEMORY = ("host_hits", "hbm_hit_rate", "host_hit_rate")
 
 
 class Writer(Protocol):
@@ -26,14 +27,16 @@ class TensorBoard:
     """A sink of :class:`torchrec_hkv.metrics.Watch` that writes for TensorBoard.
 
     For each table ``{table}/{metric}``: counts and the hit rates since the last time; size, load
-    factor and bytes as they are.
+    factor and bytes as they are. A table has only the metrics that it uses: a count is written from
+    the first reading on in which it is not zero, evictions from the first insertion on, and hits by
+    memory where the table has rows in HBM and in host memory.
 
     Args:
         log_dir: a folder for the files; None where ``writer`` is given.
         writer: one that is there already, which :meth:`close` leaves open.
 
     Raises:
-        ImportError: the package ``tensorboard`` is not installed.
+        ImportError: the package ``tensorboard`` can't be imported.
         ValueError: neither or both are given.
     """
 
@@ -43,8 +46,12 @@ class TensorBoard:
         if (log_dir is None) == (writer is None):
             raise ValueError("Either a log_dir or a writer must be given.")
         self._own = writer is None
-        self.writer: Writer = _summary_writer(log_dir) if writer is None else writer
+        if writer is None:
+            writer = summary_writer_class()(str(log_dir))
+        self.writer: Writer = writer
         self._before: dict[str, TableMetrics] = {}
+        # What each table has used so far, in order.
+        self._used: dict[str, dict[str, None]] = {}
 
     def __enter__(self) -> TensorBoard:
         return self
@@ -56,11 +63,15 @@ class TensorBoard:
         """Writes the metrics of a step."""
         for table, now in metrics.items():
             recent = now.since(self._before[table]) if table in self._before else now
-            values: dict[str, float] = {name: getattr(recent, name) for name in COUNTED}
-            if recent.lookups:
-                values |= {name: getattr(recent, name) for name in _RATES}
-            values |= {name: getattr(now, name) for name in _STATES if now.capacity}
-            for name, value in values.items():
+            used = self._used.setdefault(table, {})
+            used |= dict.fromkeys(_used(now))
+            for name in used:
+                if name in _STATES:
+                    value = getattr(now, name)
+                elif name in COUNTED or recent.lookups:
+                    value = getattr(recent, name)
+                else:  # a rate of no lookups
+                    continue
                 self.writer.add_scalar(f"{table}/{name}", value, step)
         self._before = dict(metrics)
 
@@ -75,12 +86,30 @@ class TensorBoard:
             self.writer.close()
 
 
-def _summary_writer(log_dir: Any) -> Writer:
+def _used(now: TableMetrics) -> list[str]:
+    """The metrics that a table uses, as far as its counts tell."""
+    names = [name for name in COUNTED if getattr(now, name) and name not in _BY_MEMORY]
+    if now.inserted:
+        names.append("evicted")
+    if now.lookups:
+        names.append("hit_rate")
+    if now.hbm_bytes and now.host_bytes:
+        names += _BY_MEMORY
+    names += [name for name in ("hbm_bytes", "host_bytes") if getattr(now, name)]
+    return [*names, "size", "load_factor"] if now.capacity else names
+
+
+def summary_writer_class() -> Callable[[str], Writer]:
+    """``torch.utils.tensorboard.SummaryWriter``.
+
+    Raises:
+        ImportError: the package ``tensorboard`` is not installed, or PyTorch can't use it.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+    except ImportError as error:
         raise ImportError(
-            "TensorBoard needs the package tensorboard, which is not installed: "
+            f"TensorBoard needs the package tensorboard, which can't be imported ({error}): "
             "pip install tensorboard."
         ) from None
-    return SummaryWriter(str(log_dir))
+    return SummaryWriter

@@ -43,7 +43,8 @@ class Watch:
     """Reads the metrics of a model every so many steps, without making a step wait for the device.
 
     A reading is begun on the device, with its copy to the host, and handed to the sinks in the
-    first :meth:`step` that finds it done, or in :meth:`close`.
+    first :meth:`step` that finds it done, or in :meth:`close`. At the end of a ``with`` block the
+    watch is closed; where the block ends with an error, no reading is begun or waited for.
 
     Args:
         source: as for :func:`collect`.
@@ -75,6 +76,8 @@ class Watch:
                 )
         self._reader = _Reader(source, group)
         self._steps = 0
+        # The step of the last reading that was begun.
+        self._begun = 0
         self._open: list[_Reading] = []
         #: The last reading that was done, empty before the first.
         self.latest: Metrics = {}
@@ -82,25 +85,37 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            # Other ranks may not come to another reading, and would be waited for.
+            self._hand_on_done()
 
     def step(self) -> None:
         """Counts a step; every so many times begins a reading, and hands on what is done."""
         self._steps += 1
         if self._steps % self._every == 0:
-            self._open.append(self._reader.begin(self._steps))
-        while self._open and self._open[0].is_done():
-            self._hand_on(self._open.pop(0))
+            self._begin()
+        self._hand_on_done()
 
     def close(self) -> None:
-        """Hands on all readings, with one of the last step; waits for the device."""
-        if self._steps % self._every:
-            self._open.append(self._reader.begin(self._steps))
-        for reading in self._open:
+        """Hands on all readings, with one of the last step; waits for the device. Another call
+        does nothing."""
+        if self._steps > self._begun:
+            self._begin()
+        while self._open:
+            reading = self._open.pop(0)
             reading.wait()
             self._hand_on(reading)
-        self._open = []
+
+    def _begin(self) -> None:
+        self._open.append(self._reader.begin(self._steps))
+        self._begun = self._steps
+
+    def _hand_on_done(self) -> None:
+        while self._open and self._open[0].is_done():
+            self._hand_on(self._open.pop(0))
 
     def _hand_on(self, reading: _Reading) -> None:
         self.latest = reading.metrics()

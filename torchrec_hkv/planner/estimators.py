@@ -141,6 +141,10 @@ class PerfEstimator(ShardEstimator):
         found = self._measured.get(kernel)
         return None if found is None else found.group_time
 
+    def is_calibrated(self, option: ShardingOption) -> bool:
+        """Whether the times of an option come from measured constants."""
+        return (option.backend if is_ours(option) else FUSED) in self._measured
+
     def _backend_times(
         self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
     ) -> list[StepTime]:

@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.planner.types import ParameterConstraints as StockParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ParameterSharding
 
 from torchrec_hkv import environment
 from torchrec_hkv.backends import registry
@@ -31,6 +31,7 @@ from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
 from torchrec_hkv.planner.enumerator import BackendEnumerator
+from torchrec_hkv.planner.memory import ReportedPlan, rank_memory
 from torchrec_hkv.planner.options import disadvantage, is_ours
 from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
 from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
@@ -132,7 +133,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             self._constraints = translated(constraints, self._choices)
             self._make_enumerator()
 
-    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ReportedPlan:
         """Plans on this process alone.
 
         Args:
@@ -152,12 +153,13 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         options = {(option.path, option.name): option for option in self._best_plan or []}
         rejected = self._rejections(module, sharders)
         self._warn(options.values())
-        plan = ShardingPlan(
-            {
-                path: self._module_plan(path, module_plan, options, rejected, sharders)
-                for path, module_plan in plan.plan.items()
-            }
-        )
+        plans = {
+            path: self._module_plan(path, module_plan, options, rejected, sharders)
+            for path, module_plan in plan.plan.items()
+        }
+        room = self._storage_reservation.last_reserved_topology
+        memory = [] if room is None else rank_memory(plans.values(), options.values(), room)
+        plan = ReportedPlan(plans, memory)
         logger.info("%s", plan)
         return plan
 
@@ -166,7 +168,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         module: nn.Module,
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
-    ) -> ShardingPlan:
+    ) -> ReportedPlan:
         """Plans on rank 0 and gives every rank the plan, or the error.
 
         Args:
@@ -324,6 +326,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 bags=rank_bags(option, (self._constraints or {}).get(table)),
                 ids=rank_ids(option, (self._constraints or {}).get(table)),
                 rejected=rejected.get((path, table), {}),
+                calibrated=self._enumerator.perf_estimator.is_calibrated(option),
             )
         stages = (
             None if self._measured is None else self._measured.stages_of(self._topology.world_size)

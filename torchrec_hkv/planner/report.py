@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from torchrec.distributed.planner.types import Perf
@@ -33,6 +34,8 @@ class TableReport:
         bags: that a rank's batch has for the table.
         ids: in them.
         rejected: other kernels that the table's constraint names, and why they were not chosen.
+        calibrated: True where ``times`` come from constants that were measured on such a device,
+            False where they come from nominal bandwidths.
     """
 
     kernel: str
@@ -48,6 +51,7 @@ class TableReport:
     bags: float = 0.0
     ids: float = 0.0
     rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    calibrated: bool = False
 
 
 class ReportedModulePlan(EmbeddingModuleShardingPlan):
@@ -101,7 +105,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
 
     def __str__(self) -> str:
         header = ("table", "kernel", "sharding", "ranks", "rows", "dim")
-        header += ("HBM per rank", "host per rank", "ms a step", "options")
+        header += ("HBM per rank", "host per rank", "ms a step")
         lines = [header]
         for name, report in self.reports.items():
             lines.append(
@@ -115,10 +119,33 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
                     _joined([format_bytes(part.hbm) for part in report.bytes]),
                     _joined([format_bytes(part.host) for part in report.bytes]),
                     _joined([f"{perf.total:.3g}" for perf in report.times]),
-                    report.options,
                 )
             )
-        return "\n\n" + _columns(lines) + "\n" + self._steps() + self._choices()
+        # On a CPU no table has bytes in HBM.
+        in_hbm = any(part.hbm for report in self.reports.values() for part in report.bytes)
+        shown = [i for i, name in enumerate(header) if name != "HBM per rank" or in_hbm]
+        text = columns([[line[column] for column in shown] for line in lines])
+        notes = "".join([self._options(), self._uncalibrated(), self._steps(), self._choices()])
+        return f"\n\n{text}\n{notes}"
+
+    def _options(self) -> str:
+        """A line for each set of options, with its tables."""
+        tables: dict[str, list[str]] = {}
+        for name, report in self.reports.items():
+            if report.options:
+                tables.setdefault(report.options, []).append(name)
+        lines = [_wrapped(f"options of {', '.join(of)}: {text}") for text, of in tables.items()]
+        return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+    def _uncalibrated(self) -> str:
+        """A line where times of tables were not measured."""
+        timed = [name for name, report in self.reports.items() if report.times]
+        names = [name for name in timed if not self.reports[name].calibrated]
+        if not names:
+            return ""
+        tables = "" if names == timed else f" of {', '.join(names)}"
+        text = f"Times{tables} are not calibrated: they come from nominal bandwidths."
+        return f"\n{_wrapped(text)}\nMeasure a device by: torchrec-hkv calibrate\n"
 
     def _steps(self) -> str:
         """A line with the parts of a step on the rank that takes longest, where it was measured."""
@@ -179,7 +206,15 @@ def _joined(values: Sequence[str]) -> str:
     return ", ".join(values)
 
 
-def _columns(lines: Sequence[Sequence[str]]) -> str:
+def _wrapped(text: str) -> str:
+    """Lines of a terminal; words, such as names of tables, stay whole."""
+    return textwrap.fill(
+        text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """Cells as a table, whose first line is its header."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rows = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -1,0 +1,118 @@
+"""Every fenced code block of the README and the docs runs as it stands, in a folder of its own.
+
+A comment above a block says what it needs: ``<!-- run: torchrun --nproc_per_node 2 -->`` names its
+launcher, ``<!-- needs: tensorboard -->`` a package that may be missing, ``<!-- needs: no GPU -->``
+what its output is of, and ``<!-- not run: ... -->`` why a test can't run it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.code_blocks import CodeBlock, code_blocks, console_commands, matches
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+BLOCKS = [block for page in PAGES for block in code_blocks(page)]
+# At the interpreter's end a thread of gloo that still has a tensor of Python's to drop aborts now
+# and then, so there is none.
+END_OF_RANK = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
+
+
+def name(block: CodeBlock) -> str:
+    return f"{block.page.relative_to(ROOT)}:{block.line}"
+
+
+def run(command: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command where ``torchrec-hkv`` and ``python`` are those of this environment."""
+    tools = folder / "bin"
+    tools.mkdir(exist_ok=True)
+    for tool, arguments in (("torchrec-hkv", "-m torchrec_hkv"), ("python", "")):
+        (tools / tool).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (tools / tool).chmod(0o755)
+    python_path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(tools), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "TORCHREC_HKV_CALIBRATION": "",
+    }
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=name)
+def test_block(block, tmp_path):
+    if block.mark == "not run":
+        pytest.skip(block.value)
+    if block.value == "no GPU":
+        if torch.cuda.is_available():
+            pytest.skip("its output is that of a machine without a GPU")
+    elif block.mark == "needs" and importlib.util.find_spec(block.value) is None:
+        pytest.skip(f"needs the package {block.value}")
+    if block.language == "python":
+        script = tmp_path / "block.py"
+        launcher = ["-m", *block.value.replace("torchrun", "torch.distributed.run").split()]
+        script.write_text(block.code + (END_OF_RANK if block.mark == "run" else ""))
+        options = [*launcher, "--standalone"] if block.mark == "run" else []
+        done = run([sys.executable, *options, str(script)], tmp_path, tmp_path)
+        assert done.returncode == 0, done.stderr
+    elif block.language == "sh":
+        done = run(["bash", "-euc", block.code], tmp_path, ROOT)
+        assert done.returncode == 0, done.stderr
+    else:
+        assert block.language == "console", "blocks are python, sh or console, or are not run"
+        commands = console_commands(block.code)
+        assert commands
+        for command, shown in commands:
+            done = run(["bash", "-euc", command], tmp_path, tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert matches(done.stdout, shown), done.stdout
+
+
+def test_all_fences_are_found():
+    for page in PAGES:
+        fences = [line for line in page.read_text().splitlines() if line.startswith("```")]
+        assert len(fences) == 2 * len(code_blocks(page)), page
+    assert len({block.page for block in BLOCKS if block.language == "python"}) >= 8
+
+
+@pytest.mark.parametrize(
+    ("output", "shown", "same"),
+    [
+        ("a\nb  \n", "a\nb\n", True),
+        ("a\nb\n", "a\n", False),
+        ("a\nb\nc\nd\n", "a\n...\nd\n", True),
+        ("a\nd\n", "a\n...\nd\n", True),
+        ("a\nb\n", "a\n...\nd\n", False),
+        ("python 3.11\n", "python 3...\n", True),
+        ("python 2.7\n", "python 3...\n", False),
+        ("a.c\n", "abc\n", False),
+    ],
+)
+def test_outputs_are_compared(output, shown, same):
+    assert matches(output, shown) == same
+
+
+def test_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("text\n<!-- not run: no network -->\n```sh\npip\n```\n\n```python\n1\n```\n")
+    first, second = code_blocks(page)
+    assert (first.mark, first.value, first.language) == ("not run", "no network", "sh")
+    assert (second.mark, second.line, second.code) == ("", 8, "1\n")
+    page.write_text("<!-- skip: why -->\n```sh\npip\n```\n")
+    with pytest.raises(ValueError, match=r"page.md:3: the mark is 'skip', but must be in"):
+        code_blocks(page)

@@ -1,0 +1,85 @@
+"""A package that is missing is named in a sentence, under torchrun too, or is done without."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.example_runs import ROOT, write_ratings
+
+
+def without(package, folder):
+    """An environment where a package can't be imported."""
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
+    path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(environment, *arguments):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def example(name):
+    return str(ROOT / "examples" / name)
+
+
+@pytest.mark.parametrize("processes", [None, 2], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    ("package", "option", "name"),
+    [
+        ("tensorboard", "--tensorboard", "train_movielens.py"),
+        ("tensorboard", "--tensorboard", "train_online.py"),
+        ("matplotlib", "--plot", "train_movielens.py"),
+    ],
+)
+def test_a_sentence_is_the_last_that_is_said(package, option, name, processes, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    done = run(
+        without(package, tmp_path),
+        *(launcher if processes else []),
+        example(name),
+        *("--device", "cpu", "--data", write_ratings(tmp_path / "ratings.dat")),
+        *(option, tmp_path / "board.png"),
+    )
+    needed = f"needs the package {package}, which can't be imported ("
+    way = f"): pip install {package}."
+    lines = [line for line in done.stderr.splitlines() if set(line) - set("=")]
+    assert done.returncode == (1 if processes else 2)
+    assert lines[0].startswith("error: ")
+    assert needed in lines[0]
+    assert lines[0].endswith(way)
+    assert lines[-1].endswith(lines[0])
+    # No traceback of the example; torchrun prints its own, whatever a process fails with.
+    assert f'{name}", line' not in done.stderr
+    assert processes or "Traceback" not in done.stderr
+
+
+def test_tables_are_printed_without_rich(tmp_path):
+    done = run(
+        without("rich", tmp_path),
+        example("train_movielens.py"),
+        *("--device", "cpu", "--data", write_ratings(tmp_path / "ratings.dat")),
+        *("--limit", 1000, "--runs", "hkv", "--epochs", 1),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "test AUC" in done.stdout
+    assert "hkv, room for every id" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["-m", "torchrec_hkv", "env"], ["-c", "import torchrec_hkv"]])
+def test_torchrec_itself(command, tmp_path):
+    done = run(without("torchrec", tmp_path), *command)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: torchrec_hkv needs TorchRec and FBGEMM, and there is no module "
+        "'torchrec': install torchrec with fbgemm-gpu or fbgemm-gpu-cpu in the versions that "
+        "README.md lists for this torch."
+    )
+    assert "No module named" not in done.stderr

@@ -1,0 +1,77 @@
+"""Fenced code blocks of Markdown pages, with the marks that say how a test runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[a-z ]+): (?P<value>.+?) -->\n+)?"
+    r"^```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+MARKS = ("run", "not run", "needs")
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeBlock:
+    """A code block.
+
+    Attributes:
+        page: its file.
+        line: of the page where the code begins.
+        language: after the opening fence; "" for none.
+        code: without the fences.
+        mark: of the comment above it: ``"run"``, ``"not run"``, ``"needs"``; "" for none.
+        value: of the mark: a launcher, a reason, a package or ``no GPU``.
+    """
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    mark: str = ""
+    value: str = ""
+
+
+def code_blocks(page: Path) -> list[CodeBlock]:
+    """The fenced blocks of a page, in order.
+
+    Raises:
+        ValueError: a mark is unknown.
+    """
+    text = page.read_text()
+    blocks = []
+    for found in BLOCK.finditer(text):
+        mark = found["mark"] or ""
+        line = text.count("\n", 0, found.start("code")) + 1
+        if mark and mark not in MARKS:
+            raise ValueError(f"{page.name}:{line}: the mark is {mark!r}, but must be in {MARKS}.")
+        blocks.append(
+            CodeBlock(page, line, found["language"], found["code"], mark, found["value"] or "")
+        )
+    return blocks
+
+
+def console_commands(code: str) -> list[tuple[str, str]]:
+    """Commands after ``$`` and the output below each."""
+    parts = re.split(r"^\$ (.*)\n", code, flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def matches(output: str, shown: str) -> bool:
+    """Whether an output is what a page shows: a line ``...`` stands for any lines, and ``...``
+    at the end of a line for the rest of it. Spaces at the ends of lines don't count."""
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == "..." else _line_pattern(line) for line in shown.splitlines()
+    )
+    lines = "".join(f"{line.rstrip()}\n" for line in output.splitlines())
+    return re.fullmatch(pattern, lines) is not None
+
+
+def _line_pattern(line: str) -> str:
+    line = line.rstrip()
+    if line.endswith("..."):
+        return re.escape(line.removesuffix("...")) + r".*\n"
+    return re.escape(line) + r"\n"
