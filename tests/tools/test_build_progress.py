@@ -179,6 +179,8 @@ def test_an_interrupt_is_a_sentence(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # What runs in the background of a shell ignores the signal, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     log = tmp_path / "build" / "extension.log"
     end = time.monotonic() + 30
