@@ -114,9 +114,6 @@ __device__ __forceinline__ uint64_t evict_first() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// The same as a constant, as createpolicy makes it: from a register ptxas 13.0 makes illegal
-// instructions of some copies to shared memory in divergent code.
-constexpr uint64_t kEvictFirst = 0x12f0000000000000ull;
 // The policy of what leaves it after others.
 __device__ __forceinline__ uint64_t evict_last() {
   uint64_t policy;

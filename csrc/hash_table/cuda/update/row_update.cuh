@@ -8,16 +8,12 @@
 
 #include "common/optimizers.h"
 #include "common/rounding.h"
-#include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/frames.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
-
-// Rows and states leave the second-level cache before gradients, which are read again.
-constexpr bool kMakesRoom = false;
 
 // Kernels are compiled once for the optimizers whose columns have no state, which need few
 // registers, and once for the others.
@@ -266,8 +262,8 @@ class RowUpdate {
       for (int v = 0; v < kVectors; ++v) {
         const int32_t column = Steps::column(v, first_column);
         if (column >= table_.dim) break;
-        if constexpr (kStates >= 1) store_float(first.v[v], state_ + column);
-        if constexpr (kStates >= 2) store_float(second.v[v], state_ + table_.dim + column);
+        if constexpr (kStates >= 1) first.v[v].store(state_ + column);
+        if constexpr (kStates >= 2) second.v[v].store(state_ + table_.dim + column);
         store(values.v[v], column, rounding);
       }
     });
@@ -307,25 +303,18 @@ class RowUpdate {
     for_each_direction([&](int32_t column, Vector value, const Vector& first, const Vector& second,
                            const Vector& direction) {
       value.add(-rate, direction);
-      store_float(first, state_ + column);
-      store_float(second, state_ + table_.dim + column);
+      first.store(state_ + column);
+      second.store(state_ + table_.dim + column);
       store(value, column, rounding);
     });
   }
 
-  __device__ __forceinline__ static void store_float(const Columns<kWidth>& columns, float* to) {
-    if constexpr (kWidth == 4 && kMakesRoom) {
-      store_once(to, columns, kEvictFirst);
-    } else {
-      columns.store(to);
-    }
-  }
   __device__ __forceinline__ void store(const Columns<kWidth>& value, int32_t column,
                                         uint64_t rounding) const {
     if constexpr (kFloat32) {
-      store_float(value, reinterpret_cast<float*>(values_) + column);
+      value.store(reinterpret_cast<float*>(values_) + column);
     } else if (table_.type == RowType::kFloat32) {
-      store_float(value, reinterpret_cast<float*>(values_) + column);
+      value.store(reinterpret_cast<float*>(values_) + column);
     } else {
       store_narrow(value, column, rounding);
     }

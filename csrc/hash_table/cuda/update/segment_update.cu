@@ -50,17 +50,13 @@ Ring ring_of(int32_t columns, RowType gradient, int states, int depth) {
   return ring;
 }
 
-// Begins to copy kWidth columns of this type. kOnce: they are not read again soon.
-template <int kWidth, bool kFloat32, bool kOnce>
+// Begins to copy kWidth columns of this type.
+template <int kWidth, bool kFloat32>
 __device__ __forceinline__ void copy_columns(RowType type, char* to, const char* from,
                                              int32_t column) {
   if (kFloat32 || type == RowType::kFloat32) {
     const int32_t at = column * static_cast<int32_t>(sizeof(float));
-    if constexpr (kWidth == 4 && kOnce && kMakesRoom) {
-      copy_async(to + at, from + at, kEvictFirst);
-    } else {
-      copy_async<4 * kWidth>(to + at, from + at);
-    }
+    copy_async<4 * kWidth>(to + at, from + at);
     return;
   }
   const int32_t at = column * static_cast<int32_t>(sizeof(uint16_t));
@@ -185,7 +181,7 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
         const char* const its_gradient = pointer_of_lane(gradient, source);
         Steps::for_each(its_dim, [&](int32_t first) {
           Steps::for_columns(its_dim, first, [&](int32_t column) {
-            copy_columns<kWidth, kFloat32, false>(type, to, its_gradient, column);
+            copy_columns<kWidth, kFloat32>(type, to, its_gradient, column);
           });
         });
         if (end_mask >> source & 1) {
@@ -196,10 +192,10 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
           if constexpr (kColumnStates) its_state = pointer_of_lane(state, source);
           Steps::for_each(its_dim, [&](int32_t first) {
             Steps::for_columns(its_dim, first, [&](int32_t column) {
-              copy_columns<kWidth, kFloat32, true>(its_type, to + ring.row, its_row, column);
+              copy_columns<kWidth, kFloat32>(its_type, to + ring.row, its_row, column);
               if constexpr (kColumnStates) {
                 for (int s = 0; s < column_states(optimizer.kind); ++s) {
-                  copy_columns<kWidth, true, true>(
+                  copy_columns<kWidth, true>(
                       RowType::kFloat32, to + ring.states + s * ring.of_state,
                       reinterpret_cast<const char*>(its_state + s * its_dim), column);
                 }
