@@ -218,7 +218,7 @@ class TableModel:
         candidates.sort(reverse=True)
         highest: dict[int, int] = {}
         for at in missing:
-            highest[ids[at]] = max(given[at], highest.get(ids[at], 0))
+            highest[ids[at]] = max(given[at], highest.get(ids[at], given[at]))
         for at in missing:
             id_ = ids[at]
             if id_ in self.entries:  # placed earlier in this call
