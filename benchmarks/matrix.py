@@ -250,7 +250,7 @@ def make_fbgemm(cell: Cell, device: torch.device) -> SplitTableBatchedEmbeddingB
 
 
 def milliseconds(step: Callable[[int], object]) -> float:
-    """Of a step, back to back."""
+    """Time of a step in milliseconds; the steps run back to back."""
 
     def timed(steps: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -29,6 +29,7 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
+        ValueError: no row is of a section that is drawn and has a ratio.
     """
     import matplotlib
 
@@ -36,7 +37,12 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "matrix"  # equal rows give equal files
     from matplotlib import colors, pyplot
 
-    maps = [a_map for a_map in _MAPS if any(row["section"] == a_map[0] for row in rows)]
+    maps = [a_map for a_map in _MAPS if _cells(rows, *a_map[:3])[0]]
+    if not maps:
+        raise ValueError(
+            "No row has a ratio to draw: measure one of the sections "
+            f"{[a_map[0] for a_map in _MAPS]}, with FBGEMM's tables."
+        )
     heights = [len(_cells(rows, *a_map[:3])[0]) + 2.5 for a_map in maps]
     figure, axes = pyplot.subplots(
         len(maps),

@@ -1,0 +1,71 @@
+"""The matrix of shapes: its cells, its summary and its picture. Times need a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.support.gpu import needs_gpu
+
+pytest.importorskip("fbgemm_gpu")
+
+from benchmarks import matrix, matrix_plot
+
+ROW = {"section": "dim", "dims": "4x8", "skew": "1.2", "optimizer": "sgd", "dtype": "fp32"}
+
+
+def test_no_two_cells_are_one_row_of_the_file():
+    cells = [cell for cells in matrix.sections().values() for cell in cells]
+    keys = [tuple(str(getattr(cell, key)) for key in matrix.KEYS) for cell in cells]
+    assert len(set(keys)) == len(keys)
+    assert all(cell.section == name for name, own in matrix.sections().items() for cell in own)
+
+
+@pytest.mark.parametrize("skew", matrix.SKEWS)
+def test_ids_have_the_skew_of_their_cell(skew):
+    cell = matrix.Cell("dim", (8,) * 4, skew, batch=1000, bag=5, rows=2000)
+    ids = matrix.draw(cell, cell.rows, torch.device("cpu"))
+    assert ids.shape == (4 * 1000 * 5,)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < cell.rows
+    hottest = float(ids.bincount().max()) / len(ids)
+    low, high = {
+        "uniform": (0.0005, 0.005),
+        "1.05": (0.05, 0.3),
+        "1.2": (0.1, 0.4),
+        "1.5": (0.25, 0.6),
+        "hot": (0.88, 0.92),
+    }[skew]
+    assert low < hottest < high
+
+
+def test_the_summary_has_the_geometric_mean_and_the_highest():
+    rows = [{**ROW, "ratio": 0.5}, {**ROW, "skew": "hot", "ratio": 2.0}, {**ROW, "ratio": None}]
+    text = " ".join(matrix.summary(rows).split())
+    assert text == "dim cells 2 mean 1.000 highest 2.000 (4x8, hot, sgd)"
+    assert matrix.summary(rows[2:]) == ""
+
+
+def test_the_picture_has_each_ratio(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{**ROW, "ratio": 0.46}, {**ROW, "skew": "hot", "ratio": "1.2345"}]
+    rows.append({**ROW, "section": "mixed", "ratio": 7.77})
+    matrix_plot.plot(rows, tmp_path / "matrix.svg")
+    text = (tmp_path / "matrix.svg").read_text()
+    assert all(f"<!-- {shown} -->" in text for shown in ("0.46", "1.23", "hot", "4x8"))
+    assert "7.77" not in text
+
+
+@pytest.mark.parametrize("row", [{"section": "mixed", "ratio": 0.5}, {"ratio": None}])
+def test_no_picture_of_no_ratios(tmp_path, row):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="No row has a ratio to draw: measure one of the sections"):
+        matrix_plot.plot([{**ROW, **row}], tmp_path / "matrix.svg")
+
+
+@needs_gpu
+@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
+def test_a_cell_is_measured(reduction):
+    cell = matrix.Cell("dim", (8, 132), "1.2", batch=64, bag=3, rows=500, reduction=reduction)
+    times = matrix.measure_cell(dataclasses.replace(cell, policy="lfu"), torch.device("cuda"))
+    assert all(time > 0 for time in times.values())
