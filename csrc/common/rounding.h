@@ -11,20 +11,12 @@
 
 namespace torchrec_hkv {
 
-// What the draws of all rows of a table in one step have in common. table_seed: that of its initial
-// rows.
-HKV_HOST_DEVICE uint64_t rounding_key_of_step(uint64_t seed, uint64_t table_seed, int64_t step) {
-  return mix64(mix64(mix64(seed ^ 0x3c6ef372fe94f82bull) ^ table_seed) +
-               static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15ull);
-}
-// What the draws of one row in one step come from.
-HKV_HOST_DEVICE uint64_t rounding_key(uint64_t of_step, int64_t id) {
-  return mix64(of_step ^ static_cast<uint64_t>(id));
-}
-
+// The key of the draws of one row in one step. table_seed: seed of the table's initial rows.
 HKV_HOST_DEVICE uint64_t rounding_key(uint64_t seed, uint64_t table_seed, int64_t id,
                                       int64_t step) {
-  return rounding_key(rounding_key_of_step(seed, table_seed, step), id);
+  const uint64_t of_step = mix64(mix64(seed ^ 0x3c6ef372fe94f82bull) ^ table_seed) +
+                           static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15ull;
+  return mix64(mix64(of_step) ^ static_cast<uint64_t>(id));
 }
 
 // 64 random bits for four columns, 16 each; `quad`: the number of the first one, counted from the

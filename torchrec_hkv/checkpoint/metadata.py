@@ -54,7 +54,8 @@ def _named(*names: str) -> dict[str, type[_Named]]:
     return {name: type(name, (_Named,), {"__hash__": object.__hash__}) for name in names}
 
 
-_OBJECTS = _named(
+#: Classes of ``torch.distributed.checkpoint.metadata``.
+_METADATA = (
     "Metadata",
     "TensorStorageMetadata",
     "BytesStorageMetadata",
@@ -63,34 +64,19 @@ _OBJECTS = _named(
     "_MEM_FORMAT_ENCODING",
     "MetadataIndex",
     "StorageMeta",
-    "_StorageInfo",
-    "Size",
-    "_get_layout",
-    "PosixPath",
-    "WindowsPath",
 )
+_PATHS = ("PosixPath", "WindowsPath")
+_OBJECTS = _named(*_METADATA, "_StorageInfo", "Size", "_get_layout", *_PATHS)
 #: By module and name, as torch 2.11 to 2.14 and Python 3.10 to 3.14 write them.
 _KNOWN: dict[tuple[str, str], object] = {
     ("torch", "Size"): _OBJECTS["Size"],
     ("torch.serialization", "_get_layout"): _OBJECTS["_get_layout"],
     (f"{_DCP}.filesystem", "_StorageInfo"): _OBJECTS["_StorageInfo"],
-    **{
-        (f"{_DCP}.metadata", name): _OBJECTS[name]
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-            "MetadataIndex",
-            "StorageMeta",
-        )
-    },
+    **{(f"{_DCP}.metadata", name): _OBJECTS[name] for name in _METADATA},
     **{
         (module, name): _OBJECTS[name]
         for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath")
+        for name in _PATHS
     },
     **{("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype},
 }

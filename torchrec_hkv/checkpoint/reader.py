@@ -24,7 +24,7 @@ _NO_CODE = (
     "nothing that it names was run; if you trust where it comes from, name the class to "
     "torch.serialization.add_safe_globals"
 )
-# What torch.load raises for files that are none of torch.save.
+# What torch.load raises for files that torch.save did not write.
 _UNREADABLE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -44,9 +44,9 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
     """A value that torch.save wrote, if it is of classes that torch.load knows to be safe.
 
     Args:
-        data: of torch.save.
-        what: begins the error's sentence.
-        kind: that it must be of; None for any.
+        data: the bytes that torch.save wrote.
+        what: the beginning of the error's sentence.
+        kind: the type that the value must have; None for any.
 
     Raises:
         ValueError: it can't be read, names other classes, or is of another kind.
@@ -55,11 +55,7 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
     try:
         value = torch.load(data, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
-        named = _unsafe(data)
-        if named:
-            raise ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.") from None
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{what}: it can't be read ({first})") from None
+        raise _refusal(what, data, error) from None
     numbers = (int, float)
     is_same = kind is None or type(value) is kind or (type(value) in numbers and kind in numbers)
     if not is_same:
@@ -67,6 +63,15 @@ def load_value(data: io.BytesIO, what: str, kind: type | None = None) -> Any:
             f"{what}: it is of type {type(value).__name__}, but must be of {kind.__name__}."
         )
     return value
+
+
+def _refusal(what: str, data: io.IOBase, error: Exception) -> ValueError:
+    """Why torch.load refused it: the classes that it names, or else the first line of its error."""
+    named = _unsafe(data)
+    if named:
+        return ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.")
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return ValueError(f"{what}: it can't be read ({first})")
 
 
 def _unsafe(data: io.IOBase) -> list[str]:
@@ -151,11 +156,7 @@ class CheckedReader(FileSystemReader):
                     tensor = torch.load(data, map_location="cpu", weights_only=True)
                 held = _stored_bytes(data)
             except _UNREADABLE as error:
-                named = _unsafe(data)
-                if named:
-                    raise ValueError(f"{what}: it names {', '.join(named)}; {_NO_CODE}.") from None
-                first = (str(error).splitlines() or [type(error).__name__])[0]
-                raise ValueError(f"{what}: it can't be read ({first})") from None
+                raise _refusal(what, data, error) from None
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{what}: it is a {type(tensor).__name__} in place of a tensor.")
         if tensor.dtype != dtype or tensor.size() != sizes:

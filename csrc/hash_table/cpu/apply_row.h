@@ -94,9 +94,8 @@ class RowUpdater {
     apply(dim, row, grad, state, begin(table, dim, row, grad, state));
     if (type == RowType::kFloat32) return;
     if (config_.stochastic_rounding) {
-      const uint64_t of_step = rounding_key_of_step(config_.rounding_seed, table.initial_rows.seed,
-                                                    *table.optimizer_step);
-      const uint64_t key = rounding_key(of_step, table.ids[slot]);
+      const uint64_t key = rounding_key(config_.rounding_seed, table.initial_rows.seed,
+                                        table.ids[slot], *table.optimizer_step);
       auto* const to = reinterpret_cast<uint16_t*>(stored);
       for (int32_t c = 0; c < dim; ++c) {
         to[c] = narrow_by_chance(type, row[c], rounding_draw(key, table.column_offset + c));

@@ -331,7 +331,7 @@ def _check_unique(
     of the same ones are read: one, but where an owner bucket was too large for a shard."""
     owners = (shard.owner_begin, shard.owner_end)
     together = [s for s in manifest.shards if (s.owner_begin, s.owner_end) == owners]
-    if shard is not together[0] and shard != together[0]:
+    if shard != together[0]:
         return  # read with the first
     entries = sum(s.entries for s in together)
     ids_only = [field for field in fields if field.name == "ids"]

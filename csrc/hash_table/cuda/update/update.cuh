@@ -121,13 +121,8 @@ __device__ __forceinline__ Neighbour neighbour_at(const TableView* tables, const
   return Neighbour{share.table, static_cast<int64_t>(key) - tables[share.table].first_slot,
                    share.gradient, share.scale};
 }
-__device__ __forceinline__ Neighbour neighbour_of_lane(const Neighbour& mine, int lane) {
-  return Neighbour{
-      __shfl_sync(kAllLanes, mine.table, lane), __shfl_sync(kAllLanes, mine.slot, lane),
-      __shfl_sync(kAllLanes, mine.gradient, lane), __shfl_sync(kAllLanes, mine.scale, lane)};
-}
 
-// Of one position what tells where its run begins and ends.
+// A sorted position, and the keys that tell where its run begins and ends.
 struct SortedPlace {
   Pair pair;
   uint64_t before, after, far;  // keys of the neighbours, and of kLongest positions later
