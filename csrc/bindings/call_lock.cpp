@@ -32,7 +32,7 @@ bool CallLock::others_hold_unchanged(Id thread) const {
 bool CallLock::may_begin(const std::array<Access, 3>& parts, Id thread) const {
   if (alone_depth_ > 0 && alone_ != thread) return false;
   if (writes(parts) && !unchanged_.empty()) {
-    // A thread that has the group alone may have begun to hold it unchanged within that.
+    // Also where this thread holds the group alone: a hold that it began later may forbid changes.
     return false;
   }
   const bool held = alone_depth_ > 0 || !unchanged_.empty();

@@ -72,7 +72,7 @@ class CallLock {
 
   bool may_begin(const std::array<Access, 3>& parts, Id thread) const;
   bool others_hold_unchanged(Id thread) const;
-  // Waits for `ready`. Readers that come later wait for whoever waits to write a part.
+  // Waits for `ready`. Later readers of a part wait behind those that wait to write it.
   template <typename Ready>
   void wait(std::unique_lock<std::mutex>& lock, const std::array<Access, 3>& parts, Ready&& ready);
 

@@ -27,7 +27,8 @@ struct Kinds {
   bool all_counted;
 };
 
-// Of each id, whether its table's policy is one of these, bool [n].
+// A mask over the ids, bool [n]: `is` holds for the eviction policy of the id's table. All ids are
+// of one table where there are no offsets.
 template <typename Is>
 at::Tensor ids_where(const TableGroup& group, const at::Tensor& scores,
                      const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags, Is is) {

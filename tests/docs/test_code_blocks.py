@@ -1,8 +1,11 @@
 """Every fenced code block of the README and the docs runs as it stands, in a folder of its own.
 
-A comment above a block says what it needs: ``<!-- run: torchrun --nproc_per_node 2 -->`` names its
-launcher, ``<!-- needs: tensorboard -->`` a package that may be missing, ``<!-- needs: no GPU -->``
-what its output is of, and ``<!-- not run: ... -->`` why a test can't run it.
+A comment above a block says how to run it:
+
+- ``<!-- run: torchrun --nproc_per_node 2 -->``: the launcher of the block.
+- ``<!-- needs: tensorboard -->``: the test skips where this package is missing.
+- ``<!-- needs: no GPU -->``: the output shown is that of a machine without a GPU.
+- ``<!-- not run: ... -->``: the block is not tested, with the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes of ours end without threads of gloo.
 
-Such a thread that drops a tensor while the interpreter ends aborts the process. Where no thread is
-left there is none that could, whatever the machine does meanwhile.
+A gloo thread that frees a tensor while the interpreter shuts down aborts the process. The test
+checks that no such thread is left, so its result doesn't depend on timing.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def filled(device, **arguments):
 
 
 def penalty_gradients(out, inputs):
-    """Of a loss, and of the squared norm of its gradient."""
+    """Gradients of a loss, and gradients of the squared norm of these."""
     first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
     second = torch.autograd.grad(sum(each.square().sum() for each in first), inputs)
     return [*first, *second]

@@ -71,9 +71,9 @@ def test_a_sharder_that_knows_no_backends():
 def test_a_table_that_the_model_lacks():
     message = _refusal(make_model([_table(name="other")]), TOY)
     assert message == (
-        "Tables ['t'] are constrained to backends and the model has no such tables: a constraint "
-        "goes by the name of a table's config, here one of ['other'], and holds for every table of "
-        "that name."
+        "Constraints choose a backend for tables ['t'], but the model has no tables of these "
+        "names: its tables are ['other']. Use the name in the table's config; a constraint applies "
+        "to every table of that name."
     )
 
 

@@ -81,7 +81,7 @@ def test_penalties_on_other_gradients_train_tables(run_ranks, world_size, backen
 
 
 def _exchange_error(rank, world_size, device):
-    """Of a gradient that came back through the exchange of pooled rows."""
+    """The error of a second derivative through the exchange of pooled rows; empty if none."""
     from torchrec_hkv.sharding.output_dist import RowWiseOutputDist
 
     rows = torch.rand(2 * BATCH, DIM, device=device, requires_grad=True)

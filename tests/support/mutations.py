@@ -94,7 +94,7 @@ def sign(content: Any) -> Any:
 
 
 def checksum(rest: dict[str, Any]) -> int:
-    """Of the content without its checksum."""
+    """CRC-32 of a manifest, whose entry ``"crc32"`` is left out."""
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return zlib.crc32(text.encode())
 

@@ -110,7 +110,7 @@ def test_a_gradient_of_cores_that_are_computed(device_type):
     out = TTGroup([shape]).lookup([core * scale for core in cores], ids, offsets, 20).sum()
     (first,) = torch.autograd.grad(out, scale, create_graph=True)
     (second,) = torch.autograd.grad(first, scale)
-    # Of two cores the output is a multiple of the scale's square.
+    # The table has two cores, so the output is proportional to the square of the scale.
     torch.testing.assert_close(second, 2 * out.detach() / 4)
 
 

@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         )
     plan = planning.plan(machines)
     fits = plan is not None
-    # Of tables that do not fit, what they would take.
+    # Where the tables do not fit, the memory they would take is shown.
     shown = endless if plan is None else plan
     tables = {name: _described(report) for name, report in shown.plan[""].reports.items()}
     content: dict[str, Any] = {
@@ -245,7 +245,7 @@ def _sharding_types(backend: str, asked: list[str] | None) -> list[str]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """TorchRec warns of topologies and of dense models that are not here."""
-    # Of data-parallel tables TorchRec warns by the root logger.
+    # TorchRec's warnings about data-parallel tables go to the root logger.
     loggers = [logging.getLogger("torchrec"), logging.getLogger()]
     before = [logger.level for logger in loggers]
     for logger in loggers:

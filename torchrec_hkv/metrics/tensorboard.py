@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torchrec_hkv.metrics.table_metrics import COUNTED, TableMetrics
 
 _STATES = ("size", "load_factor", "hbm_bytes", "host_bytes")
-# Of tables with rows in both memories.
+# Written only for tables that have rows in HBM and in host memory.
 _BY_MEMORY = ("host_hits", "hbm_hit_rate", "host_hit_rate")
 
 

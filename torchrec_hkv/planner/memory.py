@@ -137,7 +137,7 @@ def describe_memory(memory: Sequence[RankMemory]) -> str:
 
 
 def _grouped(parts: Sequence[Memory]) -> list[tuple[str, tuple[str, ...]]]:
-    """Ranks, and their cells. Of many different ones only the fullest and the emptiest."""
+    """Ranks and their cells; only the fullest and the emptiest rank where many differ."""
     by_cells: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, part in enumerate(parts):
         by_cells[_cells(part)].append(rank)

@@ -92,7 +92,7 @@ def shards_of(option: BackendShardingOption) -> list[TableShard]:
 
 
 def disadvantage(option: ShardingOption) -> str | None:
-    """What the option's backend has against serving the table; None of stock kernels."""
+    """Why a stock kernel would serve the table better than the option's backend, or None."""
     if not is_ours(option):
         return None
     return registry.get(option.backend).disadvantage(shards_of(option)[0])

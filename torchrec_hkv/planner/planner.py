@@ -205,9 +205,9 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         missing = sorted(ours - found)
         if missing:
             raise ValueError(
-                f"Tables {missing} are constrained to backends and the model has no such tables: "
-                f"a constraint goes by the name of a table's config, here one of {sorted(tables)}, "
-                "and holds for every table of that name."
+                f"Constraints choose a backend for tables {missing}, but the model has no tables "
+                f"of these names: its tables are {sorted(tables)}. Use the name in the table's "
+                "config; a constraint applies to every table of that name."
             )
 
     def _check_table(

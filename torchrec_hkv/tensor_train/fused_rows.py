@@ -20,7 +20,7 @@ from torchrec_hkv.once_differentiable import once_differentiable
 if TYPE_CHECKING:
     from torchrec_hkv.tensor_train.replicas import Replicas
 
-#: Of the error where a gradient of weights is differentiated again.
+#: The error message where a gradient of weights is differentiated again.
 WEIGHTS_MESSAGE = (
     "The gradient of the weights of a Tensor-Train lookup can't be differentiated, since a fused "
     "optimizer trains the cores: give the table no fused optimizer (sparse=False)."
@@ -93,7 +93,7 @@ def _pooled(rows: Tensor, weights: Tensor, places: Tensor, offsets: Tensor) -> T
 
 
 def _by_position(grad: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-    """For each place the gradient of its bag."""
+    """The gradient of each position: that of its bag."""
     bags = torch.repeat_interleave(
         torch.arange(offsets.numel() - 1, device=grad.device),
         offsets.diff(),

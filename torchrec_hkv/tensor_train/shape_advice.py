@@ -1,4 +1,4 @@
-"""What speaks against keeping a table as Tensor-Train cores."""
+"""Reasons not to keep a table as Tensor-Train cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Tensor-Train table's shape is asked for, checked before the table is known."""
+"""Checks of the arguments that choose a Tensor-Train table's shape, before the table is known."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _num_cores(num_cores: object, p: object, q: object, ranks: object) -> int:
 
 
 def check_cores(num_cores: object) -> None:
-    """Refuses what is no number of cores.
+    """Refuses an unsupported number of cores.
 
     Raises:
         ValueError: it is not 2, 3 or 4.
@@ -93,7 +93,7 @@ def check_cores(num_cores: object) -> None:
 
 
 def check_positive(name: str, values: Sequence[object]) -> tuple[int, ...]:
-    """Refuses what are no positive int64 numbers.
+    """Refuses values that are not positive int64 numbers.
 
     Raises:
         TypeError: one of them is not an integer.
@@ -108,5 +108,5 @@ def check_positive(name: str, values: Sequence[object]) -> tuple[int, ...]:
 
 
 def is_sequence(value: object) -> bool:
-    """Whether it is a sequence of several values, and no text."""
+    """Whether it is a sequence of values, other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -134,7 +134,7 @@ struct Lookup : torch::autograd::Function<Lookup> {
   }
 
  private:
-  // Of forward, after the cores and the weights: they have no gradients.
+  // Arguments of forward after the cores and the weights; they have no gradients.
   static constexpr size_t kOtherArguments = 7;
 
   // The same gradients, recorded by autograd.

@@ -33,8 +33,8 @@ __device__ __forceinline__ uint64_t load_score_cached(const TableView& table, in
 }
 
 // Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
-// under LFU and epoch LFU, and what one of them gives under the other policies. old: the score,
-// read during the call. Mostly nothing is waited for.
+// under LFU and epoch LFU, and what one of them gives under the other policies. old: the score as
+// it was read during the call; other policies don't use it. Mostly nothing is waited for.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
                                              const Visit& visit, uint64_t given,
                                              unsigned long long old) {
@@ -44,8 +44,11 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
     store_l2(score, first_score(policy, visit.now(), visit.epoch(), given));
     return;
   }
-  // Far from the highest count the sum can be added without looking: what others add at the same
-  // time does not fill the rest. Counts of an epoch have 32 bits, those of LFU 64.
+  // A count in the lower half of its range is added to without a look at the result. What others
+  // have added since `old` was read fits the upper half: in a find, `old` may be as old as the
+  // call, whose positions, less than 2^31, give one each; elsewhere it was read just now, and each
+  // of the some thousand warps that run meanwhile adds less than `small`. Counts have 32 bits in an
+  // epoch, 63 under LFU.
   const bool in_epochs = policy == Eviction::kEpochLfu;
   const uint64_t far = in_epochs ? uint64_t{1} << 31 : uint64_t{1} << 62;
   const uint64_t small = in_epochs ? uint64_t{1} << 16 : uint64_t{1} << 32;

@@ -19,7 +19,7 @@ struct Found {
 
 // As find, and touches what it finds; of what is missing, kMissingFromFull tells apart what can
 // only take the place of another. Prepares `missing`. spread: most ids stand at one position.
-// keeps_scores: some table does.
+// keeps_scores: whether a table of the group keeps scores.
 // begun: the kernel before it is the one that starts the clock and clears the flags.
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
                     const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,

@@ -83,10 +83,10 @@ struct TableUpdate {
   }
 };
 
-// What a row has once, beside its columns. All lanes of a tile have the same.
+// Values that a row has once, beside its columns. All lanes of a tile hold the same.
 struct RowOnce {
-  float square;       // of optimizers that adapt by row; the update renews it
-  float step;         // where rows count steps of their own; likewise
+  float square;       // row-wise state; the update renews it
+  float step;         // updates of this row so far, if rows count them; the update renews it
   uint64_t rounding;  // key of stochastic rounding
 };
 

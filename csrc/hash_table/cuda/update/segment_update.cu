@@ -333,7 +333,8 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
   }
   const int states = column_states(update.optimizer.kind);
   const bool float32 = shape.float32_rows && update.grad.type == RowType::kFloat32;
-  // kVectors: of float32. Others have one, whose code, with its rounding, is long enough.
+  // kVectors: vectors a lane, for float32 rows. 16-bit rows have one: with more, the unrolled code
+  // of their rounding outgrows the instruction cache.
   const auto launch = [&]<int kLanes, int kVectors, int kWidth, int kDepth>(int32_t columns,
                                                                             int width_class) {
     constexpr int kTiles = kSegmentThreads / kLanes;
