@@ -94,8 +94,8 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.float32_rows = shape_.float32_rows && config.row_type == RowType::kFloat32;
     shape_.rows_in_hbm =
         shape_.rows_in_hbm && !memory_.back().rows_on_host(memory_.back().full_slots());
-    shape_.width_classes |=
-        1u << static_cast<int>(hash_table::width_class_of(static_cast<int32_t>(config.dim)));
+    shape_.row_classes |= 1u << hash_table::row_class_of(static_cast<int32_t>(config.dim),
+                                                         config.row_type == RowType::kFloat32);
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
     shape_.most_slots = std::max(shape_.most_slots, memory_.back().full_slots());
     shape_.keeps_scores = shape_.keeps_scores || keeps_scores(config.eviction);

@@ -120,34 +120,26 @@ HKV_HOST_DEVICE int32_t table_of_slot(const TableView* tables, int32_t num_table
 }
 
 // How wide the rows of a table are, as far as kernels differ by it.
-enum class WidthClass : int32_t { k32, k64, k128, k256, k1024, kWider };
-constexpr int32_t kWidthClasses = 6;
-constexpr int32_t kAllWidths = -1;
+enum class WidthClass : int32_t { k32, k64, k128, k256, k512, k1024, kWider };
+constexpr int32_t kWidthClasses = 7;
 
 // Columns of the widest row of a class.
-constexpr int32_t most_columns(WidthClass width) {
-  switch (width) {
-    case WidthClass::k32:
-      return 32;
-    case WidthClass::k64:
-      return 64;
-    case WidthClass::k128:
-      return 128;
-    case WidthClass::k256:
-      return 256;
-    case WidthClass::k1024:
-      return 1024;
-    default:
-      return INT32_MAX;
-  }
+HKV_HOST_DEVICE constexpr int32_t most_columns(WidthClass width) {
+  return width == WidthClass::kWider ? INT32_MAX : 32 << static_cast<int32_t>(width);
 }
 HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
-  return dim <= 32     ? WidthClass::k32
-         : dim <= 64   ? WidthClass::k64
-         : dim <= 128  ? WidthClass::k128
-         : dim <= 256  ? WidthClass::k256
-         : dim <= 1024 ? WidthClass::k1024
-                       : WidthClass::kWider;
+  int32_t width = 0;
+  while (width + 1 < kWidthClasses && (32 << width) < dim) ++width;
+  return static_cast<WidthClass>(width);
+}
+
+// Tables whose rows the same kernel serves: of one width class, and of the same number of bytes a
+// column. Their numbers are bits of GroupShape::row_classes.
+constexpr int32_t kRowClasses = 2 * kWidthClasses;
+constexpr int32_t kAllRowClasses = -1;
+
+HKV_HOST_DEVICE constexpr int32_t row_class_of(int32_t dim, bool float32) {
+  return static_cast<int32_t>(width_class_of(dim)) + (float32 ? 0 : kWidthClasses);
 }
 
 // What kernels are chosen by.
@@ -159,7 +151,7 @@ struct GroupShape {
   int32_t features_apart = 0;  // features, where each has a table of its own; 0: some share one
   int64_t most_slots = 0;      // of one table, at its full capacity
   bool keeps_scores = false;   // of some table; the others evict by LRU
-  uint32_t width_classes = 0;  // of its tables, a bit each
+  uint32_t row_classes = 0;    // of its tables, a bit each: row_class_of
 };
 
 // How low an entry ranks: the lowest leaves a full bucket.

@@ -14,6 +14,18 @@ __device__ __forceinline__ float widen(RowType type, uint16_t bits) {
 __device__ __forceinline__ uint16_t narrow(RowType type, float value) {
   return type == RowType::kFloat16 ? to_float16(value) : to_bfloat16(value);
 }
+// Two neighbouring columns of 16 bits in one word, the first one in the lower half.
+__device__ __forceinline__ float2 widen_pair(RowType type, uint32_t bits) {
+  if (type == RowType::kFloat16) return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+  return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+}
+__device__ __forceinline__ uint32_t narrow_pair(RowType type, float first, float second) {
+  if (type == RowType::kFloat16) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  return static_cast<uint32_t>(to_bfloat16(second)) << 16 | to_bfloat16(first);
+}
 
 template <int kWidth>
 struct Columns {
@@ -27,9 +39,12 @@ struct Columns {
   }
   __device__ __forceinline__ static Columns load(const float* from) {
     Columns c;
-    if constexpr (kWidth == 4) {
-      const float4 x = *reinterpret_cast<const float4*>(from);
-      c.v[0] = x.x, c.v[1] = x.y, c.v[2] = x.z, c.v[3] = x.w;
+    if constexpr (kWidth % 4 == 0) {
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 4) {
+        const float4 x = *reinterpret_cast<const float4*>(from + k);
+        c.v[k] = x.x, c.v[k + 1] = x.y, c.v[k + 2] = x.z, c.v[k + 3] = x.w;
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) c.v[k] = from[k];
@@ -41,7 +56,15 @@ struct Columns {
     if (type == RowType::kFloat32) return load(reinterpret_cast<const float*>(row) + column);
     Columns c;
     const uint16_t* from = reinterpret_cast<const uint16_t*>(row) + column;
-    if constexpr (kWidth == 4) {
+    if constexpr (kWidth == 8) {
+      const uint4 x = *reinterpret_cast<const uint4*>(from);
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 pair = widen_pair(type, words[k]);
+        c.v[2 * k] = pair.x, c.v[2 * k + 1] = pair.y;
+      }
+    } else if constexpr (kWidth == 4) {
       const ushort4 x = *reinterpret_cast<const ushort4*>(from);
       c.v[0] = widen(type, x.x), c.v[1] = widen(type, x.y);
       c.v[2] = widen(type, x.z), c.v[3] = widen(type, x.w);
@@ -57,7 +80,11 @@ struct Columns {
       return;
     }
     uint16_t* to = reinterpret_cast<uint16_t*>(row) + column;
-    if constexpr (kWidth == 4) {
+    if constexpr (kWidth == 8) {
+      *reinterpret_cast<uint4*>(to) =
+          make_uint4(narrow_pair(type, v[0], v[1]), narrow_pair(type, v[2], v[3]),
+                     narrow_pair(type, v[4], v[5]), narrow_pair(type, v[6], v[7]));
+    } else if constexpr (kWidth == 4) {
       *reinterpret_cast<ushort4*>(to) = make_ushort4(narrow(type, v[0]), narrow(type, v[1]),
                                                      narrow(type, v[2]), narrow(type, v[3]));
     } else {
@@ -66,8 +93,11 @@ struct Columns {
     }
   }
   __device__ __forceinline__ void store(float* to) const {
-    if constexpr (kWidth == 4) {
-      *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+    if constexpr (kWidth % 4 == 0) {
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 4) {
+        *reinterpret_cast<float4*>(to + k) = make_float4(v[k], v[k + 1], v[k + 2], v[k + 3]);
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) to[k] = v[k];

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 
 #include "hash_table/cuda/update/scratch.cuh"
 
@@ -42,8 +43,8 @@ Pairs place_half(const UpdateSize& size, char* base) {
   return Pairs{keys, carver.take<char>(size.num_ids * format.value_bytes()), format};
 }
 
-// Marks enough for few slots to share one, and yet, with what follows in chains, no more than the
-// second half holds with keys and values of six bytes; as far as 32 bits number them.
+// Marks enough for few slots to share one, and yet no more than the second half holds with keys and
+// values of six bytes; as far as 32 bits number them.
 Repeats repeats_of(const UpdateSize& size) {
   constexpr int64_t kMarksOfPosition = 22;
   Repeats repeats{};
@@ -53,32 +54,34 @@ Repeats repeats_of(const UpdateSize& size) {
   return repeats;
 }
 
-// Where at most an eighth of the positions is repeated, chains know all of them: a batch of another
-// kind goes by the batch order only if those before it were like that.
-Chains chains_of(const UpdateSize& size) {
-  Chains chains{};
-  chains.most = static_cast<uint32_t>(std::max<int64_t>(size.num_ids / 8, 1));
-  return chains;
+Units units_of(const UpdateSize& size) {
+  Units units{};
+  units.classes = size.row_classes;
+  units.capacity = static_cast<uint32_t>((size.num_ids + 31) / 32);
+  return units;
 }
 
-struct RunLists {
-  uint32_t* shorter;
-  LongRun* longer;
-  uint32_t* run_of;
+struct Lists {
+  LongSegment* segments;
+  uint32_t* segment_of;
   float* sums;
+  uint32_t* units;
   size_t bytes;
 };
 
-RunLists place_runs(const UpdateSize& size, char* base) {
-  RunLists lists{};
+Lists place_lists(const UpdateSize& size, char* base) {
+  Lists lists{};
   Carver carver(base);
-  if (size.batch_order) lists.shorter = carver.take<uint32_t>(size.num_ids);
-  // A run longer than kLongest has at most a piece for each kLongest of its positions.
+  // A segment longer than kLongest has at most a piece for each kLongest of its positions.
   static_assert(kPieceSize >= 2 * kLongest);
   const size_t most = size.num_ids / kLongest + 1;
-  lists.longer = carver.take<LongRun>(most);
-  lists.run_of = carver.take<uint32_t>(most);
+  lists.segments = carver.take<LongSegment>(most);
+  lists.segment_of = carver.take<uint32_t>(most);
   lists.sums = carver.take<float>(most * size.widest);
+  const Units units = units_of(size);
+  if (units.any()) {
+    lists.units = carver.take<uint32_t>(std::popcount(units.classes) * size_t{units.capacity});
+  }
   lists.bytes = carver.used();
   return lists;
 }
@@ -98,36 +101,27 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   auto* const counts = carver.take<uint32_t>(kCounts);
   words = counts;
   word_bytes = kCounts * sizeof(uint32_t);
+  long_segments.number = counts;
+  long_segments.pieces = counts + 1;
+  long_segments.widest = size.widest;
+  repeated = counts + 2;
+  unique = counts + 3;
+  longest_feature = counts + 4;
+  hot_slots = counts + 5;
   bad_bag = reinterpret_cast<int64_t*>(counts + 6);
-  runs.number = counts;
-  runs.singles = counts + 1;
-  long_runs.number = counts + 2;
-  long_runs.pieces = counts + 3;
-  ticket = counts + 5;
-  long_runs.widest = size.widest;
-  if (size.batch_order) {
-    sorted = counts + 4;
-    split = counts + 8;
-    chains = chains_of(size);
-    chains.heads = carver.take<uint32_t>(chains.most);
-    word_bytes += aligned(chains.most * sizeof(uint32_t));
-    repeated_positions = carver.take<uint32_t>((size.num_ids + 31) / 32);
-  } else {
-    longest_feature = counts + 4;
-    hot_slots = counts + 8;
-    before_hot = counts + 16;
-    static_assert(16 + kMostRanges <= kCounts);
-  }
+  units = units_of(size);
+  units.number = counts + 8;
+  static_assert(8 + kRowClasses <= kCounts);
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 
   // What the sort takes besides the halves. It lies at the end of the middle, beside the marks.
   const auto place_sort = [&](char* at) {
     Carver of_sort(at);
-    if (size.batch_order) {
-      small_sort = SmallSort::of(size.num_ids, size.key_bits());
+    if (size.sorts_some) {
+      small_sort = SmallSort::of(size.num_ids, size.key_bits(), /*stays=*/true);
       small_sort.digits = reinterpret_cast<uint32_t*>(of_sort.take<char>(small_sort.digit_bytes()));
-      split_order.states = of_sort.take<unsigned long long>(split_blocks(size.num_ids));
-      split_order.ticket = of_sort.take<uint32_t>(1);
+      block_order.states = of_sort.take<unsigned long long>(prepare_blocks(size.num_ids));
+      block_order.ticket = of_sort.take<uint32_t>(1);
     } else {
       cub_sort = of_sort.take<char>(size.cub_sort_bytes);
     }
@@ -135,15 +129,14 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   };
   const size_t half = half_bytes(size);
   const size_t of_sort = place_sort(nullptr);
-  const size_t of_runs = place_runs(size, nullptr).bytes;
-  const size_t in_middle = std::max(of_sort, of_runs > half ? of_runs - half : 0);
+  const size_t of_lists = place_lists(size, nullptr).bytes;
+  const size_t in_middle = std::max(of_sort, of_lists > half ? of_lists - half : 0);
 
   char* const first = carver.take<char>(half);
   middle = carver.take<char>(in_middle);
   repeats = repeats_of(size);
-  const size_t of_repeats = size.batch_order ? aligned(repeats.words() * sizeof(uint32_t)) : 0;
-  const size_t of_nexts = aligned(chains.most * sizeof(uint32_t));
-  char* const second = carver.take<char>(std::max(half, of_repeats + of_nexts));
+  const size_t of_repeats = size.sorts_some ? aligned(repeats.words() * sizeof(uint32_t)) : 0;
+  char* const second = carver.take<char>(std::max(half, of_repeats));
   if (base == nullptr) return carver.used();
 
   pairs = SortedPairs{place_half(size, first), place_half(size, second)};
@@ -151,7 +144,6 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   zeros = second - of_sort;
   zero_bytes = of_sort + of_repeats;
   repeats.marks = reinterpret_cast<uint32_t*>(second);
-  chains.nexts = reinterpret_cast<uint32_t*>(second + of_repeats);
   return carver.used();
 }
 
@@ -164,17 +156,14 @@ void Scratch::mark_few(const UpdateSize& size) {
   zero_bytes -= before - aligned(repeats.words() * sizeof(uint32_t));
 }
 
-void Scratch::begin_runs(const UpdateSize& size) {
+void Scratch::begin_lists(const UpdateSize& size) {
   // Free are the middle and the half that is not sorted: before it or behind it.
   char* const other = static_cast<char*>(pairs.other.keys);
-  const RunLists lists = place_runs(size, std::min(other, middle));
-  if (size.batch_order) {
-    runs.longer = reinterpret_cast<Part*>(lists.shorter);
-    runs.last = lists.shorter + (size.num_ids - 1);
-  }
-  long_runs.runs = lists.longer;
-  long_runs.run_of = lists.run_of;
-  long_runs.sums = lists.sums;
+  const Lists lists = place_lists(size, std::min(other, middle));
+  long_segments.segments = lists.segments;
+  long_segments.segment_of = lists.segment_of;
+  long_segments.sums = lists.sums;
+  units.lists = lists.units;
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

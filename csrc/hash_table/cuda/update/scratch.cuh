@@ -1,32 +1,28 @@
-// The scratch memory of an update: what is in it, when, and where. Of an update's kernels, in their
-// order (update.cu), each part is written (w) and read (r) by those that group the positions, and
-// by those that then update rows, which may be much later:
+// The scratch memory of an update. Each part is written (w) and read (r) by these kernels, in their
+// order; those that update rows may run much later than those that group the positions:
 //
-//                      batch order                          everything sorted
-//             marks  split  chains  sort  lists  rows    prepares  cub sorts  lists  rows
-//   marks       w      r      .      .     .     .          .         .        .      .
-//   heads       .      w     r w     .     r     .          .         .        .      .
-//   nexts       .      w      r      .     .     .          .         .        .      .
-//   digits      .      w      .     r w    .     .          .         .        .      .
-//   cub's       .      .      .      .     .     .          .        r w       .      .
-//   a half      .      w      r     r w    r     r          w        r w       r      r
-//   the other   .      .      .     r w    .     .          .        r w       .      .
-//   run lists   .      .      .      .     w     r          .         .        w      r
-//   sums        .      .      .      .     .    r w         .         .        .     r w
+//                      some positions sorted                all positions sorted
+//              marks  prepares  sorts  lists  rows     prepares  sorts  lists  rows
+//   marks        w       r        .      .     .           .       .      .     .
+//   digits       .       w       r w     .     .           .       .      .     .
+//   cub's        .       .        .      .     .           .      r w     .     .
+//   a half       .       w       r w     r     r           w      r w     r     r
+//   the other    .       .       r w     .     .           .      r w     .     .
+//   lists        .       .        .      w     r           .       .      w     r
+//   sums         .       .        .      .    r w          .       .      .    r w
 //
-// Halves are the pairs of slot and bag that are sorted; a sort moves them from one to the other and
-// back, pass by pass, and needs its own scratch, digits or cub's, beside both. So three spans
+// Halves are the pairs of slot and bag that are sorted. A sort moves them from one half to the other
+// and back, pass by pass, and needs its own scratch, digits or cub's, beside both. So three spans
 // follow each other in memory:
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// The second half has the marks, and what follows in chains, until the sort begins; what marks say
-// of the batch's positions is kept, a bit each. Digits and marks begin as zeros and are neighbours,
-// so that they are cleared at once. After the sort its scratch and one of the halves are free, and
-// whichever half that is, both are one span: the lists of runs and the sums of their pieces lie
-// there. So the middle is as long as the sort needs, or longer, where runs need more than it and a
-// half. A few words, the heads of chains, the bits, and the bags of positions where values are
-// positions, are alive all the time and stand apart.
+// The second half has the marks until the sort begins. Digits and marks begin as zeros and are
+// neighbours, so that they are cleared at once. After the sort its scratch and one of the halves are
+// free, and whichever half that is, both are one span: the lists and the sums of pieces lie there.
+// So the middle is as long as the sort needs, or longer, where the lists need more than it and a
+// half. A few words, and the bags of positions where values are positions, are alive all the time
+// and stand apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,55 +31,50 @@
 #include <cstdint>
 
 #include "hash_table/cuda/pairs.cuh"
+#include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/small_sort.cuh"
+#include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 
-constexpr int64_t kLongest = 128;    // run that one warp adds up
-constexpr int64_t kPieceSize = 256;  // of a longer run
+constexpr int64_t kLongest = 64;      // positions of a segment that one tile adds up
+constexpr int64_t kPieceSize = 128;  // of a longer one
 
-constexpr int kMostRanges = 32;  // see Scratch::before_hot
+// Positions of a block that prepares the pairs.
+constexpr int kPreparedOfThread = 8;
+constexpr int kPrepared = kThreads * kPreparedOfThread;
+inline int64_t prepare_blocks(int64_t num_ids) { return (num_ids + kPrepared - 1) / kPrepared; }
 
-// Threads of a block that splits repeated positions off, few, so that it finds room beside other
-// kernels; and positions that one looks at, few where there would be too few blocks else.
-constexpr int kSplitThreads = 256;
-constexpr int kSplitOfThread = 4;
-inline int split_of_thread(int64_t num_ids) {
-  return num_ids < 1 << 20 ? kSplitOfThread : kListedOfThread;
-}
-inline int64_t split_blocks(int64_t num_ids) {
-  return listing_blocks(num_ids, split_of_thread(num_ids), kSplitThreads);
-}
-
-struct LongRun {
+struct LongSegment {
   uint32_t first;  // in the sorted order
   uint32_t length;
   uint32_t first_piece;
 };
 
-// Runs longer than kLongest, and their pieces.
-struct LongRuns {
-  uint32_t* number;  // of runs
-  uint32_t* pieces;  // their number
-  LongRun* runs;     // in the order of their finding
-  uint32_t* run_of;  // by piece
-  float* sums;       // [pieces][widest]
+// Segments longer than kLongest, and their pieces.
+struct LongSegments {
+  uint32_t* number;       // of segments
+  uint32_t* pieces;       // their number
+  LongSegment* segments;  // in the order of their finding
+  uint32_t* segment_of;   // by piece
+  float* sums;            // [pieces][widest]
   int32_t widest;
 };
 
-// A run, or a piece of a long one: positions of the sorted order.
-struct alignas(8) Part {
-  uint32_t first;
-  uint32_t length;
-};
+// The 32 neighbouring positions that a warp takes, by the row classes of their tables; only where
+// these differ.
+struct Units {
+  uint32_t* number;   // [kRowClasses]
+  uint32_t* lists;    // [classes of the group][capacity]
+  uint32_t capacity;
+  uint32_t classes;   // of the group, a bit each
 
-// Runs of the sorted order that one tile adds up. A run of one position takes four bytes, one of
-// more positions eight: so both lists, one from each end, never meet in four bytes a position.
-struct ShortRuns {
-  uint32_t* number;   // of longer ones
-  uint32_t* singles;  // number of those of one position
-  Part* longer;
-  uint32_t* last;  // where the first of the singles is said to begin, the next one's before it
+  HKV_HOST_DEVICE bool any() const { return (classes & (classes - 1)) != 0; }
+#ifdef __CUDACC__
+  __device__ __forceinline__ uint32_t* of(int32_t row_class) const {
+    return lists + static_cast<size_t>(__popc(classes & ((1u << row_class) - 1))) * capacity;
+  }
+#endif
 };
 
 // Which slots of a batch stand at several positions: a mark a slot, or a mark for several slots
@@ -112,45 +103,16 @@ struct Repeats {
 #endif
 };
 
-// The positions split off by slot, as chains: a table of heads, by a hash of the slot, and for each
-// position, by its place among those split off, the next one of its chain, in any order. There is
-// room for the first `most` places; where there are more, chains say nothing.
-struct Chains {
-  static constexpr uint32_t kLongest = 16;        // that is followed
-  static constexpr uint32_t kMostPositions = 8;   // of a slot that goes by its chain
-  static constexpr uint32_t kTooLong = 1u << 31;  // in a head: the chain is not followed
-  static_assert(kMostPositions <= kLongest);
-
-  uint32_t* heads;  // [most], places counted from 1; 0: none. Zeros at first
-  uint32_t* nexts;  // [most], the same
-  uint32_t most;
-
-#ifdef __CUDACC__
-  __device__ __forceinline__ uint32_t* head_of(uint64_t slot) const {
-    const uint64_t mixed = slot * 0x9e3779b97f4a7c15ull;
-    return &heads[__umulhi(static_cast<uint32_t>(mixed >> 32), most)];
-  }
-  __device__ __forceinline__ void add(uint32_t place, uint64_t slot) const {
-    if (place < most) nexts[place] = atomicExch(head_of(slot), place + 1);
-  }
-  // Whether the row of a slot that stands at so many positions has been updated by its chain: of so
-  // many places at all.
-  __device__ __forceinline__ bool has_updated(uint64_t slot, int64_t positions,
-                                              uint32_t places) const {
-    return places <= most && positions <= kMostPositions && (*head_of(slot) & kTooLong) == 0;
-  }
-#endif
-};
-
 // What an update is, as far as its scratch depends on it.
 struct UpdateSize {
   int64_t num_ids;
   int64_t num_bags;
   int64_t num_slots;
   int32_t widest;         // columns of the widest table
+  uint32_t row_classes;   // of the tables, a bit each
   bool weighted;          // ids have weights
-  bool batch_order;       // rows that stand alone are updated in the order of the batch
-  size_t cub_sort_bytes;  // unless batch_order
+  bool sorts_some;        // unique slots keep the order of the batch
+  size_t cub_sort_bytes;  // unless sorts_some
 
   // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
   // comes last.
@@ -163,46 +125,32 @@ struct UpdateSize {
 struct Scratch {
   SortedPairs pairs;
   uint32_t* bags;  // by position; null where values are bags
-  void* words;     // these, those of the lists, and heads of chains: zeros at first
+  void* words;     // these and those of the lists: zeros at first
   size_t word_bytes;
   int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
-  // In batch order: how many positions are split off, and how many of these are sorted: all, or
-  // none where all of them are in short chains. Null otherwise: all positions are sorted.
-  uint32_t* split;
-  uint32_t* sorted;
+  uint32_t* repeated;         // where some positions are sorted: their number
+  uint32_t* unique;           // segments of one position
   uint32_t* longest_feature;  // positions of the feature with most, where all are sorted
-  // Of each of the first kMostRanges features, where a slot that has a large part of its positions
-  // is sorted behind all others (sort_by_table.cu): one more than the number of those others, or,
-  // where its run is not a long one, of all. Zeros where it is not known.
-  uint32_t* before_hot;
-  uint32_t* hot_slots;  // 1: there is such a slot, with a long run
-  uint32_t* ticket;     // of stream.cu: tasks that have been begun, but for the first ones
+  uint32_t* hot_slots;        // 1: a slot has a large part of a feature's positions
   Repeats repeats;
-  Chains chains;
-  uint32_t* repeated_positions;  // in batch order: a bit each, whether it was split off
-  // Of the sort of the repeated positions (split.cu).
+  // Of the sort of the repeated positions (prepare.cu).
   SmallSort small_sort;
-  BlockOrder split_order;
+  BlockOrder block_order;
   char* zeros;  // of digits, order and marks
   size_t zero_bytes;
   void* cub_sort;
-  // Only the counts of runs are there before begin_runs.
-  ShortRuns runs;
-  LongRuns long_runs;
+  // Only the counts of segments and units are there before begin_lists.
+  LongSegments long_segments;
+  Units units;
   char* middle;
 
-#ifdef __CUDACC__
-  __device__ __forceinline__ bool is_repeated(int64_t position) const {
-    return repeated_positions[position / 32] >> (position % 32) & 1;
-  }
-#endif
-  // Places all but the lists of runs in memory from `base` on, which is aligned to 256 bytes.
+  // Places all but the lists in memory from `base` on, which is aligned to 256 bytes.
   // Returns how many bytes that takes; `base` may be null to ask for no more than that.
   size_t place(const UpdateSize& size, char* base);
   // Where few positions are marked: fewer marks, unless there is one a slot.
   void mark_few(const UpdateSize& size);
   // When the pairs are sorted, whichever half they are in: places the lists in what is free then.
-  void begin_runs(const UpdateSize& size);
+  void begin_lists(const UpdateSize& size);
 };
 
 }  // namespace torchrec_hkv::hash_table::cuda

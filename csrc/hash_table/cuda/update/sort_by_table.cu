@@ -84,12 +84,12 @@ __device__ __forceinline__ void keep_equal(unsigned& same, uint32_t digit, uint3
       : "r"(digit), "r"(bit));
 }
 
-// before_hot, hot_slots: as Scratch has them, the former or null.
+// hot_slots: as Scratch has it.
 template <int kSortThreads, int kBits, typename Low>
 __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     sort_by_table_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                          const __grid_constant__ Pairs pairs, const __grid_constant__ Pairs other,
-                         int passes, uint32_t* before_hot, uint32_t* hot_slots) {
+                         int passes, uint32_t* hot_slots) {
   using Shared = SortedShare<kSortThreads, kBits, Low>;
   constexpr int kCounts = Shared::kCounts, kSortWarps = Shared::kSortWarps;
   constexpr int kItems = kShare / kSortThreads;  // positions of a thread
@@ -298,10 +298,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     cluster.sync();  // before others' keys are read, or totals written
     end -= shared.num_hot;
     if (pass == 0 && block == 0 && thread == 0) {
-      const bool long_run = shared.num_hot > kLongest;
-      if (long_run) *hot_slots = 1;
-      if (before_hot != nullptr)
-        before_hot[feature] = 1 + end - begin + (long_run ? 0 : shared.num_hot);
+      if (shared.num_hot > kLongest) *hot_slots = 1;
     }
     hot = kNoHotSlot;
   }
@@ -337,19 +334,17 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
 }
 
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
-                   int64_t most_slots, uint32_t* before_hot, uint32_t* hot_slots, bool beside,
-                   cudaStream_t stream) {
+                   int64_t most_slots, uint32_t* hot_slots, bool beside, cudaStream_t stream) {
   int bits = 1;
   while ((int64_t{1} << bits) <= most_slots) ++bits;  // one more number: of no slot
   const int passes = (bits + 7) / 8;
   const unsigned blocks = blocks_of_table(batch.num_features);
-  if (batch.num_features > kMostRanges) before_hot = nullptr;
   const auto launch_of = [&]<int kSortThreads, int kBits, typename Low>() {
     const LaunchShape shape{dim3(blocks * static_cast<unsigned>(batch.num_features)), kSortThreads,
                             sizeof(SortedShare<kSortThreads, kBits, Low>),
                             static_cast<int>(blocks)};
     launch_chained(sort_by_table_kernel<kSortThreads, kBits, Low>, shape, stream, tables, batch,
-                   pairs->pairs, pairs->other, passes, before_hot, hot_slots);
+                   pairs->pairs, pairs->other, passes, hot_slots);
   };
   const auto launch = [&]<int kBits, typename Low>() {
     if constexpr (kBits == 7) {  // few threads don't have more digits

@@ -1,17 +1,14 @@
-// The update from the sorted order, for any optimizer, any type of row and any number of columns.
+// The update of rows whose positions are neighbours in the sorted order, for any optimizer, any type
+// of row and any number of columns. segments.cu is faster for those that it serves.
 //
-// A tile of lanes takes as many neighbouring positions of the sorted order as it has lanes, and the
-// segments of equal slots that begin there; pieces of long segments are added up by piece_kernel,
-// and their rows are updated by long_runs.cu. Each lane looks up what one position needs: where its
-// gradient is, and, where a segment ends, its row and what that has once. Gradients, rows and
-// states of some positions are on their way to shared memory at any time, and take no registers
-// meanwhile. Each lane copies the columns that it works on itself, so that lanes don't wait for
-// each other. Columns are worked on in a loop, whatever their number.
-//
-// Narrow rows are updated by smaller tiles. A group of tables of different widths launches a kernel
-// for each width that it has; each skips the positions of other tables.
+// A warp takes 32 neighbouring positions, and the segments of equal slots that begin there. Each lane
+// looks up what one position needs: where its gradient is and, where a segment ends, its row and the
+// values that this has once. Gradients, rows and states of some positions are on their way to shared
+// memory at any time, and take no registers meanwhile. Each lane copies the columns that it works on
+// itself, so that lanes don't wait for each other. Columns are worked on in a loop.
 #include <algorithm>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/offsets.cuh"
@@ -22,10 +19,8 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kSegmentThreads = 64;  // of a block: small ones make room without waiting for others
-// Blocks of a multiprocessor, which bound the registers.
-constexpr int segment_blocks(int vectors, bool column_states) {
-  return column_states ? (vectors < 4 ? 8 : 6) : (vectors < 4 ? 12 : 10);
-}
+constexpr int kLanes = kWarp;        // of a row
+constexpr int kVectors = 1;          // of a lane in a step
 
 // What a tile has in shared memory: the sum of the segment that goes on, and places for what
 // positions need. Bytes.
@@ -51,10 +46,10 @@ Ring ring_of(int32_t columns, RowType gradient, int states, int depth) {
 }
 
 // Begins to copy kWidth columns of this type.
-template <int kWidth, bool kFloat32>
+template <int kWidth>
 __device__ __forceinline__ void copy_columns(RowType type, char* to, const char* from,
                                              int32_t column) {
-  if (kFloat32 || type == RowType::kFloat32) {
+  if (type == RowType::kFloat32) {
     const int32_t at = column * static_cast<int32_t>(sizeof(float));
     copy_async<4 * kWidth>(to + at, from + at);
     return;
@@ -66,18 +61,14 @@ __device__ __forceinline__ void copy_columns(RowType type, char* to, const char*
     *reinterpret_cast<uint16_t*>(to + at) = *reinterpret_cast<const uint16_t*>(from + at);
   }
 }
-template <int kWidth, bool kFloat32>
+template <int kWidth>
 __device__ __forceinline__ Columns<kWidth> load_columns(RowType type, const char* from,
                                                         int32_t column) {
-  if constexpr (kFloat32) {
-    return Columns<kWidth>::load(reinterpret_cast<const float*>(from) + column);
-  } else {
-    return Columns<kWidth>::load(type, from, column);
-  }
+  return Columns<kWidth>::load(type, from, column);
 }
 
 // What RowUpdate reads of the position where a segment ends.
-template <int kWidth, bool kFloat32>
+template <int kWidth>
 struct RowInRing {
   const char* place;
   const Ring& ring;
@@ -88,11 +79,11 @@ struct RowInRing {
   __device__ __forceinline__ Columns<kWidth> gradient(int32_t column) const {
     Columns<kWidth> total =
         sum != nullptr ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
-    total.add(scale, load_columns<kWidth, kFloat32>(gradient_type, place, column));
+    total.add(scale, load_columns<kWidth>(gradient_type, place, column));
     return total;
   }
   __device__ __forceinline__ Columns<kWidth> value(int32_t column) const {
-    return load_columns<kWidth, kFloat32>(type, place + ring.row, column);
+    return load_columns<kWidth>(type, place + ring.row, column);
   }
   __device__ __forceinline__ Columns<kWidth> first(int32_t column) const {
     return Columns<kWidth>::load(reinterpret_cast<const float*>(place + ring.states) + column);
@@ -103,16 +94,15 @@ struct RowInRing {
   }
 };
 
-// kDepth: positions under way. kFloat32: so are gradients and all rows. width_class: of the tables
-// to update, or kAllWidths.
-template <int kLanes, int kVectors, int kWidth, bool kColumnStates, bool kFloat32, int kDepth>
-__global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kColumnStates))
+// kDepth: positions under way. row_class: of the tables to update, or kAllRowClasses.
+template <int kWidth, bool kColumnStates, int kDepth>
+__global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
     segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                    const __grid_constant__ Scratch scratch, const __grid_constant__ Ring ring,
-                   int width_class) {
+                   int row_class) {
   using Lanes = Tile<kLanes>;
   using Steps = Step<kLanes, kVectors, kWidth>;
-  using Source = RowInRing<kWidth, kFloat32>;
+  using Source = RowInRing<kWidth>;
   extern __shared__ __align__(16) char shared[];
   char* const own = shared + threadIdx.x / kLanes * ring.of_tile;
   auto* const sum = reinterpret_cast<float*>(own);
@@ -148,7 +138,8 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
       share = share_of(update, scratch.bags, sorted.value_of(place.pair));
       view = &tables[share.table];
       mine =
-          width_class == kAllWidths || static_cast<int>(width_class_of(view->dim())) == width_class;
+          row_class == kAllRowClasses ||
+          row_class_of(view->dim(), view->rows.type == RowType::kFloat32) == row_class;
     }
     const bool ends = mine && place.after != key;
     char* row = nullptr;
@@ -181,21 +172,21 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
         const char* const its_gradient = pointer_of_lane(gradient, source);
         Steps::for_each(its_dim, [&](int32_t first) {
           Steps::for_columns(its_dim, first, [&](int32_t column) {
-            copy_columns<kWidth, kFloat32>(type, to, its_gradient, column);
+            copy_columns<kWidth>(type, to, its_gradient, column);
           });
         });
         if (end_mask >> source & 1) {
           const char* const its_row = pointer_of_lane(row, source);
           const auto its_type =
-              static_cast<RowType>(kFloat32 ? 0 : of_lane(static_cast<int>(row_type), source));
+              static_cast<RowType>(of_lane(static_cast<int>(row_type), source));
           const float* its_state = nullptr;
           if constexpr (kColumnStates) its_state = pointer_of_lane(state, source);
           Steps::for_each(its_dim, [&](int32_t first) {
             Steps::for_columns(its_dim, first, [&](int32_t column) {
-              copy_columns<kWidth, kFloat32>(its_type, to + ring.row, its_row, column);
+              copy_columns<kWidth>(its_type, to + ring.row, its_row, column);
               if constexpr (kColumnStates) {
                 for (int s = 0; s < column_states(optimizer.kind); ++s) {
-                  copy_columns<kWidth, true>(
+                  copy_columns<kWidth>(
                       RowType::kFloat32, to + ring.states + s * ring.of_state,
                       reinterpret_cast<const char*>(its_state + s * its_dim), column);
                 }
@@ -225,7 +216,7 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
         RowOnce its{of_lane(once.square, source), of_lane(once.step, source),
                     of_lane(static_cast<unsigned long long>(once.rounding), source)};
         const Source from{arrived, ring, open ? sum : nullptr, scale, type, table.type};
-        RowUpdate<kLanes, kVectors, kWidth, kColumnStates, kFloat32, Source>::run(
+        RowUpdate<kLanes, kVectors, kWidth, kColumnStates, false, Source>::run(
             table, from, pointer_of_lane(row, source), pointer_of_lane(state, source), its);
         if (lane == source) once = its;
         open = false;
@@ -234,7 +225,7 @@ __global__ void __launch_bounds__(kSegmentThreads, segment_blocks(kVectors, kCol
           Steps::for_columns(table.dim, first, [&](int32_t column) {
             Columns<kWidth> total =
                 open ? Columns<kWidth>::load(sum + column) : Columns<kWidth>::zero();
-            total.add(scale, load_columns<kWidth, kFloat32>(type, arrived, column));
+            total.add(scale, load_columns<kWidth>(type, arrived, column));
             total.store(sum + column);
           });
         });
@@ -256,32 +247,37 @@ constexpr int kPieceThreads = 128;
 template <int kWidth>
 __global__ void __launch_bounds__(kPieceThreads, 8)
     piece_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
-                 const __grid_constant__ Scratch scratch) {
+                 const __grid_constant__ Scratch scratch, int32_t columns, int row_class) {
   constexpr int kVectors = kPieceColumns / (kWarp * kWidth);
   constexpr int kAhead = 4;
   using Lanes = Tile<kWarp>;
   if (is_refused(update.batch)) return;
-  const LongRuns& runs = scratch.long_runs;
+  const LongSegments& longs = scratch.long_segments;
   const Pairs& sorted = scratch.pairs.pairs;
   const RowType type = update.grad.type;
   const int lane = Lanes::lane();
-  const int32_t tiles = (runs.widest + kPieceColumns - 1) / kPieceColumns;
-  const int64_t parts = static_cast<int64_t>(*runs.pieces) * tiles;
+  const int32_t tiles = (columns + kPieceColumns - 1) / kPieceColumns;
+  const int64_t parts = static_cast<int64_t>(*longs.pieces) * tiles;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kPieceThreads / kWarp);
   for (int64_t part = (static_cast<int64_t>(blockIdx.x) * kPieceThreads + threadIdx.x) / kWarp;
        part < parts; part += warps) {
     const int64_t piece = part / tiles;
     const auto first = static_cast<int32_t>(part % tiles) * kPieceColumns;
-    const LongRun& run = runs.runs[runs.run_of[piece]];
-    const int64_t skipped = (piece - run.first_piece) * kPieceSize;
-    const int64_t begin = run.first + skipped;
-    const auto length = static_cast<int32_t>(min(kPieceSize, run.length - skipped));
+    const LongSegment& segment = longs.segments[longs.segment_of[piece]];
+    const int64_t skipped = (piece - segment.first_piece) * kPieceSize;
+    const int64_t begin = segment.first + skipped;
+    const auto length = static_cast<int32_t>(min(kPieceSize, segment.length - skipped));
     const auto share_at = [&](int32_t i) {
       return i < length ? share_of(update, scratch.bags, sorted.value(begin + i)) : Share{};
     };
     Share share = share_at(lane);
-    const int32_t dim = tables[Lanes::of_lane(share.table, 0)].dim();
+    const TableView& table = tables[Lanes::of_lane(share.table, 0)];
+    const int32_t dim = table.dim();
     if (first >= dim) continue;
+    if (row_class != kAllRowClasses &&
+        row_class_of(dim, table.rows.type == RowType::kFloat32) != row_class) {
+      continue;
+    }
     const auto column_of = [&](int v) { return first + (lane + v * kWarp) * kWidth; };
     Columns<kWidth> sum[kVectors];
 #pragma unroll
@@ -311,7 +307,7 @@ __global__ void __launch_bounds__(kPieceThreads, 8)
       }
       share = next;
     }
-    float* const to = runs.sums + piece * runs.widest;
+    float* const to = longs.sums + piece * longs.widest;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (column_of(v) < dim) sum[v].store(to + column_of(v));
@@ -321,72 +317,36 @@ __global__ void __launch_bounds__(kPieceThreads, 8)
 
 }  // namespace
 
-void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                     const GroupShape& shape, cudaStream_t stream) {
+void update_any_segments(const TableView* tables, const Update& update, const Scratch& scratch,
+                         const GroupShape& shape, int32_t row_class, cudaStream_t stream) {
   const int64_t n = update.batch.num_ids;
-  // Long segments first: their rows are updated last.
-  if (n > kLongest) {
-    const auto kernel = update.group_four_wide ? piece_kernel<4> : piece_kernel<1>;
-    const int64_t parts = (n / kLongest + 1) * ((shape.widest + kPieceColumns - 1) / kPieceColumns);
-    kernel<<<resident_grid(16, parts * kWarp), kPieceThreads, 0, stream>>>(tables, update, scratch);
-    HKV_CUDA_CHECK_LAUNCH();
-  }
   const int states = column_states(update.optimizer.kind);
-  const bool float32 = shape.float32_rows && update.grad.type == RowType::kFloat32;
-  // kVectors: vectors a lane, for float32 rows. 16-bit rows have one: with more, the unrolled code
-  // of their rounding outgrows the instruction cache.
-  const auto launch = [&]<int kLanes, int kVectors, int kWidth, int kDepth>(int32_t columns,
-                                                                            int width_class) {
-    constexpr int kTiles = kSegmentThreads / kLanes;
-    const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
-    const int bytes = kTiles * ring.of_tile;
-    const int64_t blocks = (n + kSegmentThreads - 1) / kSegmentThreads;
-    const auto start = [&](auto kernel) {
-      HKV_CUDA_CHECK(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-      kernel<<<static_cast<unsigned>(blocks), kSegmentThreads, bytes, stream>>>(
-          tables, update, scratch, ring, width_class);
+  const int listed_class = scratch.units.any() ? row_class : kAllRowClasses;
+  const int32_t columns =
+      std::min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
+  const auto launch = [&]<int kWidth>() {
+    if (n > kLongest) {
+      const int64_t parts = (n / kLongest + 1) * ((columns + kPieceColumns - 1) / kPieceColumns);
+      piece_kernel<kWidth><<<resident_grid(16, parts * kWarp), kPieceThreads, 0, stream>>>(
+          tables, update, scratch, columns, listed_class);
       HKV_CUDA_CHECK_LAUNCH();
-    };
-    if constexpr (kWidth == 4) {
-      if (float32) {
-        start(states > 0 ? segment_kernel<kLanes, kVectors, 4, true, true, kDepth>
-                         : segment_kernel<kLanes, kVectors, 4, false, true, kDepth>);
-        return;
-      }
     }
-    start(states > 0 ? segment_kernel<kLanes, 1, kWidth, true, false, kDepth>
-                     : segment_kernel<kLanes, 1, kWidth, false, false, kDepth>);
+    constexpr int kDepth = 2;
+    const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
+    const auto kernel = states > 0 ? segment_kernel<kWidth, true, kDepth>
+                                   : segment_kernel<kWidth, false, kDepth>;
+    LaunchShape launch_shape{dim3(static_cast<unsigned>((n + kSegmentThreads - 1) / kSegmentThreads)),
+                             kSegmentThreads};
+    launch_shape.shared_bytes = kSegmentThreads / kWarp * ring.of_tile;
+    allow_launch(reinterpret_cast<const void*>(kernel), launch_shape);
+    kernel<<<launch_shape.grid, kSegmentThreads, launch_shape.shared_bytes, stream>>>(
+        tables, update, scratch, ring, listed_class);
+    HKV_CUDA_CHECK_LAUNCH();
   };
-  if (!update.group_four_wide) {
-    launch.template operator()<kWarp, 1, 1, 2>(shape.widest, kAllWidths);
-    return;
-  }
-  const bool several = (shape.width_classes & (shape.width_classes - 1)) != 0;
-  for (int width = 0; width < kWidthClasses; ++width) {
-    if ((shape.width_classes >> width & 1) == 0) continue;
-    const auto width_class = static_cast<WidthClass>(width);
-    const int32_t columns = std::min(shape.widest, most_columns(width_class));
-    const int chosen = several ? width : kAllWidths;
-    // A row has as many lanes as it has vectors, as far as a warp goes: several rows of a warp,
-    // whose segments differ in length, wait for each other.
-    switch (width_class) {
-      case WidthClass::k32:
-        launch.template operator()<8, 1, 4, 4>(columns, chosen);
-        break;
-      case WidthClass::k64:
-        launch.template operator()<16, 1, 4, 4>(columns, chosen);
-        break;
-      case WidthClass::k128:
-        launch.template operator()<kWarp, 1, 4, 4>(columns, chosen);
-        break;
-      case WidthClass::k256:
-        launch.template operator()<kWarp, 2, 4, 4>(columns, chosen);
-        break;
-      default:
-        launch.template operator()<kWarp, 4, 4, 2>(columns, chosen);
-        break;
-    }
+  if (update.group_four_wide) {
+    launch.template operator()<4>();
+  } else {
+    launch.template operator()<1>();
   }
 }
 

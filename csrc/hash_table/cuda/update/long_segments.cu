@@ -1,6 +1,6 @@
-// The rows of long runs, whose pieces have been added up. Pieces are added up in kShares shares,
-// and those one after the other, whoever does it. So runs of no more pieces are added up in order,
-// by a warp; of longer ones each warp of a block adds up a share.
+// The rows of long segments, whose pieces have been added up. Pieces are added up in kShares shares,
+// and those one after the other, whoever does it. So segments of no more pieces are added up in
+// order, by a warp; of longer ones each warp of a block adds up a share.
 #include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
@@ -11,30 +11,31 @@ namespace {
 
 constexpr uint32_t kShares = kThreads / kWarp;
 
-__device__ __forceinline__ uint32_t pieces_of(const LongRun& run) {
-  return (run.length + static_cast<uint32_t>(kPieceSize) - 1) / static_cast<uint32_t>(kPieceSize);
+__device__ __forceinline__ uint32_t pieces_of(const LongSegment& segment) {
+  return (segment.length + static_cast<uint32_t>(kPieceSize) - 1) / static_cast<uint32_t>(kPieceSize);
 }
 
 // kWidth: columns of a vector, 4 where the group allows.
 template <int kWidth, bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
-    long_runs_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+    long_segments_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
                      const __grid_constant__ Scratch scratch, UpdateHint* hint) {
   constexpr int32_t kColumns = kWarp * 4;  // at a time
   __shared__ float shares[kShares][kColumns];
   wait_for_kernel_before();
-  if (hint != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-    set_hint(hint, *scratch.runs.singles, update.batch.num_ids);
-    hint->longest_feature = *scratch.longest_feature;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    hint->batch_order = int64_t{8} * *scratch.unique >= 7 * update.batch.num_ids ? 1 : 0;
+    const uint32_t longest = *scratch.longest_feature;
+    if (longest != 0) hint->longest_feature = longest;
     hint->hot_slots = *scratch.hot_slots;
   }
   if (is_refused(update.batch)) return;
-  const LongRuns& runs = scratch.long_runs;
+  const LongSegments& longs = scratch.long_segments;
   const Pairs& sorted = scratch.pairs.pairs;
   const uint32_t warp = threadIdx.x / kWarp;
-  const uint32_t number = *runs.number;
+  const uint32_t number = *longs.number;
   const float rate = *update.learning_rate;
-  const auto table_of_run = [&](const Pair& pair) -> const TableView& {
+  const auto table_of_segment = [&](const Pair& pair) -> const TableView& {
     const uint32_t value = sorted.value_of(pair);
     return table_of(tables, update, scratch.bags != nullptr ? scratch.bags[value] : value);
   };
@@ -48,25 +49,25 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   // Some columns of the sum of pieces that follow each other.
   const auto sum_pieces = [&](uint32_t begin, uint32_t end, int32_t column) {
     Columns<kWidth> sum = Columns<kWidth>::zero();
-    const float* from = runs.sums + static_cast<int64_t>(begin) * runs.widest + column;
+    const float* from = longs.sums + static_cast<int64_t>(begin) * longs.widest + column;
 #pragma unroll 4
-    for (uint32_t p = begin; p < end; ++p, from += runs.widest) {
+    for (uint32_t p = begin; p < end; ++p, from += longs.widest) {
       sum.add(1.0f, Columns<kWidth>::load(from));
     }
     return sum;
   };
   for (uint32_t r = blockIdx.x; r < number; r += gridDim.x) {
-    const LongRun run = runs.runs[r];
-    const uint32_t pieces = pieces_of(run);
+    const LongSegment segment = longs.segments[r];
+    const uint32_t pieces = pieces_of(segment);
     if (pieces <= kShares) continue;
-    const Pair pair = sorted.load(run.first);
-    const TableView& table = table_of_run(pair);
-    float* const total = runs.sums + static_cast<int64_t>(run.first_piece) * runs.widest;
+    const Pair pair = sorted.load(segment.first);
+    const TableView& table = table_of_segment(pair);
+    float* const total = longs.sums + static_cast<int64_t>(segment.first_piece) * longs.widest;
     for (int32_t first = 0; first < table.dim(); first += kColumns) {
       const int32_t columns = min(kColumns, table.dim() - first);
       for_columns(columns, [&](int32_t column) {
-        sum_pieces(run.first_piece + pieces * warp / kShares,
-                   run.first_piece + pieces * (warp + 1) / kShares, first + column)
+        sum_pieces(segment.first_piece + pieces * warp / kShares,
+                   segment.first_piece + pieces * (warp + 1) / kShares, first + column)
             .store(&shares[warp][column]);
       });
       __syncthreads();  // these columns of all pieces have been read, too
@@ -89,27 +90,27 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
     }
   }
   for (uint32_t r = warp * gridDim.x + blockIdx.x; r < number; r += kShares * gridDim.x) {
-    const LongRun run = runs.runs[r];
-    const uint32_t pieces = pieces_of(run);
+    const LongSegment segment = longs.segments[r];
+    const uint32_t pieces = pieces_of(segment);
     if (pieces > kShares) continue;
-    const Pair pair = sorted.load(run.first);
-    const TableView& table = table_of_run(pair);
+    const Pair pair = sorted.load(segment.first);
+    const TableView& table = table_of_segment(pair);
     update_row_in_memory<kWidth, kColumnStates>(
         table, update.optimizer, rate, slot_of(pair, table), [&](int32_t column) {
-          return sum_pieces(run.first_piece, run.first_piece + pieces, column);
+          return sum_pieces(segment.first_piece, segment.first_piece + pieces, column);
         });
   }
 }
 
 }  // namespace
 
-void update_long_runs(const TableView* tables, const Update& update, const Scratch& scratch,
+void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                       UpdateHint* hint, cudaStream_t stream) {
   if (update.batch.num_ids <= kLongest) return;
   const bool states = has_column_states(update.optimizer);
   const bool four = update.group_four_wide;
-  const auto kernel = four ? (states ? long_runs_kernel<4, true> : long_runs_kernel<4, false>)
-                           : (states ? long_runs_kernel<1, true> : long_runs_kernel<1, false>);
+  const auto kernel = four ? (states ? long_segments_kernel<4, true> : long_segments_kernel<4, false>)
+                           : (states ? long_segments_kernel<1, true> : long_segments_kernel<1, false>);
   const unsigned blocks = resident_grid(states ? 3 : 4, update.batch.num_ids * 4);
   launch_chained(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
 }

@@ -1,0 +1,221 @@
+// The update of one row by a tile of lanes, for the optimizers that are used most and rows whose
+// width is known to be within bounds. row_update.cuh has the general form.
+//
+// A lane has kVectors vectors of a row, 16 bytes each. The vectors of neighbouring lanes follow each
+// other, so that a tile reads and writes whole lines. All lanes of a tile call the methods together.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "common/optimizers.h"
+#include "hash_table/cuda/async_copy.cuh"
+#include "hash_table/cuda/row_vector.cuh"
+#include "hash_table/cuda/tile.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// Whether the formulas of a RowUpdater are those of an optimizer: no bounds on gradients or rows, no
+// coupled decay, no steps counted by row.
+inline bool has_row_updater(const OptimizerConfig& optimizer) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const bool known = optimizer.kind == Optimizer::kSgd ||
+                     optimizer.kind == Optimizer::kRowWiseAdagrad ||
+                     optimizer.kind == Optimizer::kAdagrad || optimizer.kind == Optimizer::kAdam;
+  return known && !optimizer.own_steps && optimizer.clip_norm == kInfinity &&
+         optimizer.clip_value == kInfinity && optimizer.max_norm == kInfinity &&
+         optimizer.coupled_decay == 0.0f && !optimizer.stochastic_rounding;
+}
+
+// kKind: kSgd stands for row-wise Adagrad, too, whose columns have the same formula. Element: float,
+// or uint16_t for both types of 16 bits.
+template <Optimizer kKind, typename Element, int kLanes, int kVectors>
+struct RowUpdater {
+  static constexpr int kWidth = 16 / sizeof(Element);  // columns of a vector
+  static constexpr int kColumns = kLanes * kVectors * kWidth;
+  static constexpr int kStates = column_states(kKind);
+  static constexpr bool kFloat32 = sizeof(Element) == sizeof(float);
+  using Vector = Columns<kWidth>;
+
+  // The columns of a row that a lane has.
+  struct Own {
+    Vector v[kVectors];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) v[i] = Vector::zero();
+    }
+    __device__ __forceinline__ void add(float scale, const Own& other) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) v[i].add(scale, other.v[i]);
+    }
+  };
+
+  RowTerms terms;
+  int32_t dim;
+  RowType type;
+  bool adapts;      // row-wise Adagrad
+  uint64_t policy;  // of what is not read again soon
+
+  __device__ __forceinline__ void begin(const TableView& table, const OptimizerConfig& config,
+                                        float learning_rate) {
+    dim = table.rows.width;
+    type = kFloat32 ? RowType::kFloat32 : table.rows.type;
+    policy = evict_first();
+    adapts = kKind == Optimizer::kSgd && config.kind == Optimizer::kRowWiseAdagrad;
+    terms = begin_row(config, learning_rate, static_cast<float>(*table.optimizer_step));
+  }
+  __device__ __forceinline__ static int32_t column(int vector) {
+    return (Tile<kLanes>::lane() + vector * kLanes) * kWidth;
+  }
+  // Whether rows begin at multiples of 16 bytes, as those of float32 always do.
+  __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
+
+  // Begins to copy the lane's columns of float32 values. once: rows make room in the second-level
+  // cache for gradients, which are read again. near: through L1, for neighbours that read the same.
+  __device__ __forceinline__ void copy_floats(char* to, const float* from, bool once,
+                                              bool near = false) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 4) {
+        const int32_t at = column(i) + k;
+        if (at >= dim) break;
+        char* const its = to + at * static_cast<int32_t>(sizeof(float));
+        if (once) {
+          copy_async(its, from + at, policy);
+        } else if (near) {
+          copy_async_cached<16>(its, from + at);
+        } else {
+          copy_async<16>(its, from + at);
+        }
+      }
+    }
+  }
+  // Of 16 bits each, which begin at multiples of 8 bytes.
+  __device__ __forceinline__ void copy_halves(char* to, const uint16_t* from) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 4) {
+        const int32_t at = column(i) + k;
+        if (at < dim) copy_async<8>(to + at * static_cast<int32_t>(sizeof(uint16_t)), from + at);
+      }
+    }
+  }
+  __device__ __forceinline__ void copy_gradient(char* to, const char* from, RowType its,
+                                                bool near) const {
+    if (its == RowType::kFloat32) {
+      copy_floats(to, reinterpret_cast<const float*>(from), false, near);
+    } else {
+      copy_halves(to, reinterpret_cast<const uint16_t*>(from));
+    }
+  }
+  __device__ __forceinline__ void copy_row(char* to, const char* from) const {
+    if constexpr (kFloat32) {
+      copy_floats(to, reinterpret_cast<const float*>(from), true);
+    } else if (aligned()) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int32_t at = column(i) * static_cast<int32_t>(sizeof(Element));
+        if (column(i) < dim) copy_async(to + at, from + at, policy);
+      }
+    } else {
+      copy_halves(to, reinterpret_cast<const uint16_t*>(from));
+    }
+  }
+
+  // What has been copied; zeros behind the row's columns.
+  __device__ __forceinline__ Own load(RowType its, const char* from) const {
+    Own own;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      own.v[i] = Vector::zero();
+      if (column(i) >= dim) continue;
+      own.v[i] = Vector::load(its, from, column(i));
+      if (!kFloat32 && column(i) + 4 >= dim) {
+#pragma unroll
+        for (int k = 4; k < kWidth; ++k) own.v[i].v[k] = 0.0f;
+      }
+    }
+    return own;
+  }
+
+  // Stores what is added up.
+  __device__ __forceinline__ void store(float* to, const Own& sum) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) store_floats(sum.v[i], to, column(i));
+  }
+
+  // sum: the row's gradient. values, state: where the row and its column states are; arrived: what
+  // has been copied of them, states `of_state` bytes apart. old_square: row-wise Adagrad's mean of
+  // squares; returns the new one.
+  __device__ __forceinline__ float update(const OptimizerConfig& config, const Own& sum,
+                                          const char* arrived_row, const char* arrived_states,
+                                          int32_t of_state, char* values, float* state,
+                                          float old_square) const {
+    RowTerms its = terms;
+    float renewed = 0.0f;
+    if (kKind == Optimizer::kSgd && adapts) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) squares += sum.v[i].v[k] * sum.v[i].v[k];
+      }
+      renewed = adapt_row(config, Tile<kLanes>::sum(squares), dim, old_square, &its);
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int32_t at = column(i);
+      if (at >= dim) continue;
+      Vector value = Vector::load(type, arrived_row, at);
+      Vector first, second;
+      if constexpr (kStates >= 1) {
+        first = Vector::load(reinterpret_cast<const float*>(arrived_states) + at);
+      }
+      if constexpr (kStates >= 2) {
+        second = Vector::load(reinterpret_cast<const float*>(arrived_states + of_state) + at);
+      }
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        float unused = 0.0f;
+        float& first_of = kStates >= 1 ? first.v[k] : unused;
+        float& second_of = kStates >= 2 ? second.v[k] : unused;
+        value.v[k] =
+            move_column<kKind>(config, its, value.v[k], sum.v[i].v[k], first_of, second_of);
+      }
+      store_row(value, values, at);
+      if constexpr (kStates >= 1) store_floats(first, state, at);
+      if constexpr (kStates >= 2) store_floats(second, state + dim, at);
+    }
+    return renewed;
+  }
+
+ private:
+  __device__ __forceinline__ void store_floats(const Vector& vector, float* to, int32_t at) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 4) {
+      if (at + k >= dim) break;
+      store_once(to + at + k,
+                 Columns<4>{vector.v[k], vector.v[k + 1], vector.v[k + 2], vector.v[k + 3]}, policy);
+    }
+  }
+  __device__ __forceinline__ void store_row(const Vector& vector, char* to, int32_t at) const {
+    if constexpr (kFloat32) {
+      store_floats(vector, reinterpret_cast<float*>(to), at);
+    } else if (aligned()) {
+      vector.store(type, to, at);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 4) {
+        if (at + k >= dim) break;
+        *reinterpret_cast<uint2*>(to + (at + k) * sizeof(Element)) =
+            make_uint2(narrow_pair(type, vector.v[k], vector.v[k + 1]),
+                       narrow_pair(type, vector.v[k + 2], vector.v[k + 3]));
+      }
+    }
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table::cuda
