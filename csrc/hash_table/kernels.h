@@ -23,8 +23,8 @@ namespace torchrec_hkv::hash_table {
 // What a GPU says of a group's updates, so that the next is done the quicker way; nothing but speed
 // depends on it. Zeros at first.
 struct UpdateHint {
-  uint32_t batch_order;      // 1: most slots of a batch were unique
-  uint32_t longest_feature;  // positions of the feature with most, of a batch that was sorted
+  uint32_t unique_ids;       // 1: most slots of a batch were at one of its positions
+  uint32_t longest_feature;  // positions of the feature with most
   uint32_t hot_slots;        // 1: a slot had a large part of a feature's positions
 };
 
@@ -219,38 +219,29 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const char> grad, float* weights_grad, cudaStream_t stream);
 
-// Whether most slots of a batch are unique, as the device has found some batches ago: it is not
-// waited for.
-bool wants_batch_order(const UpdateHint* hint);
-
-// Whether such rows are best updated in the order of a batch of num_ids in num_bags.
-bool updates_in_batch_order(const UpdateHint* hint, const OptimizerConfig& optimizer,
-                            int64_t num_ids, int64_t num_bags);
+// Whether most ids of a batch are expected to stand at one of its positions, as the device has found
+// some batches ago: it is not waited for.
+bool expects_unique_ids(const UpdateHint* hint);
 
 // How the positions of a batch are grouped by their slots.
 struct Grouping {
-  bool batch_order;  // what updates_in_batch_order has said: only repeated slots are sorted
-  bool moved;        // the sort has left the pairs in the other half of the scratch
+  bool moved;  // the sort has left the pairs in the other half of the scratch
 };
 
 // Bytes of scratch that an update needs for a batch of num_ids in num_bags, slot numbers below
 // num_slots, and tables of this shape; weighted: whether ids have weights.
 size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
-                           const GroupShape& shape, bool weighted, bool batch_order);
+                           const GroupShape& shape, bool weighted);
 
 // The first part of an update, which takes no gradients: brings the positions of equal slots
 // together in `scratch`, which must be aligned to 256 bytes. It looks at the offsets, and of the
-// tables at how their slots are numbered and at the types of their rows. notes: those of the
-// find_or_insert that gave these slots, or null; only speed depends on them. weighted: as above;
-// batch_order: what updates_in_batch_order has said. hint: the group's. beside: where `stream` is
-// that of a SideStream: in a CUDA graph the other may be held until the largest blocks begin.
+// tables at how their slots are numbered and at the types of their rows. weighted: as above. hint:
+// the group's. beside: where `stream` is that of a SideStream: in a CUDA graph the other may be held
+// until the largest blocks begin.
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
-                         const TouchNotes* notes, bool weighted, int64_t num_slots,
-                         const GroupShape& shape, bool batch_order, const UpdateHint* hint,
-                         void* scratch, cudaStream_t stream, SideStream* beside = nullptr);
-
-// Whether its kernels are to go before those beside it, which are launched on the stream given.
-bool grouping_goes_first(const Batch& batch, bool batch_order, cudaStream_t other);
+                         bool weighted, int64_t num_slots, const GroupShape& shape,
+                         const UpdateHint* hint, void* scratch, cudaStream_t stream,
+                         SideStream* beside = nullptr);
 
 // grouping, scratch: what group_positions has made of the same batch, slots and shape; it is used
 // up. hint: the group's, in host memory that the GPU can write.

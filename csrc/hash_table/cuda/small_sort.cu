@@ -88,10 +88,9 @@ __global__ void __launch_bounds__(kSortThreads)
 
 }  // namespace
 
-SmallSort SmallSort::of(int64_t most, int bits, bool stays) {
+SmallSort SmallSort::of(int64_t most, int bits) {
   SmallSort sort{};
   sort.passes = (bits + kDigitBits - 1) / kDigitBits;
-  if (stays) sort.passes += sort.passes % 2;
   const int64_t chunks = std::max<int64_t>(1, (most + kChunk - 1) / kChunk);
   // Digits take passes * kDigits * 2 / tile bytes a key: at most three.
   const int64_t least = sort.passes > 3 ? (sort.passes + 2) / 3 : 1;

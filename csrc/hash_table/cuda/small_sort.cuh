@@ -26,9 +26,8 @@ struct SmallSort {
   uint32_t tile;   // keys of a tile, whole chunks
   uint32_t tiles;  // at most
 
-  // For at most `most` keys of so many bits; `digits` is still to be set. stays: the sorted pairs
-  // are in the half that they came from, at the cost of a further pass where the number is odd.
-  static SmallSort of(int64_t most, int bits, bool stays = false);
+  // For at most `most` keys of so many bits; `digits` is still to be set.
+  static SmallSort of(int64_t most, int bits);
   size_t digit_bytes() const { return sizeof(uint16_t) * passes * tiles * kDigits; }
 
   __device__ static __forceinline__ uint32_t digit_of(uint64_t key, int pass) {

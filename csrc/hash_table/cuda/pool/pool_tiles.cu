@@ -385,7 +385,6 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
                     Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream) {
-  if (pool_once(tables, batch, slots, pooling, out, shape, stream)) return;
   if (shape.widest <= 32) {
     launch<8>(tables, batch, slots, pooling, out, shape, hot, stream);
   } else if (shape.widest <= 64) {

@@ -20,9 +20,4 @@ void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* 
 // serves reads among as many writes faster then.
 constexpr int64_t kManyOnce = int64_t{1} << 19;
 
-// The same of a large batch of one feature where each bag has one id, of wide fp32 rows in HBM on
-// sm_90; false of all others, which are left to pool_four_wide (pool_once.cu).
-bool pool_once(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
-               Output<char> out, const GroupShape& shape, cudaStream_t stream);
-
 }  // namespace torchrec_hkv::hash_table::cuda

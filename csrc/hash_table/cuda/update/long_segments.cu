@@ -24,9 +24,8 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
   __shared__ float shares[kShares][kColumns];
   wait_for_kernel_before();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    hint->batch_order = int64_t{8} * *scratch.unique >= 7 * update.batch.num_ids ? 1 : 0;
-    const uint32_t longest = *scratch.longest_feature;
-    if (longest != 0) hint->longest_feature = longest;
+    hint->unique_ids = int64_t{8} * *scratch.unique >= 7 * update.batch.num_ids ? 1 : 0;
+    hint->longest_feature = *scratch.longest_feature;
     hint->hot_slots = *scratch.hot_slots;
   }
   if (is_refused(update.batch)) return;

@@ -71,10 +71,11 @@ struct RowUpdater {
   // Whether rows begin at multiples of 16 bytes, as those of float32 always do.
   __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
 
-  // Begins to copy the lane's columns of float32 values. once: rows make room in the second-level
-  // cache for gradients, which are read again. near: through L1, for neighbours that read the same.
-  __device__ __forceinline__ void copy_floats(char* to, const float* from, bool once,
-                                              bool near = false) const {
+  // Begins to copy the lane's columns of float32 values. kOnce: they make room in the second-level
+  // cache for gradients, which are read again; not in kernels of rows with column states, where nvcc
+  // 13.0 makes illegal instructions of such copies.
+  template <bool kOnce>
+  __device__ __forceinline__ void copy_floats(char* to, const float* from) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
@@ -82,10 +83,8 @@ struct RowUpdater {
         const int32_t at = column(i) + k;
         if (at >= dim) break;
         char* const its = to + at * static_cast<int32_t>(sizeof(float));
-        if (once) {
+        if constexpr (kOnce && kStates == 0) {
           copy_async(its, from + at, policy);
-        } else if (near) {
-          copy_async_cached<16>(its, from + at);
         } else {
           copy_async<16>(its, from + at);
         }
@@ -103,22 +102,26 @@ struct RowUpdater {
       }
     }
   }
-  __device__ __forceinline__ void copy_gradient(char* to, const char* from, RowType its,
-                                                bool near) const {
+  __device__ __forceinline__ void copy_gradient(char* to, const char* from, RowType its) const {
     if (its == RowType::kFloat32) {
-      copy_floats(to, reinterpret_cast<const float*>(from), false, near);
+      copy_floats<false>(to, reinterpret_cast<const float*>(from));
     } else {
       copy_halves(to, reinterpret_cast<const uint16_t*>(from));
     }
   }
   __device__ __forceinline__ void copy_row(char* to, const char* from) const {
     if constexpr (kFloat32) {
-      copy_floats(to, reinterpret_cast<const float*>(from), true);
+      copy_floats<true>(to, reinterpret_cast<const float*>(from));
     } else if (aligned()) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int32_t at = column(i) * static_cast<int32_t>(sizeof(Element));
-        if (column(i) < dim) copy_async(to + at, from + at, policy);
+        if (column(i) >= dim) break;
+        if constexpr (kStates == 0) {
+          copy_async(to + at, from + at, policy);
+        } else {
+          copy_async<16>(to + at, from + at);
+        }
       }
     } else {
       copy_halves(to, reinterpret_cast<const uint16_t*>(from));

@@ -43,17 +43,6 @@ Pairs place_half(const UpdateSize& size, char* base) {
   return Pairs{keys, carver.take<char>(size.num_ids * format.value_bytes()), format};
 }
 
-// Marks enough for few slots to share one, and yet no more than the second half holds with keys and
-// values of six bytes; as far as 32 bits number them.
-Repeats repeats_of(const UpdateSize& size) {
-  constexpr int64_t kMarksOfPosition = 22;
-  Repeats repeats{};
-  const int64_t most = std::min<int64_t>(kMarksOfPosition * size.num_ids, 0xffffffff);
-  repeats.number = static_cast<uint32_t>(std::min(size.num_slots, most));
-  repeats.exact = repeats.number == size.num_slots;
-  return repeats;
-}
-
 Units units_of(const UpdateSize& size) {
   Units units{};
   units.classes = size.row_classes;
@@ -104,8 +93,7 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   long_segments.number = counts;
   long_segments.pieces = counts + 1;
   long_segments.widest = size.widest;
-  repeated = counts + 2;
-  unique = counts + 3;
+  unique = counts + 2;
   longest_feature = counts + 4;
   hot_slots = counts + 5;
   bad_bag = reinterpret_cast<int64_t*>(counts + 6);
@@ -114,46 +102,18 @@ size_t Scratch::place(const UpdateSize& size, char* base) {
   static_assert(8 + kRowClasses <= kCounts);
   if (size.positions()) bags = carver.take<uint32_t>(size.num_ids);
 
-  // What the sort takes besides the halves. It lies at the end of the middle, beside the marks.
-  const auto place_sort = [&](char* at) {
-    Carver of_sort(at);
-    if (size.sorts_some) {
-      small_sort = SmallSort::of(size.num_ids, size.key_bits(), /*stays=*/true);
-      small_sort.digits = reinterpret_cast<uint32_t*>(of_sort.take<char>(small_sort.digit_bytes()));
-      block_order.states = of_sort.take<unsigned long long>(prepare_blocks(size.num_ids));
-      block_order.ticket = of_sort.take<uint32_t>(1);
-    } else {
-      cub_sort = of_sort.take<char>(size.cub_sort_bytes);
-    }
-    return of_sort.used();
-  };
   const size_t half = half_bytes(size);
-  const size_t of_sort = place_sort(nullptr);
   const size_t of_lists = place_lists(size, nullptr).bytes;
-  const size_t in_middle = std::max(of_sort, of_lists > half ? of_lists - half : 0);
+  const size_t in_middle = std::max(size.cub_sort_bytes, of_lists > half ? of_lists - half : 0);
 
   char* const first = carver.take<char>(half);
   middle = carver.take<char>(in_middle);
-  repeats = repeats_of(size);
-  const size_t of_repeats = size.sorts_some ? aligned(repeats.words() * sizeof(uint32_t)) : 0;
-  char* const second = carver.take<char>(std::max(half, of_repeats));
+  char* const second = carver.take<char>(half);
   if (base == nullptr) return carver.used();
 
   pairs = SortedPairs{place_half(size, first), place_half(size, second)};
-  place_sort(second - of_sort);
-  zeros = second - of_sort;
-  zero_bytes = of_sort + of_repeats;
-  repeats.marks = reinterpret_cast<uint32_t*>(second);
+  cub_sort = middle;
   return carver.used();
-}
-
-void Scratch::mark_few(const UpdateSize& size) {
-  constexpr int64_t kFewOfPosition = 4;
-  if (repeats.exact) return;
-  const size_t before = aligned(repeats.words() * sizeof(uint32_t));
-  repeats.number =
-      static_cast<uint32_t>(std::min<int64_t>(kFewOfPosition * size.num_ids, repeats.number));
-  zero_bytes -= before - aligned(repeats.words() * sizeof(uint32_t));
 }
 
 void Scratch::begin_lists(const UpdateSize& size) {

@@ -1,28 +1,23 @@
 // The scratch memory of an update. Each part is written (w) and read (r) by these kernels, in their
-// order; those that update rows may run much later than those that group the positions:
+// order; the last may run much later than those before it:
 //
-//                      some positions sorted                all positions sorted
-//              marks  prepares  sorts  lists  rows     prepares  sorts  lists  rows
-//   marks        w       r        .      .     .           .       .      .     .
-//   digits       .       w       r w     .     .           .       .      .     .
-//   cub's        .       .        .      .     .           .      r w     .     .
-//   a half       .       w       r w     r     r           w      r w     r     r
-//   the other    .       .       r w     .     .           .      r w     .     .
-//   lists        .       .        .      w     r           .       .      w     r
-//   sums         .       .        .      .    r w          .       .      .    r w
+//              prepare  sort  list  update
+//   a half        w      r w    r      r
+//   the other     .      r w    .      .
+//   cub's         .      r w    .      .
+//   lists         .       .     w      r
+//   sums          .       .     .     r w
 //
 // Halves are the pairs of slot and bag that are sorted. A sort moves them from one half to the other
-// and back, pass by pass, and needs its own scratch, digits or cub's, beside both. So three spans
-// follow each other in memory:
+// and back, pass by pass, and may need scratch of its own beside both. So three spans follow each
+// other in memory:
 //
 //   | first half | middle: scratch of the sort | second half |
 //
-// The second half has the marks until the sort begins. Digits and marks begin as zeros and are
-// neighbours, so that they are cleared at once. After the sort its scratch and one of the halves are
-// free, and whichever half that is, both are one span: the lists and the sums of pieces lie there.
-// So the middle is as long as the sort needs, or longer, where the lists need more than it and a
-// half. A few words, and the bags of positions where values are positions, are alive all the time
-// and stand apart.
+// After the sort its scratch and one of the halves are free, and whichever half that is, both are
+// one span: the lists and the sums of pieces lie there. So the middle is as long as the sort needs,
+// or longer, where the lists need more than it and a half. A few words, and the bags of positions
+// where values are positions, are alive all the time and stand apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,19 +26,12 @@
 #include <cstdint>
 
 #include "hash_table/cuda/pairs.cuh"
-#include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/small_sort.cuh"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 
 constexpr int64_t kLongest = 64;      // positions of a segment that one tile adds up
 constexpr int64_t kPieceSize = 128;  // of a longer one
-
-// Positions of a block that prepares the pairs.
-constexpr int kPreparedOfThread = 8;
-constexpr int kPrepared = kThreads * kPreparedOfThread;
-inline int64_t prepare_blocks(int64_t num_ids) { return (num_ids + kPrepared - 1) / kPrepared; }
 
 struct LongSegment {
   uint32_t first;  // in the sorted order
@@ -77,32 +65,6 @@ struct Units {
 #endif
 };
 
-// Which slots of a batch stand at several positions: a mark a slot, or a mark for several slots
-// where there are too many, which then look as if they were repeated. Both bits of a mark are in
-// one word, so that setting the first one, and knowing whether it was set, is one access.
-struct Repeats {
-  static constexpr uint32_t kOfWord = 16;
-  static constexpr uint32_t kSeen = 1;   // at one position
-  static constexpr uint32_t kTwice = 2;  // at another, too
-
-  uint32_t* marks;  // [words()], kOfWord marks each
-  uint32_t number;  // of marks
-  bool exact;       // a mark a slot
-
-  size_t words() const { return (static_cast<size_t>(number) + kOfWord - 1) / kOfWord; }
-#ifdef __CUDACC__
-  __device__ __forceinline__ uint32_t mark_of(int64_t slot) const {
-    if (exact) return static_cast<uint32_t>(slot);
-    const uint64_t mixed = static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ull;
-    return __umulhi(static_cast<uint32_t>(mixed >> 32), number);
-  }
-  __device__ __forceinline__ bool repeated(int64_t slot) const {
-    const uint32_t mark = mark_of(slot);
-    return marks[mark / kOfWord] >> (mark % kOfWord * 2) & kTwice;
-  }
-#endif
-};
-
 // What an update is, as far as its scratch depends on it.
 struct UpdateSize {
   int64_t num_ids;
@@ -111,8 +73,7 @@ struct UpdateSize {
   int32_t widest;         // columns of the widest table
   uint32_t row_classes;   // of the tables, a bit each
   bool weighted;          // ids have weights
-  bool sorts_some;        // unique slots keep the order of the batch
-  size_t cub_sort_bytes;  // unless sorts_some
+  size_t cub_sort_bytes;
 
   // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
   // comes last.
@@ -128,16 +89,9 @@ struct Scratch {
   void* words;     // these and those of the lists: zeros at first
   size_t word_bytes;
   int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
-  uint32_t* repeated;         // where some positions are sorted: their number
   uint32_t* unique;           // segments of one position
-  uint32_t* longest_feature;  // positions of the feature with most, where all are sorted
+  uint32_t* longest_feature;  // positions of the feature with most
   uint32_t* hot_slots;        // 1: a slot has a large part of a feature's positions
-  Repeats repeats;
-  // Of the sort of the repeated positions (prepare.cu).
-  SmallSort small_sort;
-  BlockOrder block_order;
-  char* zeros;  // of digits, order and marks
-  size_t zero_bytes;
   void* cub_sort;
   // Only the counts of segments and units are there before begin_lists.
   LongSegments long_segments;
@@ -147,8 +101,6 @@ struct Scratch {
   // Places all but the lists in memory from `base` on, which is aligned to 256 bytes.
   // Returns how many bytes that takes; `base` may be null to ask for no more than that.
   size_t place(const UpdateSize& size, char* base);
-  // Where few positions are marked: fewer marks, unless there is one a slot.
-  void mark_few(const UpdateSize& size);
   // When the pairs are sorted, whichever half they are in: places the lists in what is free then.
   void begin_lists(const UpdateSize& size);
 };

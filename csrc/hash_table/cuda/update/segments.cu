@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
     const auto begin = [&](char* to) {
       if (begun == written && chunk < end) write_items();
       if (begun < written) {
-        updater.copy_gradient(to, items[begun++ & kItemMask].gradient, gradient_type, false);
+        updater.copy_gradient(to, items[begun++ & kItemMask].gradient, gradient_type);
       }
       end_copies();
     };
@@ -279,15 +279,15 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
         const auto begin = [&](char* to) {
           if (begun_items < count) {
             const Item item = items[begun_items];
-            updater.copy_gradient(to, item.gradient, gradient_type, update.shares_gradients);
+            updater.copy_gradient(to, item.gradient, gradient_type);
             if (end_mask >> begun_items & 1) {
               updater.copy_row(to + memory.row, item.row);
               if constexpr (Updater::kStates > 0) {
                 const float* const its = states[begun_items];
 #pragma unroll
                 for (int s = 0; s < Updater::kStates; ++s) {
-                  updater.copy_floats(to + memory.states + s * memory.of_state,
-                                      its + s * updater.dim, true);
+                  updater.template copy_floats<true>(
+                      to + memory.states + s * memory.of_state, its + s * updater.dim);
                 }
               }
             }

@@ -1,16 +1,14 @@
 // The backward on the GPU.
 //
 // First the positions of a batch are grouped by their slots: pairs of slot and bag are written
-// (prepare.cu) and sorted, all of them or, where features have tables of their own, those of each
-// table apart (sort_by_table.cu). Where most slots were unique in the last batches, only the
-// positions of repeated slots are sorted (repeats.cu finds them), and the others keep the order of
-// the batch, in which the rows of a bag share its gradient. This takes no gradients, and can be done
-// beside the forward as soon as slots are known.
+// (prepare.cu) and sorted, in one sort or, where features have tables of their own, those of each
+// table apart (sort_by_table.cu). This takes no gradients, and can be done beside the forward as
+// soon as slots are known.
 //
 // Then rows are updated. Neighbouring pairs of equal slots are a segment, whose gradients are added
 // up in the order of the batch; the row is updated once (segments.cu, any_segments.cu). Long segments
 // are cut in pieces, whose sums are added up at the end (long_segments.cu). No gradient is stored for
-// each id. However pairs are grouped, the same numbers are added up in the same order.
+// each id.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>
@@ -23,10 +21,6 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
-
-// Such a batch fills the device for long, so that it is of no account when a kernel begins, and the
-// sort's passes are worth their launches.
-constexpr int64_t kManyIds = 1 << 19;
 
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -60,13 +54,10 @@ size_t sort_all(SortedPairs* pairs, int64_t n, int bits, void* memory, size_t by
 }
 
 UpdateSize size_of(int64_t num_ids, int64_t num_bags, int64_t num_slots, const GroupShape& shape,
-                   bool weighted, bool sorts_some) {
-  UpdateSize size{num_ids,           num_bags, num_slots,  shape.widest,
-                  shape.row_classes, weighted, sorts_some, 0};
-  if (!sorts_some) {
-    SortedPairs none{{nullptr, nullptr, size.format()}, {nullptr, nullptr, size.format()}};
-    size.cub_sort_bytes = sort_all(&none, num_ids, size.key_bits(), nullptr, 0, nullptr);
-  }
+                   bool weighted) {
+  UpdateSize size{num_ids, num_bags, num_slots, shape.widest, shape.row_classes, weighted, 0};
+  SortedPairs none{{nullptr, nullptr, size.format()}, {nullptr, nullptr, size.format()}};
+  size.cub_sort_bytes = sort_all(&none, num_ids, size.key_bits(), nullptr, 0, nullptr);
   return size;
 }
 
@@ -102,68 +93,41 @@ unsigned resident_grid(int blocks_of_processor, int64_t threads) {
   return std::min(static_cast<unsigned>(blocks_of_processor * processors), grid_for(threads));
 }
 
-bool wants_batch_order(const UpdateHint* hint) {
-  return static_cast<const volatile UpdateHint*>(hint)->batch_order != 0;
-}
-
-bool updates_in_batch_order(const UpdateHint* hint, const OptimizerConfig& optimizer,
-                            int64_t num_ids, int64_t num_bags) {
-  if (!wants_batch_order(hint)) return false;
-  // What the batch order gains is that the rows of a bag share its gradient. Where each has one of
-  // its own, in a large batch, the sorted order is faster, but for rows with large states
-  // (docs/measurements/training_step_gpu.md).
-  const bool shared = num_ids >= 2 * num_bags;
-  return shared || num_ids < kManyIds || column_states(optimizer.kind) > 0;
+bool expects_unique_ids(const UpdateHint* hint) {
+  return static_cast<const volatile UpdateHint*>(hint)->unique_ids != 0;
 }
 
 size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
-                           const GroupShape& shape, bool weighted, bool batch_order) {
-  return Scratch().place(size_of(num_ids, num_bags, num_slots, shape, weighted, batch_order),
-                         nullptr);
-}
-
-bool grouping_goes_first(const Batch& batch, bool batch_order, cudaStream_t other) {
-  // In batch order they wait for each other on the multiprocessors. A graph begins the branch that
-  // goes first before the other one; the pooling of a small batch, which then finds no places, is
-  // over later by all of that wait.
-  return !batch_order || batch.num_ids >= kManyIds || !is_captured(other);
+                           const GroupShape& shape, bool weighted) {
+  return Scratch().place(size_of(num_ids, num_bags, num_slots, shape, weighted), nullptr);
 }
 
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
-                         const TouchNotes* notes, bool weighted, int64_t num_slots,
-                         const GroupShape& shape, bool batch_order, const UpdateHint* hint,
-                         void* memory, cudaStream_t stream, SideStream* beside) {
-  if (batch.num_ids == 0) return Grouping{batch_order, false};
-  const UpdateSize size =
-      size_of(batch.num_ids, batch.num_bags, num_slots, shape, weighted, batch_order);
+                         bool weighted, int64_t num_slots, const GroupShape& shape,
+                         const UpdateHint* hint, void* memory, cudaStream_t stream,
+                         SideStream* beside) {
+  if (batch.num_ids == 0) return Grouping{false};
+  const UpdateSize size = size_of(batch.num_ids, batch.num_bags, num_slots, shape, weighted);
   Scratch scratch;
   scratch.place(size, static_cast<char*>(memory));
   const uint64_t no_slot = no_slot_of(size);
   const void* const first_half = scratch.pairs.pairs.keys;
-  if (batch_order) {
-    if (notes != nullptr) scratch.mark_few(size);
-    mark_repeats(batch, slots, notes, scratch, stream);
-    prepare_pairs(batch, slots, no_slot, scratch, true, stream);
-    sort_small(&scratch.pairs, scratch.repeated, scratch.small_sort, stream,
-               resident_grid(1, batch.num_ids));
+  HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
+  prepare_pairs(batch, slots, no_slot, scratch, stream);
+  if (sorts_by_table(shape, batch, size.format(), hint)) {
+    // A graph would begin the other branch first, whose blocks leave no places for large ones.
+    // Where calls follow each other, waiting costs more than it gains.
+    const bool holds = beside != nullptr && is_captured(stream);
+    if (holds) beside->hold_other();
+    sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.hot_slots,
+                  beside != nullptr && !holds, stream);
   } else {
-    HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
-    prepare_pairs(batch, slots, no_slot, scratch, false, stream);
-    if (sorts_by_table(shape, batch, size.format(), hint)) {
-      // A graph would begin the other branch first, whose blocks leave no places for large ones.
-      // Where calls follow each other, waiting costs more than it gains.
-      const bool holds = beside != nullptr && is_captured(stream);
-      if (holds) beside->hold_other();
-      sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.hot_slots,
-                    beside != nullptr && !holds, stream);
-    } else {
-      sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort,
-               size.cub_sort_bytes, stream);
-    }
+    sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
+             stream);
   }
   scratch.begin_lists(size);
   list_segments(tables, batch, no_slot, scratch, stream);
-  return Grouping{batch_order, scratch.pairs.pairs.keys != first_half};
+  return Grouping{scratch.pairs.pairs.keys != first_half};
 }
 
 void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
@@ -176,8 +140,8 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
     HKV_CUDA_CHECK_LAUNCH();
     return;
   }
-  const UpdateSize size = size_of(batch.num_ids, batch.num_bags, num_slots, shape,
-                                  pooling.weights != nullptr, grouping.batch_order);
+  const UpdateSize size =
+      size_of(batch.num_ids, batch.num_bags, num_slots, shape, pooling.weights != nullptr);
   Scratch scratch;
   scratch.place(size, static_cast<char*>(memory));
   if (grouping.moved) std::swap(scratch.pairs.pairs, scratch.pairs.other);
@@ -188,8 +152,7 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
                       optimizer,
                       learning_rate,
                       no_slot_of(size),
-                      shape.four_wide && grad.stride % 4 == 0,
-                      grouping.batch_order && batch.num_ids >= 2 * batch.num_bags};
+                      shape.four_wide && grad.stride % 4 == 0};
   begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch);
   HKV_CUDA_CHECK_LAUNCH();
   bool first = true;

@@ -23,7 +23,6 @@ struct Update {
   const float* learning_rate;
   uint64_t no_slot;
   bool group_four_wide;
-  bool shares_gradients;  // neighbouring positions mostly are of the same bag
 };
 
 __device__ __forceinline__ const TableView& table_of(const TableView* tables, const Update& update,
@@ -127,15 +126,9 @@ struct SortedPlace {
   }
 };
 
-// Finds out which slots are repeated, where some positions are sorted. Clears what must be zeros, and
-// looks at the offsets. notes: of the lookup, or null (repeats.cu).
-void mark_repeats(const Batch& batch, const int64_t* slots, const TouchNotes* notes,
-                  const Scratch& scratch, cudaStream_t stream);
-// Writes the pairs of all positions. some: those of repeated slots come first, in the order of the
-// batch, and are to be sorted; the others are behind them. Otherwise it looks at the offsets, too
-// (prepare.cu).
+// Writes the pairs of all positions, and looks at the offsets (prepare.cu).
 void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
-                   const Scratch& scratch, bool some, cudaStream_t stream);
+                   const Scratch& scratch, cudaStream_t stream);
 
 // Whether sort_by_table sorts such a batch, and is the fastest to do so, as far as batches before
 // tell (sort_by_table.cu).
