@@ -108,6 +108,7 @@ class _RowWise:
             feature_hash_sizes=self._get_feature_hash_sizes(),
             feature_is_hashed=feature_is_hashed(self._grouped_embedding_configs),
             is_sequence=self.is_sequence,
+            needs_counts=self.is_sequence or len(self._grouped_embedding_configs) > 1,
             device=device if device is not None else self._device,
         )
 
@@ -130,18 +131,26 @@ class _RowWiseOnHosts:
                 itertools.chain.from_iterable(self._grouped_embedding_configs_per_node)
             ),
             device=device if device is not None else self._device,
+            needs_counts=len(self._grouped_embedding_configs_per_rank[self._rank]) > 1,
         )
 
 
 class _TableWise:
     """Whole tables or whole columns; a mixin before TorchRec's."""
 
+    is_sequence: ClassVar[bool] = False
+
     def create_input_dist(
         self, device: torch.device | None = None
     ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
         """The distribution of ids to the ranks that hold the tables."""
         return TableWiseFeaturesDist(
-            self._pg, self.features_per_rank(), device if device is not None else self._device
+            self._pg,
+            self.features_per_rank(),
+            device if device is not None else self._device,
+            needs_counts=(
+                self.is_sequence or len(self._grouped_embedding_configs_per_rank[self._rank]) > 1
+            ),
         )
 
 
@@ -227,9 +236,13 @@ class RowWiseSequence(_RowWise, _Sequence, RwSequenceEmbeddingSharding):
 class TableWiseSequence(_TableWise, _Sequence, TwSequenceEmbeddingSharding):
     """Table-wise, sequences."""
 
+    is_sequence = True
+
 
 class ColumnWiseSequence(_TableWise, _Sequence, CwSequenceEmbeddingSharding):
     """Column-wise, sequences."""
+
+    is_sequence = True
 
 
 #: What serves pooled tables of ours, by TorchRec's sharding type.

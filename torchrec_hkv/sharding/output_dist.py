@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division, get_use_sync_collectives
-from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from torchrec_hkv.once_differentiable import once_differentiable
+from torchrec_hkv.sharding.all_to_all import Ready
 
 _MESSAGE = (
     "The gradients of sharded embeddings can't be differentiated: they end at the exchange between "
@@ -32,16 +32,28 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
     A wire dtype, batches of different sizes and collectives that a compiler sees are TorchRec's.
     """
 
+    def __init__(self, pg: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+        """
+        Args:
+            pg: the ranks.
+            args: TorchRec's.
+            kwargs: TorchRec's.
+        """
+        super().__init__(pg, *args, **kwargs)
+        self._is_alone = pg.size() == 1
+
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
         """As TorchRec has it."""
+        if self._is_alone:
+            return Ready(local_embs)
         if self._codecs is None and self._is_even(sharding_ctx):
-            return PooledEmbeddingsAwaitable(_Exchange(self._pg, local_embs))
+            return _Exchange(self._pg, local_embs)
         return super().forward(local_embs, sharding_ctx)
 
     def _is_even(self, context: EmbeddingShardingContext | None) -> bool:
-        if self._pg.size() == 1 or get_use_sync_collectives() or torch.compiler.is_compiling():
+        if get_use_sync_collectives() or torch.compiler.is_compiling():
             return False
         if context is None:
             return True
@@ -53,10 +65,10 @@ class _Exchange(Awaitable[Tensor]):
 
     def __init__(self, pg: dist.ProcessGroup, local_embs: Tensor) -> None:
         super().__init__()
-        self.pg = pg
+        self._pg = pg
         #: Under way, and where it arrives.
-        self.work: dist.Work | None = None
-        self.arriving: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._arriving: Tensor | None = None
         # What autograd sees between what is sent and what arrives.
         self._sent: Tensor | None = _Send.apply(self, local_embs)
 
@@ -67,45 +79,74 @@ class _Exchange(Awaitable[Tensor]):
             out.record_stream(torch.cuda.current_stream(out.device))
         return out
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
+        """The sums. TorchRec's draws an interval for profilers, which takes longer."""
+        out = self._wait_impl()
+        for callback in self._callbacks:
+            out = callback(out)
+        return out
+
+    def begin_sums(self, rows: Tensor) -> None:
+        """Sends each rank its part of these rows."""
+        rows, ranks = rows.contiguous(), self._pg.size()
+        if rows.device.type == "cpu":
+            # Gloo's reduce_scatter takes three times the processor time.
+            self._arriving = torch.empty_like(rows)
+            self._work = dist.all_to_all_single(self._arriving, rows, group=self._pg, async_op=True)
+        else:
+            self._arriving = rows.new_empty(rows.shape[0] // ranks, rows.shape[1])
+            self._work = dist.reduce_scatter_tensor(
+                self._arriving, rows, group=self._pg, async_op=True
+            )
+
+    def sums(self) -> Tensor:
+        """This rank's part, the sum of what all ranks have sent."""
+        arrived = self._arrived()
+        if arrived.device.type != "cpu":
+            return arrived
+        ranks = self._pg.size()
+        return arrived.view(ranks, -1, arrived.shape[1]).sum(0)
+
+    def begin_gradients(self, grad: Tensor) -> None:
+        """Sends all ranks the gradient of this rank's part."""
+        (rows, dim), ranks = grad.shape, self._pg.size()
+        own = (grad / ranks if get_gradient_division() else grad).contiguous()
+        self._arriving = grad.new_empty(rows * ranks, dim)
+        self._work = dist.all_gather_into_tensor(self._arriving, own, group=self._pg, async_op=True)
+
+    def gradients(self) -> Tensor:
+        """Those of the rows of all ranks."""
+        return self._arrived()
+
+    def _arrived(self) -> Tensor:
         """What was under way; the current stream waits for it, and on a CPU the host."""
-        arrived, self.arriving = self.arriving, None
-        self.work.wait()
-        self.work = None
+        arrived, self._arriving = self._arriving, None
+        self._work.wait()
+        self._work = None
         return arrived
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, local_embs: Tensor) -> Tensor:
-        rows, dim = local_embs.shape
-        exchange.arriving = local_embs.new_empty(rows // exchange.pg.size(), dim)
-        exchange.work = dist.reduce_scatter_tensor(
-            exchange.arriving, local_embs.contiguous(), group=exchange.pg, async_op=True
-        )
+        exchange.begin_sums(local_embs)
         ctx.exchange = exchange
         return local_embs.new_empty(0)
 
     @staticmethod
     @once_differentiable(_MESSAGE, linear=True)
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.arrived()
+        return None, ctx.exchange.gradients()
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, _: Tensor) -> Tensor:
         ctx.exchange = exchange
-        return exchange.arrived()
+        return exchange.sums()
 
     @staticmethod
     @once_differentiable(_MESSAGE, linear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        exchange, (rows, dim) = ctx.exchange, grad.shape
-        ranks = exchange.pg.size()
-        own = (grad / ranks if get_gradient_division() else grad).contiguous()
-        exchange.arriving = grad.new_empty(rows * ranks, dim)
-        exchange.work = dist.all_gather_into_tensor(
-            exchange.arriving, own, group=exchange.pg, async_op=True
-        )
+        ctx.exchange.begin_gradients(grad)
         return None, grad.new_empty(0)
