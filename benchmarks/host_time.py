@@ -63,6 +63,9 @@ class Clocks:
         self._last = now
 
 
+Step = Callable[[DistributedModelParallel, KeyedJaggedTensor, Tensor, Clocks], None]
+
+
 def parts_of_step(
     model: DistributedModelParallel, batch: KeyedJaggedTensor, grad: Tensor, clocks: Clocks
 ) -> None:
@@ -88,51 +91,43 @@ def whole_step(
 
 
 def round_of(
-    call: Callable[[KeyedJaggedTensor, Clocks], None],
+    args: argparse.Namespace,
+    model: DistributedModelParallel,
     batches: list[KeyedJaggedTensor],
-    steps: int,
-    device: torch.device,
+    grad: Tensor,
 ) -> Clocks:
-    """Clocks of so many steps, from when all ranks are ready."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    """Clocks of a round: so many steps part by part, and as many whole ones."""
     clocks = Clocks()
-    wait()
-    dist.barrier()
-    for at in range(steps):
-        call(batches[at % len(batches)], clocks)
-    wait()
+    steps: tuple[Step, ...] = (parts_of_step, whole_step)
+    for step in steps:
+        synchronize(args.device)
+        dist.barrier()
+        for at in range(args.steps):
+            step(model, batches[at % len(batches)], grad, clocks)
+        synchronize(args.device)
     return clocks
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def compare(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """A row for each part and batch size."""
     torch.manual_seed(1 + dist.get_rank())
     models = {side: make_model(args, side) for side in SIDES}
-    for args.batch in args.batches:
+    for batch in args.batches:
+        args.batch = batch
         batches = [draw(args, 0.0) for _ in range(BATCHES)]
-        grad = torch.randn(args.batch, args.tables * args.dim, device=args.device)
+        grad = torch.randn(batch, args.tables * args.dim, device=args.device)
+        for model in models.values():  # warms up
+            round_of(args, model, batches, grad)
         rounds: dict[str, list[Clocks]] = {side: [] for side in SIDES}
-        for number in range(args.rounds + 1):
+        for _ in range(args.rounds):
             for side, model in models.items():
-                clocks = round_of(
-                    lambda batch, clocks, model=model: parts_of_step(model, batch, grad, clocks),
-                    batches,
-                    args.steps,
-                    args.device,
-                )
-                whole = round_of(
-                    lambda batch, clocks, model=model: whole_step(model, batch, grad, clocks),
-                    batches,
-                    args.steps,
-                    args.device,
-                )
-                clocks.main["step"], clocks.all["step"] = whole.main["step"], whole.all["step"]
-                if number > 0:  # the first round warms up
-                    rounds[side].append(clocks)
+                rounds[side].append(round_of(args, model, batches, grad))
         yield from rows_of(args, rounds)
 
 
