@@ -66,6 +66,24 @@ def _(
     return ids.new_empty(shape, dtype=dtype or torch.float32)
 
 
+@torch.library.register_fake("torchrec_hkv::train_lookup")
+def _(
+    counters: Tensor,
+    anchor: Tensor,
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    batch_size: int,
+    mean: bool,
+    learning_rate: Tensor,
+    bags: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    shape = _output_shape(group, batch_size, bags)
+    return ids.new_empty(shape, dtype=dtype or torch.float32)
+
+
 @torch.library.register_fake("torchrec_hkv::pooled_lookup_grouped")
 def _(
     anchor: Tensor,
