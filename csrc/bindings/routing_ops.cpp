@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "bindings/checks.h"
+#include "routing/blocks.h"
 #include "routing/bucketize.h"
-#include "routing/merge_blocks.h"
 
 namespace torchrec_hkv::bindings {
 namespace {
@@ -98,6 +98,54 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bucketize(
   const at::Tensor starts = exclusive_sums(out_lengths);
   routing::cpu::scatter(bags, ranks, starts.const_data_ptr<int64_t>(), out, threads);
   return {out_lengths.to(lengths.scalar_type()), out_ids, out_weights, permute};
+}
+
+// Counts that are sent before the blocks, with room behind them for those that come.
+at::Tensor count_ids(const at::Tensor& lengths, const at::Tensor& at, const at::Tensor& samples_at,
+                     int64_t batch_size, int64_t size) {
+  const at::Device device = lengths.device();
+  TORCH_CHECK_TYPE(lengths.scalar_type() == at::kLong || lengths.scalar_type() == at::kInt,
+                   "lengths must be of an integer dtype, but are of dtype ", lengths.scalar_type(),
+                   ".");
+  check_dtype(at, "at", at::kLong);
+  check_vector(at, "at");
+  check_device(at, "at", device);
+  check_dtype(samples_at, "samples_at", at::kLong);
+  check_vector(samples_at, "samples_at");
+  check_device(samples_at, "samples_at", device);
+  TORCH_CHECK_VALUE(batch_size >= 0, "batch_size is ", batch_size, ", but must not be negative.");
+  check_length(lengths, "lengths", at.numel() * batch_size);
+  TORCH_CHECK_VALUE(at.numel() + samples_at.numel() <= size, "size is ", size,
+                    ", but must be at least ", at.numel() + samples_at.numel(), ".");
+  const at::Tensor in = lengths.contiguous(), to = at.contiguous(),
+                   samples_to = samples_at.contiguous();
+  if (device.is_cpu()) {
+    for (const at::Tensor& places : {to, samples_to}) {
+      const int64_t* const place = places.const_data_ptr<int64_t>();
+      for (int64_t i = 0; i < places.numel(); ++i) {
+        TORCH_CHECK_VALUE(place[i] >= 0 && place[i] < size, "a count was to go to ", place[i],
+                          ", but must go to a place from 0 to ", size - 1, ".");
+      }
+    }
+  }
+  at::Tensor counts = at::empty({size}, to.options());
+  const routing::Counts out{to.const_data_ptr<int64_t>(),
+                            samples_to.const_data_ptr<int64_t>(),
+                            to.numel(),
+                            samples_to.numel(),
+                            batch_size,
+                            counts.data_ptr<int64_t>()};
+  const bool narrow = lengths.scalar_type() == at::kInt;
+#ifdef TORCHREC_HKV_CUDA
+  if (device.is_cuda()) {
+    const c10::OptionalDeviceGuard guard(device);
+    routing::cuda::count_ids(in.const_data_ptr(), narrow, out,
+                             c10::cuda::getCurrentCUDAStream(device.index()));
+    return counts;
+  }
+#endif
+  routing::cpu::count_ids(in.const_data_ptr(), narrow, out, at::get_num_threads());
+  return counts;
 }
 
 // The block of each rank, one after the other: lengths of the bags of its features, then their ids.
@@ -220,6 +268,9 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "Tensor? weights=None, bool blocks=False, bool permutes=True) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
   m.def(
+      "count_ids(Tensor lengths, Tensor at, Tensor samples_at, int batch_size, int size) -> "
+      "Tensor");
+  m.def(
       "pack_blocks(Tensor lengths, Tensor values, int[] num_lengths, int[] num_values) -> Tensor");
   m.def(
       "merge_blocks(Tensor words, Tensor? weights, Tensor counts, Tensor order, int num_ranks, "
@@ -229,6 +280,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("bucketize", &bucketize);
+  m.impl("count_ids", &count_ids);
   m.impl("pack_blocks", &pack_blocks);
   m.impl("merge_blocks", &merge_blocks);
   m.impl("owner_ranks", &owner_ranks);
@@ -236,6 +288,7 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
 #ifdef TORCHREC_HKV_CUDA
 TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
   m.impl("bucketize", &bucketize);
+  m.impl("count_ids", &count_ids);
   m.impl("pack_blocks", &pack_blocks);
   m.impl("merge_blocks", &merge_blocks);
 }

@@ -50,7 +50,7 @@ struct Bucketized {
   int64_t* ids;      // [ids]; with blocks [ids + world_size * num_bags]
   float* weights;    // [ids]; null: none
   int64_t* permute;  // [ids] new position of each id among the ids; null: not wanted
-  bool blocks;       // before the ids of each rank come the lengths of its bags (merge_blocks.h)
+  bool blocks;       // before the ids of each rank come the lengths of its bags (blocks.h)
 
   // Where in `ids` is the id of this place among the ids, of this rank.
   HKV_HOST_DEVICE int64_t word(int64_t place, int64_t rank, int64_t num_bags) const {

@@ -337,6 +337,11 @@ def _(
     )
 
 
+@torch.library.register_fake("torchrec_hkv::count_ids")
+def _(lengths: Tensor, at: Tensor, samples_at: Tensor, batch_size: int, size: int) -> Tensor:
+    return at.new_empty((size,))
+
+
 @torch.library.register_fake("torchrec_hkv::pack_blocks")
 def _(
     lengths: Tensor, values: Tensor, num_lengths: Sequence[int], num_values: Sequence[int]

@@ -1,11 +1,12 @@
 """The exchange of a batch's ids between ranks, in two collectives and with one wait for the device.
 
 The ranks first send one another how many ids they will send, by feature, and then one block of
-words each: the lengths of the bags and the ids in them (``csrc/routing/merge_blocks.h``).
+words each: the lengths of the bags and the ids in them (``csrc/routing/blocks.h``).
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -168,7 +169,8 @@ class Stayed(KJTAllToAllTensorsAwaitable):
         """
         Awaitable.__init__(self)  # TorchRec's starts collectives
         self._workers = 1
-        self._input = features
+        # Lookups put other weights into the batch that they are given.
+        self._input = features if features.weights_or_none() is None else copy.copy(features)
         self._needs_counts = needs_counts
         self._input_splits = self._output_splits = {"values": [features.values().numel()]}
         self._recat = None
@@ -215,16 +217,10 @@ class _Plan:
 
     def counts(self, batch: Outgoing) -> Tensor:
         """int64 ``[num_sent + num_received]``, the first part filled."""
-        lengths, stride = batch.lengths, batch.stride
-        counts = torch.empty(
-            self.num_sent + self.num_received, dtype=torch.int64, device=lengths.device
+        places = (self._of_counts, self._of_samples)
+        return _ops.count_ids(
+            batch.lengths, *places, batch.stride, self.num_sent + self.num_received
         )
-        if stride:
-            of_features = lengths.view(-1, stride).sum(1, dtype=torch.int64)
-            counts.index_copy_(0, self._of_counts, of_features)
-        else:
-            counts.index_fill_(0, self._of_counts, 0)
-        return counts.index_fill_(0, self._of_samples, stride)
 
 
 class _Counts(Awaitable[KJTAllToAllTensorsAwaitable]):

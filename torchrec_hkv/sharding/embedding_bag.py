@@ -24,7 +24,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_hkv.compat import to_keyed_jagged_tensor
+from torchrec_hkv.compat import input_dist_has_more_to_do, to_keyed_jagged_tensor
 from torchrec_hkv.sharding.all_to_all import BatchAwaitable
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
@@ -110,7 +110,11 @@ class BackendEmbeddingBagCollection(
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)
-        if self._has_uninitialized_input_dist or features.variable_stride_per_key():
+        if (
+            self._has_uninitialized_input_dist
+            or features.variable_stride_per_key()
+            or input_dist_has_more_to_do(self)
+        ):
             # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
             with self._without_our_configs():
                 begun = super().input_dist(ctx, features)

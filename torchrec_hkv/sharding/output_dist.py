@@ -65,7 +65,8 @@ class _Exchange(Awaitable[Tensor]):
 
     def __init__(self, pg: dist.ProcessGroup, local_embs: Tensor) -> None:
         super().__init__()
-        self._pg = pg
+        self._pg, self._ranks = pg, pg.size()
+        self._is_on_cpu = local_embs.device.type == "cpu"
         #: Under way, and where it arrives.
         self._work: dist.Work | None = None
         self._arriving: Tensor | None = None
@@ -88,31 +89,38 @@ class _Exchange(Awaitable[Tensor]):
 
     def begin_sums(self, rows: Tensor) -> None:
         """Sends each rank its part of these rows."""
-        rows, ranks = rows.contiguous(), self._pg.size()
-        if rows.device.type == "cpu":
-            # Gloo's reduce_scatter takes three times the processor time.
-            self._arriving = torch.empty_like(rows)
-            self._work = dist.all_to_all_single(self._arriving, rows, group=self._pg, async_op=True)
-        else:
-            self._arriving = rows.new_empty(rows.shape[0] // ranks, rows.shape[1])
-            self._work = dist.reduce_scatter_tensor(
-                self._arriving, rows, group=self._pg, async_op=True
-            )
+        if self._is_on_cpu:
+            self._send_parts(rows.contiguous())
+            return
+        self._arriving = rows.new_empty(rows.shape[0] // self._ranks, rows.shape[1])
+        self._work = dist.reduce_scatter_tensor(
+            self._arriving, rows.contiguous(), group=self._pg, async_op=True
+        )
 
     def sums(self) -> Tensor:
         """This rank's part, the sum of what all ranks have sent."""
         arrived = self._arrived()
-        if arrived.device.type != "cpu":
+        if not self._is_on_cpu:
             return arrived
-        ranks = self._pg.size()
-        return arrived.view(ranks, -1, arrived.shape[1]).sum(0)
+        return arrived.view(self._ranks, -1, arrived.shape[1]).sum(0)
 
     def begin_gradients(self, grad: Tensor) -> None:
         """Sends all ranks the gradient of this rank's part."""
-        (rows, dim), ranks = grad.shape, self._pg.size()
-        own = (grad / ranks if get_gradient_division() else grad).contiguous()
-        self._arriving = grad.new_empty(rows * ranks, dim)
-        self._work = dist.all_gather_into_tensor(self._arriving, own, group=self._pg, async_op=True)
+        rows, dim = grad.shape
+        own = grad / self._ranks if get_gradient_division() else grad
+        if self._is_on_cpu:
+            self._send_parts(own.expand(self._ranks, rows, dim).reshape(-1, dim))
+            return
+        self._arriving = grad.new_empty(rows * self._ranks, dim)
+        self._work = dist.all_gather_into_tensor(
+            self._arriving, own.contiguous(), group=self._pg, async_op=True
+        )
+
+    def _send_parts(self, rows: Tensor) -> None:
+        """To each rank as many of these rows, by a collective that gloo has at a third of the
+        processor time of its reduce_scatter, and two thirds of its all_gather."""
+        self._arriving = torch.empty_like(rows)
+        self._work = dist.all_to_all_single(self._arriving, rows, group=self._pg, async_op=True)
 
     def gradients(self) -> Tensor:
         """Those of the rows of all ranks."""

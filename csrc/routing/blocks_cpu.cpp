@@ -1,8 +1,9 @@
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "common/parallel.h"
-#include "routing/merge_blocks.h"
+#include "routing/blocks.h"
 
 namespace torchrec_hkv::routing::cpu {
 namespace {
@@ -17,7 +18,27 @@ void copy_lengths(const int64_t* from, int64_t n, int64_t first_id, Length* leng
   }
 }
 
+template <typename Length>
+void count(const Length* lengths, const Counts& out, int threads) {
+  const int64_t grain = 1 + 16384 / (1 + out.batch_size);
+  parallel_for(out.num_features, grain, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t f = begin; f < end; ++f) {
+      const Length* const first = lengths + f * out.batch_size;
+      out.counts[out.at[f]] = std::accumulate(first, first + out.batch_size, int64_t{0});
+    }
+  });
+  for (int64_t r = 0; r < out.num_ranks; ++r) out.counts[out.samples_at[r]] = out.batch_size;
+}
+
 }  // namespace
+
+void count_ids(const void* lengths, bool narrow, const Counts& out, int threads) {
+  if (narrow) {
+    count(static_cast<const int32_t*>(lengths), out, threads);
+  } else {
+    count(static_cast<const int64_t*>(lengths), out, threads);
+  }
+}
 
 void merge_blocks(const Blocks& blocks, MergedBatch out, int threads) {
   const int64_t segments = blocks.num_segments(), features = blocks.num_features;

@@ -1,8 +1,9 @@
 #include <algorithm>
+#include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include "common/cuda_check.h"
-#include "routing/merge_blocks.h"
+#include "routing/blocks.h"
 
 namespace torchrec_hkv::routing::cuda {
 namespace {
@@ -10,6 +11,26 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kBagsOfThread = 4;
 constexpr int64_t kIdsOfBlock = 4096;
+
+// A block a feature, and one more for the numbers of samples.
+template <typename Length>
+__global__ void __launch_bounds__(kThreads) count_kernel(const Length* lengths, Counts out) {
+  using Reduce = cub::BlockReduce<int64_t, kThreads>;
+  __shared__ typename Reduce::TempStorage storage;
+  const int64_t feature = blockIdx.x;
+  if (feature == out.num_features) {
+    for (int64_t r = threadIdx.x; r < out.num_ranks; r += kThreads) {
+      out.counts[out.samples_at[r]] = out.batch_size;
+    }
+    return;
+  }
+  int64_t ids = 0;
+  for (int64_t bag = threadIdx.x; bag < out.batch_size; bag += kThreads) {
+    ids += lengths[feature * out.batch_size + bag];
+  }
+  ids = Reduce(storage).Sum(ids);
+  if (threadIdx.x == 0) out.counts[out.at[feature]] = ids;
+}
 
 // Where the ids of a segment begin: in the blocks' ids, by segment, and in the batch, in order.
 struct Starts {
@@ -103,6 +124,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
+
+void count_ids(const void* lengths, bool narrow, const Counts& out, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(out.num_features + 1);
+  if (narrow) {
+    count_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<const int32_t*>(lengths), out);
+  } else {
+    count_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<const int64_t*>(lengths), out);
+  }
+  HKV_CUDA_CHECK_LAUNCH();
+}
 
 int64_t merge_blocks_scratch(int64_t num_segments) {
   return 2 * num_segments * static_cast<int64_t>(sizeof(int64_t));

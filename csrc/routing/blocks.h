@@ -1,7 +1,8 @@
-// The batch of a rank, put together from what the ranks have sent it.
+// What ranks send one another of a batch, and the batch that a rank puts together from it.
 //
 // A rank sends every rank one block of 64-bit words: the lengths of the bags of each feature that
-// the other looks up, and then their ids. A segment is one feature's bags from one rank.
+// the other looks up, and then their ids. Before it, it sends counts: the number of ids of each of
+// these features, and the number of its samples. A segment is one feature's bags from one rank.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,16 @@
 #endif
 
 namespace torchrec_hkv::routing {
+
+// Counts to send, of a batch with the features of all ranks, in the order of the ranks.
+struct Counts {
+  const int64_t* at;          // [num_features] where the count of each feature goes
+  const int64_t* samples_at;  // [num_ranks] where the number of samples goes
+  int64_t num_features;
+  int64_t num_ranks;
+  int64_t batch_size;  // bags of a feature, which is the number of samples
+  int64_t* counts;
+};
 
 // Blocks that have arrived, one after the other. Segment s is feature s % num_features of rank
 // s / num_features.
@@ -38,11 +49,16 @@ struct MergedBatch {
 };
 
 namespace cpu {
+// lengths: [num_features * batch_size], int32 if `narrow`, else int64.
+void count_ids(const void* lengths, bool narrow, const Counts& out, int threads);
+
 void merge_blocks(const Blocks& blocks, MergedBatch out, int threads);
 }  // namespace cpu
 
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
+void count_ids(const void* lengths, bool narrow, const Counts& out, cudaStream_t stream);
+
 // Bytes of scratch.
 int64_t merge_blocks_scratch(int64_t num_segments);
 // Reads the counts on the device.
