@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 -m benchmarks.host_time --out benchmarks/results/host_time.csv
 
 ``DistributedModelParallel`` with one collection of 26 tables, TorchRec's sharder with ``fused``
-kernels and ours with ``hkv``, row-wise, on the same ids in one run. Batches and rows are small, so
+kernels and ours with ``hkv``, on the same ids in one run. Batches and rows are small, so
 that the time is that of Python, the dispatcher and launches. The parts of a step:
 
 - ``input_dist``: the exchange of ids, until they have arrived;
@@ -40,7 +40,7 @@ from benchmarks.sharded_step import SIDES, draw, make_model
 
 BATCHES = 4
 PARTS = ("input_dist", "lookup", "backward", "step")
-KEYS = ("what", "ranks", "tables", "dim", "batch", "bag")
+KEYS = ("what", "sharding", "ranks", "tables", "dim", "batch", "bag")
 
 
 class Clocks:
@@ -117,7 +117,7 @@ def synchronize(device: torch.device) -> None:
 def compare(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """A row for each part and batch size."""
     torch.manual_seed(1 + dist.get_rank())
-    models = {side: make_model(args, side) for side in SIDES}
+    models = {side: make_model(args, side, args.sharding) for side in SIDES}
     for batch in args.batches:
         args.batch = batch
         batches = [draw(args, 0.0) for _ in range(BATCHES)]
@@ -151,6 +151,7 @@ def rows_of(
         stock, hkv, stock_main, hkv_main = figures.tolist()
         yield {
             "what": part,
+            "sharding": args.sharding,
             "ranks": dist.get_world_size(),
             "tables": args.tables,
             "dim": args.dim,
@@ -174,6 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 512], help="of a rank")
     parser.add_argument("--bag", type=int, default=2, help="ids of a bag")
+    parser.add_argument("--sharding", choices=("row_wise", "table_wise"), default="row_wise")
     parser.add_argument("--steps", type=int, default=50, help="of a round")
     parser.add_argument("--rounds", type=int, default=7, help="of each side")
     parser.add_argument("--device", choices=("cpu", "cuda"))

@@ -40,7 +40,7 @@ from torchrec_hkv.sharding.input_dist import (
     TableWiseFeaturesDist,
 )
 from torchrec_hkv.sharding.lookups import MakesLookup, PooledLookup, SequenceLookup
-from torchrec_hkv.sharding.output_dist import RowWiseOutputDist
+from torchrec_hkv.sharding.output_dist import RowWiseOutputDist, TableWiseOutputDist
 from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 from torchrec_hkv.sharding.parts import PartedLookup, PartedOutputDist, groups_of_parts
@@ -154,6 +154,16 @@ class _TableWise:
         )
 
 
+class _TableWisePooled(_TableWise, _Pooled):
+    """The same, pooled."""
+
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[EmbeddingShardingContext, torch.Tensor, torch.Tensor]:
+        """The exchange of pooled rows."""
+        return TableWiseOutputDist(super().create_output_dist(device))
+
+
 class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
     """Row-wise, pooled; in parts where the group of tables says so."""
 
@@ -207,15 +217,15 @@ class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
         return PartedLookup(parts=self._num_groups, dists=self._dists, **arguments)
 
 
-class TableWisePooled(_TableWise, _Pooled, TwPooledEmbeddingSharding):
+class TableWisePooled(_TableWisePooled, TwPooledEmbeddingSharding):
     """Table-wise, pooled."""
 
 
-class ColumnWisePooled(_TableWise, _Pooled, CwPooledEmbeddingSharding):
+class ColumnWisePooled(_TableWisePooled, CwPooledEmbeddingSharding):
     """Column-wise, pooled: every column shard sees all ids, and so keeps the same."""
 
 
-class TableColumnWisePooled(_TableWise, _Pooled, TwCwPooledEmbeddingSharding):
+class TableColumnWisePooled(_TableWisePooled, TwCwPooledEmbeddingSharding):
     """Column-wise on the ranks of one host, pooled."""
 
 
