@@ -171,7 +171,7 @@ class _SumExchange(_Exchange):
     def begin_gradients(self, grad: Tensor) -> None:
         own = grad / self._ranks if get_gradient_division() else grad
         if grad.device.type == "cpu":
-            self._send_parts(own.repeat(self._ranks, 1))
+            self._send_parts(torch.cat([own] * self._ranks))
             return
         self._arriving = grad.new_empty(grad.shape[0] * self._ranks, grad.shape[1])
         self._work = dist.all_gather_into_tensor(
