@@ -57,6 +57,8 @@ def test_as_in_parts(device_type, optimizer, weighted, mean, numbers, dtype):
             out = look_up(group, bags, weights, mean, numbers, dtype)
             grad = torch.randn_like(out) if grad is None else grad
             out.backward(grad)
+            if device_type == "cuda":
+                torch.cuda.synchronize()  # how the next batch is updated is known
             outs.append(out)
             grads.append(weights.grad if weighted else torch.empty(0))
         assert torch.equal(*outs)

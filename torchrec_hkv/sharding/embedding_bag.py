@@ -29,7 +29,7 @@ from torchrec_hkv.sharding.all_to_all import BatchAwaitable
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.exchange_groups import codecs_of, needs_ours
-from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
+from torchrec_hkv.sharding.features import check_row_numbers, in_order, prepare_features
 from torchrec_hkv.sharding.means import Means, divide
 from torchrec_hkv.sharding.parts import PartedLookup
 from torchrec_hkv.sharding.streams import BagContext, FollowsExchange
@@ -135,7 +135,7 @@ class BackendEmbeddingBagCollection(
         once it has seen one. Where there is one sharding it asks the device nothing: TorchRec's
         splits the features by sharding, for which it asks how many ids each has."""
         if self._has_features_permute:
-            features = features.permute(self._features_order, self._features_order_tensor)
+            features = in_order(features, self._features_order, self._features_order_tensor)
         parts = [features]
         if len(self._input_dists) > 1:
             parts = features.split(self._feature_splits)

@@ -18,6 +18,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.sharding.all_to_all import CountedAllToAll, Outgoing
+from torchrec_hkv.sharding.features import in_order
 from torchrec_hkv.sharding.variable_batch import padded_lengths
 
 
@@ -230,5 +231,5 @@ class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
             return self._exchange(sparse_features)
         bucketized, _ = bucketize(sparse_features, self._block_sizes, self._local_size)
         return self._exchange(
-            bucketized.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
+            in_order(bucketized, self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
         )
