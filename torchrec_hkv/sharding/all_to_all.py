@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,17 +19,12 @@ from torchrec.distributed.dist_data import (
     KJTAllToAllTensorsAwaitable,
     _get_recat,
 )
-from torchrec.distributed.embedding_sharding import (
-    KJTListAwaitable,
-    KJTListSplitsAwaitable,
-    _set_sharding_context_intra_a2a,
-)
-from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_hkv.sharding.awaitables import Ready, Unlogged
+
 _ops = torch.ops.torchrec_hkv
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,45 +114,7 @@ class CountedAllToAll(KJTAllToAll):
             return _Counts(self._plan, batch)
 
 
-class Ready(Awaitable[_T]):
-    """What needs no waiting."""
-
-    def __init__(self, value: _T) -> None:
-        """
-        Args:
-            value: what :meth:`wait` gives.
-        """
-        super().__init__()
-        self._value = value
-
-    def _wait_impl(self) -> _T:
-        return self._value
-
-    def wait(self) -> _T:
-        """The value. TorchRec's draws an interval for profilers, which takes longer."""
-        value = self._value
-        for callback in self._callbacks:
-            value = callback(value)
-        return value
-
-
-class BatchAwaitable(KJTListSplitsAwaitable):
-    """TorchRec's, of the exchanges of a batch by sharding; without intervals for profilers."""
-
-    def wait(self) -> KJTListAwaitable:
-        """Waits for the counts, and sends the ids."""
-        exchanges = [exchange.wait() for exchange in self.awaitables]
-        _set_sharding_context_intra_a2a(exchanges, self.ctx)
-        return _Batch(exchanges, self.ctx)
-
-
-class _Batch(KJTListAwaitable):
-    def wait(self) -> KJTList:
-        """The batch that has come."""
-        return self._wait_impl()
-
-
-class Stayed(KJTAllToAllTensorsAwaitable):
+class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
     """A batch that stays on its rank: as TorchRec has one that has been sent."""
 
     def __init__(self, features: KeyedJaggedTensor, needs_counts: bool) -> None:
@@ -178,10 +134,6 @@ class Stayed(KJTAllToAllTensorsAwaitable):
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         return self._input.sync() if self._needs_counts else self._input
-
-    def wait(self) -> KeyedJaggedTensor:
-        """The batch."""
-        return self._wait_impl()
 
 
 class _Plan:
@@ -223,7 +175,7 @@ class _Plan:
         )
 
 
-class _Counts(Awaitable[KJTAllToAllTensorsAwaitable]):
+class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
     """How many ids and samples go to each rank and come from it: on their way."""
 
     def __init__(self, plan: _Plan, batch: Outgoing) -> None:
@@ -254,12 +206,8 @@ class _Counts(Awaitable[KJTAllToAllTensorsAwaitable]):
                 return _Ids(plan, batch, self._received, sent, received, came)
             return _uneven(plan, batch, sent, received, samples)
 
-    def wait(self) -> KJTAllToAllTensorsAwaitable:
-        """Waits for the device, once."""
-        return self._wait_impl()
 
-
-class _Ids(KJTAllToAllTensorsAwaitable):
+class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
     """Lengths, ids and weights on their way, where all ranks have as many samples."""
 
     def __init__(
@@ -336,10 +284,6 @@ class _Ids(KJTAllToAllTensorsAwaitable):
             length_per_key=self._length_per_key,
             offset_per_key=[0, *itertools.accumulate(self._length_per_key)],
         )
-
-    def wait(self) -> KeyedJaggedTensor:
-        """The batch that has come, as it lies on the device once the current stream is there."""
-        return self._wait_impl()
 
 
 def _uneven(

@@ -25,7 +25,7 @@ from torchrec.distributed.types import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_hkv.compat import input_dist_has_more_to_do, to_keyed_jagged_tensor
-from torchrec_hkv.sharding.all_to_all import BatchAwaitable
+from torchrec_hkv.sharding.awaitables import BatchAwaitable
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.exchange_groups import codecs_of, needs_ours

@@ -21,7 +21,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from torchrec_hkv.once_differentiable import once_differentiable
-from torchrec_hkv.sharding.all_to_all import Ready
+from torchrec_hkv.sharding.awaitables import Ready, Unlogged
 
 _MESSAGE = (
     "The gradients of sharded embeddings can't be differentiated: they end at the exchange between "
@@ -96,7 +96,7 @@ def _is_even(context: EmbeddingShardingContext | None) -> bool:
     return not context.variable_batch_per_feature and len(set(context.batch_size_per_rank)) <= 1
 
 
-class _Exchange(Awaitable[Tensor]):
+class _Exchange(Unlogged, Awaitable[Tensor]):
     """Pooled rows of all ranks under way, and in the backward their gradients."""
 
     def __init__(self, pg: dist.ProcessGroup, local_embs: Tensor) -> None:
@@ -113,13 +113,6 @@ class _Exchange(Awaitable[Tensor]):
         self._sent = None
         if out.device.type == "cuda":  # it may be another stream that waits
             out.record_stream(torch.cuda.current_stream(out.device))
-        return out
-
-    def wait(self) -> Tensor:
-        """The rows. TorchRec's draws an interval for profilers, which takes longer."""
-        out = self._wait_impl()
-        for callback in self._callbacks:
-            out = callback(out)
         return out
 
     @abc.abstractmethod
