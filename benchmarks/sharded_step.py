@@ -82,7 +82,9 @@ def stock_sharder(wire_dtype: str) -> EmbeddingBagCollectionSharder:
     )
 
 
-def make_model(args: argparse.Namespace, side: str) -> DistributedModelParallel:
+def make_model(
+    args: argparse.Namespace, side: str, sharding: str = "row_wise"
+) -> DistributedModelParallel:
     """One side's sharded tables."""
     kernel = "fused" if side == "stock" else "hkv"
     tables = [
@@ -106,7 +108,7 @@ def make_model(args: argparse.Namespace, side: str) -> DistributedModelParallel:
         hbm_cap=1 << 40,  # whether it fits is not asked here
         ddr_cap=1 << 42,
     )
-    constraint = ParameterConstraints(compute_kernels=[kernel], sharding_types=["row_wise"])
+    constraint = ParameterConstraints(compute_kernels=[kernel], sharding_types=[sharding])
     planner = EmbeddingShardingPlanner(
         topology=topology, constraints={table.name: constraint for table in tables}
     )

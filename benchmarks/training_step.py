@@ -142,10 +142,8 @@ class HashTables:
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """Pooled rows."""
-        pin = self.group.pin()
-        slots = self.group.find_or_insert(ids, offsets, self.batch, pin)
-        return self.group.pooled_lookup(
-            self.anchor, ids, offsets, None, slots, self.batch, False, pin, self.learning_rate
+        return self.group.train_lookup(
+            self.anchor, ids, offsets, None, self.batch, False, self.learning_rate
         )
 
 

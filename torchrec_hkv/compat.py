@@ -54,6 +54,17 @@ def to_keyed_jagged_tensor(features: Any) -> KeyedJaggedTensor:
     return maybe_td_to_kjt(features, list(features.keys()))
 
 
+def input_dist_has_more_to_do(collection: Any) -> bool:
+    """Whether TorchRec's ``input_dist`` of bags does more with each batch than to distribute it.
+
+    Since 1.8 it notes what a train pipeline may free early, and collects scores of features, where
+    it was told to.
+    """
+    return getattr(collection, "_free_features_storage_early", False) or getattr(
+        collection, "_enabled_feature_score_auto_collection", False
+    )
+
+
 def is_2d(env: ShardingEnv) -> bool:
     """Whether tables are replicated over groups of ranks, as ``DMPCollection`` does."""
     return isinstance(env, ShardingEnv2D)

@@ -1,5 +1,4 @@
-// The autograd formula of pooled_lookup: its backward updates the rows. No pin stands for a
-// lookup in evaluation, whose rows stay as they are.
+// The autograd formulas of pooled_lookup and train_lookup: their backward updates the rows.
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -8,6 +7,8 @@
 #include <vector>
 
 #include "bindings/batch.h"
+#include "bindings/checks.h"
+#include "bindings/lookups.h"
 #include "bindings/once_differentiable.h"
 #include "bindings/table_group.h"
 
@@ -18,13 +19,23 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// Keeps the rows of a lookup where they are, and their tables alive. Lives in the graph: the pin
+// A lookup whose backward may come, beside its saved variables: ids, offsets, slots and weights.
+// Lives in the graph. It keeps the tables alive and, in training, the rows where they are: the pin
 // ends with the backward, or when the graph is dropped without one.
-struct LookupPin : torch::CustomClassHolder {
-  LookupPin(int64_t handle, int64_t number)
-      : group(TableGroup::from_handle(handle)), pin(group->clock().find(number)) {}
-  const std::shared_ptr<TableGroup> group;
-  const std::shared_ptr<Pin> pin;
+struct LookupRecord : torch::CustomClassHolder {
+  std::shared_ptr<TableGroup> group;
+  std::shared_ptr<Pin> pin;  // null: the lookup does not train
+  int64_t growths;           // of the group, when the slots were found
+  int64_t batch_size;
+  std::optional<std::vector<int64_t>> bags;
+  bool mean;
+  bool weights_grad;
+  at::Tensor learning_rate;  // no saved variable: it may change until the backward
+  PooledRows ahead;          // what was grouped for one backward; its rows are undefined
+
+  at::OptionalIntArrayRef bag_numbers() const {
+    return bags ? at::OptionalIntArrayRef(*bags) : at::OptionalIntArrayRef();
+  }
 };
 
 // The slots of a lookup, found again where a table has grown since. What is pinned is still there.
@@ -40,18 +51,95 @@ at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const
   return at::where(slots.lt(0), slots, find.call(group.handle(), ids, offsets, batch_size, bags));
 }
 
-// Whether positions are grouped beside the forward, for a backward to come. Where the ops are
-// traced the backward does that by itself, so that traces hold no sizes that only a run knows.
-bool groups_ahead(const LookupPin& held, const at::Tensor& slots) {
-  return slots.is_cuda() && held.group->optimizer().kind != Optimizer::kNone &&
-         held.pin->growths() == held.group->growths() &&
-         !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
-         !slots.key_set().has_any(
+// Whether what is called now is recorded by something that wants to see each op.
+bool is_traced(const at::Tensor& ids) {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         ids.key_set().has_any(
              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
 }
 
+// Whether positions are grouped beside the forward, for a backward to come. In traces the backward
+// does that by itself, so that they hold no sizes that only a run knows.
+bool groups_ahead(const TableGroup& group, const at::Tensor& ids) {
+  return ids.is_cuda() && group.optimizer().kind != Optimizer::kNone && !is_traced(ids);
+}
+
+// Sets up the backward of a lookup.
+void record(AutogradContext* ctx, const c10::intrusive_ptr<LookupRecord>& lookup,
+            const Variable& ids, const Variable& offsets, const Variable& slots,
+            const std::optional<Variable>& weights, const Variable& learning_rate,
+            int64_t batch_size, bool mean, at::OptionalIntArrayRef bags) {
+  ctx->save_for_backward({ids, offsets, slots, weights.value_or(Variable())});
+  lookup->batch_size = batch_size;
+  if (bags) lookup->bags = bags->vec();
+  lookup->mean = mean;
+  lookup->weights_grad = weights.has_value() && weights->requires_grad();
+  lookup->learning_rate = learning_rate.detach();
+  ctx->saved_data["lookup"] = at::IValue::make_capsule(lookup);
+}
+
+// The gradient of a lookup's weights, undefined where none is wanted; updates the rows.
+Variable update(AutogradContext* ctx, const Variable& gradient) {
+  static const auto update_rows =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("torchrec_hkv::update_rows", "")
+          .typed<void(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                      const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
+                      const at::Tensor&, int64_t, at::OptionalIntArrayRef,
+                      const std::optional<at::Tensor>&, const std::optional<at::Tensor>&)>();
+  static const auto weights_gradient =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("torchrec_hkv::weights_gradient", "")
+          .typed<at::Tensor(int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                            const at::Tensor&, int64_t, bool, at::OptionalIntArrayRef)>();
+  const auto lookup =
+      c10::static_intrusive_pointer_cast<LookupRecord>(ctx->saved_data["lookup"].toCapsule());
+  const TableGroup& group = *lookup->group;
+  const bool training = lookup->pin != nullptr;
+  if (!training && !lookup->weights_grad) return {};
+  const variable_list saved = ctx->get_saved_variables();
+  const Variable &ids = saved[0], &offsets = saved[1];
+  const at::OptionalIntArrayRef bags = lookup->bag_numbers();
+  at::Tensor grad = gradient.detach().contiguous();
+  // A view may begin anywhere; GPUs read four columns at a time.
+  if (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kGradAlignment != 0) {
+    grad = grad.clone();
+  }
+  if (training) {
+    const float bound = group.optimizer().clip_output;
+    if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
+  }
+  const at::Tensor slots =
+      present_slots(group, saved[2], ids, offsets, lookup->batch_size, bags, lookup->growths);
+  // The weights' gradient reads the rows of the forward: before they change.
+  Variable weights_grad;
+  if (lookup->weights_grad) {
+    weights_grad = once_differentiable(
+        weights_gradient.call(group.handle(), grad, ids, offsets, slots, lookup->batch_size,
+                              lookup->mean, bags),
+        "The gradient of the weights of a hash table's lookup can't be differentiated, since the "
+        "table's rows have no gradients.");
+  }
+  if (training) {
+    if (group.optimizer().kind != Optimizer::kNone) {
+      std::optional<at::Tensor> weights, grouped, ways;
+      if (saved[3].defined()) weights = saved[3].detach();
+      if (lookup->ahead.grouped.defined() && slots.is_same(saved[2])) {
+        grouped = std::move(lookup->ahead.grouped);
+        ways = std::move(lookup->ahead.ways);
+        lookup->ahead = {};  // it serves one backward
+      }
+      update_rows.call(group.counters(), group.handle(), grad, ids, offsets, weights, slots,
+                       lookup->batch_size, lookup->mean, lookup->learning_rate, /*rounds=*/1, bags,
+                       grouped, ways);
+    }
+    lookup->pin->release();
+  }
+  return weights_grad;
+}
+
+// `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
-  // `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
                           const std::optional<Variable>& weights, int64_t handle,
                           const Variable& ids, const Variable& offsets, const Variable& slots,
@@ -73,31 +161,18 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
                               const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
                               std::optional<int64_t>, const at::Tensor&, at::OptionalIntArrayRef,
                               std::optional<at::ScalarType>)>();
-    ctx->save_for_backward({ids, offsets, slots, weights.value_or(Variable())});
-    ctx->saved_data["handle"] = handle;
-    ctx->saved_data["batch_size"] = batch_size;
-    if (bags) ctx->saved_data["bags"] = bags->vec();
-    ctx->saved_data["mean"] = mean;
-    // Not among the saved variables: it may change until the backward, which takes what it is then.
-    ctx->saved_data["learning_rate"] = learning_rate.detach();
-    ctx->saved_data["weights_grad"] = weights.has_value() && weights->requires_grad();
-    ctx->saved_data["training"] = pin.has_value();
-    bool ahead = false;
-    if (pin) {
-      const auto held = c10::make_intrusive<LookupPin>(handle, *pin);
-      ahead = recorded && groups_ahead(*held, slots);
-      ctx->saved_data["growths"] = held->pin->growths();
-      ctx->saved_data["pin"] = at::IValue::make_capsule(held);
-    } else {
-      ctx->saved_data["growths"] = TableGroup::from_handle(handle)->growths();
-    }
+    const auto recording = c10::make_intrusive<LookupRecord>();
+    recording->group = TableGroup::from_handle(handle);
+    const TableGroup& group = *recording->group;
+    if (pin) recording->pin = group.clock().find(*pin);
+    recording->growths = pin ? recording->pin->growths() : group.growths();
+    record(ctx, recording, ids, offsets, slots, weights, learning_rate, batch_size, mean, bags);
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (ahead) {
+    if (pin && recorded && recording->growths == group.growths() && groups_ahead(group, slots)) {
       auto [pooled, grouped, ways] =
           lookup_grouped.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
                               learning_rate, bags, dtype, pin);
-      ctx->saved_data["grouped"] = std::move(grouped);
-      ctx->saved_data["ways"] = std::move(ways);
+      recording->ahead = {{}, std::move(grouped), std::move(ways)};
       return pooled;
     }
     return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, pin,
@@ -105,78 +180,51 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto update =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("torchrec_hkv::update_rows", "")
-            .typed<void(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&,
-                        const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
-                        int64_t, bool, const at::Tensor&, int64_t, at::OptionalIntArrayRef,
-                        const std::optional<at::Tensor>&, const std::optional<at::Tensor>&)>();
-    static const auto gradient =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("torchrec_hkv::weights_gradient", "")
-            .typed<at::Tensor(int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                              const at::Tensor&, int64_t, bool, at::OptionalIntArrayRef)>();
-    const variable_list saved = ctx->get_saved_variables();
-    const Variable &ids = saved[0], &offsets = saved[1];
-    std::optional<at::Tensor> weights;
-    if (saved[3].defined()) weights = saved[3].detach();
-    const int64_t handle = ctx->saved_data["handle"].toInt();
-    const int64_t batch_size = ctx->saved_data["batch_size"].toInt();
-    const bool mean = ctx->saved_data["mean"].toBool();
-    std::vector<int64_t> numbers;
-    at::OptionalIntArrayRef bags;
-    if (const auto found = ctx->saved_data.find("bags"); found != ctx->saved_data.end()) {
-      numbers = found->second.toIntVector();
-      bags = numbers;
-    }
-    const bool training = ctx->saved_data["training"].toBool();
-    c10::intrusive_ptr<LookupPin> held;
-    if (training) {
-      held = c10::static_intrusive_pointer_cast<LookupPin>(ctx->saved_data["pin"].toCapsule());
-    }
-    at::Tensor grad = grads[0].detach().contiguous();
-    // A view may begin anywhere; GPUs read four columns at a time.
-    if (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kGradAlignment != 0) {
-      grad = grad.clone();
-    }
-    if (training) {
-      const float bound = held->group->optimizer().clip_output;
-      if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
-    }
-    const bool weighs = ctx->saved_data["weights_grad"].toBool();
-    at::Tensor slots;
-    if (training || weighs) {
-      slots = present_slots(*TableGroup::from_handle(handle), saved[2], ids, offsets, batch_size,
-                            bags, ctx->saved_data["growths"].toInt());
-    }
-    // The weights' gradient reads the rows of the forward: before they change.
-    Variable weights_grad;
-    if (weighs) {
-      weights_grad = once_differentiable(
-          gradient.call(handle, grad, ids, offsets, slots, batch_size, mean, bags),
-          "The gradient of the weights of a hash table's lookup can't be differentiated, since the "
-          "table's rows have no gradients.");
-    }
-    if (training) {
-      if (held->group->optimizer().kind != Optimizer::kNone) {
-        std::optional<at::Tensor> grouped, ways;
-        const auto ahead = ctx->saved_data.find("grouped");
-        if (ahead != ctx->saved_data.end() && slots.is_same(saved[2])) {
-          grouped = ahead->second.toTensor();
-          ways = ctx->saved_data["ways"].toTensor();
-          ctx->saved_data.erase(ahead);  // it serves one backward
-        }
-        update.call(held->group->counters(), handle, grad, ids, offsets, weights, slots, batch_size,
-                    mean, ctx->saved_data["learning_rate"].toTensor(), /*rounds=*/1, bags, grouped,
-                    ways);
-      }
-      held->pin->release();
-    }
-    return {Variable(), weights_grad, Variable(), Variable(), Variable(), Variable(), Variable(),
-            Variable(), Variable(),   Variable(), Variable(), Variable(), Variable()};
+    variable_list gradients(13);
+    gradients[1] = update(ctx, grads[0]);
+    return gradients;
   }
 };
+
+// The same with the insertion, in one call.
+struct TrainLookup : torch::autograd::Function<TrainLookup> {
+  static Variable forward(AutogradContext* ctx, const Variable& /*anchor*/,
+                          const std::optional<Variable>& weights,
+                          const std::shared_ptr<TableGroup>& group, const Variable& ids,
+                          const Variable& offsets, int64_t batch_size, bool mean,
+                          const Variable& learning_rate, at::OptionalIntArrayRef bags,
+                          std::optional<at::ScalarType> dtype, bool recorded) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
+    const auto recording = c10::make_intrusive<LookupRecord>();
+    recording->group = group;
+    recording->pin = group->pin();
+    at::Tensor notes;
+    const at::Tensor slots =
+        insert_missing(*group, ids, offsets, batch.layout, batch.batch, recording->pin, &notes);
+    // Another thread may make a table grow meanwhile.
+    recording->growths = recording->pin->growths();
+    const bool found = recording->growths == group->growths();
+    recording->ahead = pool_rows(
+        *group, batch,
+        present_slots(*group, slots, ids, offsets, batch_size, bags, recording->growths),
+        kReadPinned, found && recorded && groups_ahead(*group, ids), found ? notes : at::Tensor());
+    at::Tensor pooled = std::move(recording->ahead.rows);
+    record(ctx, recording, ids, offsets, slots, weights, learning_rate, batch_size, mean, bags);
+    return pooled;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list gradients(11);
+    gradients[1] = update(ctx, grads[0]);
+    return gradients;
+  }
+};
+
+bool is_recorded(const at::Tensor& anchor, const std::optional<at::Tensor>& weights) {
+  return at::GradMode::is_enabled() &&
+         (anchor.requires_grad() || (weights && weights->requires_grad()));
+}
 
 at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, const at::Tensor& ids,
                                   const at::Tensor& offsets,
@@ -184,14 +232,47 @@ at::Tensor pooled_lookup_autograd(const at::Tensor& anchor, int64_t handle, cons
                                   int64_t batch_size, bool mean, std::optional<int64_t> pin,
                                   const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
                                   std::optional<at::ScalarType> dtype) {
-  const bool recorded = at::GradMode::is_enabled() &&
-                        (anchor.requires_grad() || (weights && weights->requires_grad()));
   return PooledLookup::apply(anchor, weights, handle, ids, offsets, slots, batch_size, mean, pin,
-                             learning_rate, bags, dtype, recorded);
+                             learning_rate, bags, dtype, is_recorded(anchor, weights));
+}
+
+at::Tensor train_lookup_autograd(at::Tensor counters, const at::Tensor& anchor, int64_t handle,
+                                 const at::Tensor& ids, const at::Tensor& offsets,
+                                 const std::optional<at::Tensor>& weights, int64_t batch_size,
+                                 bool mean, const at::Tensor& learning_rate,
+                                 at::OptionalIntArrayRef bags,
+                                 std::optional<at::ScalarType> dtype) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  if (is_traced(ids)) {  // the ops that it is made of
+    static const auto find_or_insert =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("torchrec_hkv::find_or_insert", "")
+            .typed<at::Tensor(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&, int64_t,
+                              std::optional<int64_t>, at::OptionalIntArrayRef)>();
+    static const auto pooled_lookup =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
+            .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
+                              const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
+                              std::optional<int64_t>, const at::Tensor&, at::OptionalIntArrayRef,
+                              std::optional<at::ScalarType>)>();
+    const std::shared_ptr<Pin> pin = group->pin();
+    const at::Tensor slots =
+        find_or_insert.call(counters, handle, ids, offsets, batch_size, pin->number(), bags);
+    return pooled_lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
+                              pin->number(), learning_rate, bags, dtype);
+  }
+  check_device(counters, "counters", group->device());
+  learning_rate_of(*group, learning_rate);
+  return TrainLookup::apply(anchor, weights, group, ids, offsets, batch_size, mean, learning_rate,
+                            bags, dtype, is_recorded(anchor, weights));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(torchrec_hkv, Autograd, m) { m.impl("pooled_lookup", &pooled_lookup_autograd); }
+TORCH_LIBRARY_IMPL(torchrec_hkv, Autograd, m) {
+  m.impl("pooled_lookup", &pooled_lookup_autograd);
+  m.impl("train_lookup", &train_lookup_autograd);
+}
 
 }  // namespace torchrec_hkv::bindings

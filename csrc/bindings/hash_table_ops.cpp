@@ -5,6 +5,7 @@
 #include "bindings/batch.h"
 #include "bindings/checks.h"
 #include "bindings/initial_rows.h"
+#include "bindings/lookups.h"
 #include "bindings/on_device.h"
 #include "bindings/table_group.h"
 #include "common/side_stream.h"
@@ -64,17 +65,6 @@ Output<const char> make_grad(const TableGroup& group, const at::Tensor& grad,
                             type};
 }
 
-// One value on the group's device: read when the rows are updated, so that it can change in
-// between, and between replays of a CUDA graph.
-const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate) {
-  check_dtype(learning_rate, "learning_rate", at::kFloat);
-  check_device(learning_rate, "learning_rate", group.device());
-  TORCH_CHECK_VALUE(learning_rate.dim() == 0,
-                    "learning_rate must have no dimensions, but has shape ", learning_rate.sizes(),
-                    ".");
-  return learning_rate.const_data_ptr<float>();
-}
-
 #ifdef TORCHREC_HKV_CUDA
 // Whether an update of such a batch takes rows that stand alone in its order.
 bool orders_by_batch(const TableGroup& group, const Batch& batch) {
@@ -101,64 +91,14 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
 at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                           const at::Tensor& offsets, int64_t batch_size, std::optional<int64_t> pin,
                           at::OptionalIntArrayRef bags) {
-  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
-  const TableGroup& group = *owner;
-  check_device(counters, "counters", group.device());
-  const BagLayout layout(group, batch_size, bags);
-  const Batch batch = make_batch(group, ids, offsets, layout);
-  TORCH_CHECK_VALUE(!group.needs_scores(),
-                    "a table with eviction 'customized' needs scores, which this lookup has not.");
-  const std::shared_ptr<Pin> held = pin ? group.clock().find(*pin) : nullptr;
-  hash_table::Placement placement{
-      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
-  placement.admissions = group.admission().get();
-  placement.moving = group.moving_rows();
-#ifdef TORCHREC_HKV_CUDA
-  // What the pooling that is given the pin groups positions by.
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  const BagLayout layout(*group, batch_size, bags);
+  const Batch batch = make_batch(*group, ids, offsets, layout);
+  const std::shared_ptr<Pin> held = pin ? group->clock().find(*pin) : nullptr;
   at::Tensor notes;
-  hash_table::TouchNotes* noted = nullptr;
-  if (group.device().is_cuda()) {
-    placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
-    if (held && placement.spread && group.optimizer().kind != Optimizer::kNone &&
-        orders_by_batch(group, batch)) {
-      notes = at::empty({(batch.num_ids + 31) / 32}, ids.options());
-      static_assert(sizeof(hash_table::TouchNotes) == sizeof(int64_t));
-      noted = reinterpret_cast<hash_table::TouchNotes*>(notes.data_ptr<int64_t>());
-    }
-  }
-#endif
-  placement.keeps_scores = group.shape().keeps_scores;
-  placement.remembers = group.remembers_evicted();
-  placement.ordered = group.deterministic();
-  // What makes room and what takes it are one, as other threads see it.
-  const HoldToGrow hold(*owner);
-  owner->make_room(batch, ids, offsets, layout.first_bags());
-  if (held) held->set_growths(group.growths());
-  const at::Tensor scratch = insert_scratch(group, ids, placement, /*scored=*/false);
-  at::Tensor slots = at::empty_like(ids);
-  int64_t* out = slots.data_ptr<int64_t>();
-  const CountedCall call(group.clock(), pin);
-  const auto enqueue = [&] {
-    HKV_ON_DEVICE(
-        group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
-                                        placement, out, nullptr, threads),
-        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
-                                         call.tick(), group.aging(), nullptr, placement, out,
-                                         nullptr, nullptr, noted, scratch.data_ptr(), stream))
-  };
-  if (pin && group.has_frames()) {
-    // The pin holds the rows that get frames, until they have come there.
-    group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
-      placement.moving.begin = &moves_begin;
-      enqueue();
-    });
-  } else {
-    group.order().run(call.use(/*inserts=*/true), enqueue);
-  }
-#ifdef TORCHREC_HKV_CUDA
+  const at::Tensor slots = insert_missing(*group, ids, offsets, layout, batch, held, &notes);
   if (notes.defined()) held->notes().keep(slots, std::move(notes));
-#endif
   return slots;
 }
 
@@ -307,34 +247,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
     const std::optional<at::Tensor>& weights, const at::Tensor& slots, int64_t batch_size,
     bool mean, const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
     std::optional<at::ScalarType> dtype, std::optional<int64_t> pin) {
-  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
-  const TableGroup& group = *owner;
-  learning_rate_of(group, learning_rate);
-  const RowType type = output_type(dtype.value_or(at::kFloat), "the output");
-  const BagLayout layout(group, batch_size, bags);
-  const Batch batch = make_batch(group, ids, offsets, layout);
-  check_slots(group, slots, ids);
-  const Pooling pooling = make_pooling(group, weights, mean, ids);
-  const bool weighted = weights.has_value();
-  Grouped grouped(group, batch, weighted, ids);
-  at::Tensor pooled =
-      at::empty(layout.output_shape(), ids.options().dtype(dtype.value_or(at::kFloat)));
-  const Output<char> out{static_cast<char*>(pooled.data_ptr()), layout.output_stride(), type};
-  const int64_t* at = slots.const_data_ptr<int64_t>();
-  const at::Tensor notes = pin ? group.clock().find(*pin)->notes().take(slots) : at::Tensor();
-  const auto* const noted = notes.defined()
-                                ? static_cast<const hash_table::TouchNotes*>(notes.const_data_ptr())
-                                : nullptr;
-  group.order().run(kReadPinned, [&] {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
-    SideStream side(stream,
-                    hash_table::cuda::grouping_goes_first(batch, grouped.how.batch_order, stream));
-    grouped.fill(group, batch, weighted, at, noted, side.stream(), &side);
-    hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(),
-                                group.update_hint(), stream);
-    side.join();
-  });
-  return {pooled, grouped.memory, grouped.ways()};
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  learning_rate_of(*group, learning_rate);
+  const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
+  check_slots(*group, slots, ids);
+  const at::Tensor notes = pin ? group->clock().find(*pin)->notes().take(slots) : at::Tensor();
+  PooledRows pooled = pool_rows(*group, batch, slots, kReadPinned, /*groups=*/true, notes);
+  return {pooled.rows, pooled.grouped, pooled.ways};
 }
 #endif
 
@@ -344,31 +263,148 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
                          const at::Tensor& slots, int64_t batch_size, bool mean,
                          std::optional<int64_t> pin, const at::Tensor& learning_rate,
                          at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype) {
-  const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
-  const TableGroup& group = *owner;
-  learning_rate_of(group, learning_rate);
-  const RowType type = output_type(dtype.value_or(at::kFloat), "the output");
-  const BagLayout layout(group, batch_size, bags);
-  const Batch batch = make_batch(group, ids, offsets, layout);
-  check_slots(group, slots, ids);
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  learning_rate_of(*group, learning_rate);
+  const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
+  check_slots(*group, slots, ids);
   // Other lookups may have made a table grow since these slots were found.
   at::Tensor present = slots;
-  if (pin && group.growths() > 0 && group.clock().find(*pin)->growths() != group.growths()) {
+  if (pin && group->growths() > 0 && group->clock().find(*pin)->growths() != group->growths()) {
     present = at::where(slots.lt(0), slots, find(handle, ids, offsets, batch_size, bags));
   }
-  const Pooling pooling = make_pooling(group, weights, mean, ids);
-  at::Tensor pooled =
-      at::empty(layout.output_shape(), ids.options().dtype(dtype.value_or(at::kFloat)));
-  const Output<char> out{static_cast<char*>(pooled.data_ptr()), layout.output_stride(), type};
-  const int64_t* at = present.const_data_ptr<int64_t>();
-  HKV_ON_GROUP(group, pin ? kReadPinned : kReadRows,
-               hash_table::cpu::pool_rows(group.views(), batch, at, pooling, out, threads),
-               hash_table::cuda::pool_rows(group.views(), batch, at, pooling, out, group.shape(),
-                                           group.update_hint(), stream));
-  return pooled;
+  return pool_rows(*group, batch, present, pin ? kReadPinned : kReadRows, /*groups=*/false, {})
+      .rows;
+}
+
+// What autograd does in one call, where no backward is to come.
+at::Tensor train_lookup(at::Tensor counters, const at::Tensor& /*anchor*/, int64_t handle,
+                        const at::Tensor& ids, const at::Tensor& offsets,
+                        const std::optional<at::Tensor>& weights, int64_t batch_size, bool mean,
+                        const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
+                        std::optional<at::ScalarType> dtype) {
+  const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
+  check_device(counters, "counters", group->device());
+  learning_rate_of(*group, learning_rate);
+  const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
+  const std::shared_ptr<Pin> pin = group->pin();  // until the rows are pooled
+  const at::Tensor slots =
+      insert_missing(*group, ids, offsets, batch.layout, batch.batch, pin, nullptr);
+  return pool_rows(*group, batch, slots, kReadPinned, /*groups=*/false, {}).rows;
 }
 
 }  // namespace
+
+LookupBatch::LookupBatch(const TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
+                         const std::optional<at::Tensor>& weights, int64_t batch_size, bool mean,
+                         at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype)
+    : ids(ids),
+      offsets(offsets),
+      layout(group, batch_size, bags),
+      batch(make_batch(group, ids, offsets, layout)),
+      pooling(make_pooling(group, weights, mean, ids)),
+      dtype(dtype.value_or(at::kFloat)),
+      type(output_type(this->dtype, "the output")) {}
+
+// One value on the group's device: read when the rows are updated, so that it can change in
+// between, and between replays of a CUDA graph.
+const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate) {
+  check_dtype(learning_rate, "learning_rate", at::kFloat);
+  check_device(learning_rate, "learning_rate", group.device());
+  TORCH_CHECK_VALUE(learning_rate.dim() == 0,
+                    "learning_rate must have no dimensions, but has shape ", learning_rate.sizes(),
+                    ".");
+  return learning_rate.const_data_ptr<float>();
+}
+
+at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
+                          const BagLayout& layout, const Batch& batch,
+                          const std::shared_ptr<Pin>& pin, [[maybe_unused]] at::Tensor* notes) {
+  TORCH_CHECK_VALUE(!group.needs_scores(),
+                    "a table with eviction 'customized' needs scores, which this lookup has not.");
+  hash_table::Placement placement{
+      group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
+  placement.admissions = group.admission().get();
+  placement.moving = group.moving_rows();
+#ifdef TORCHREC_HKV_CUDA
+  hash_table::TouchNotes* noted = nullptr;
+  if (group.device().is_cuda()) {
+    placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
+    if (pin && notes != nullptr && placement.spread && group.optimizer().kind != Optimizer::kNone &&
+        orders_by_batch(group, batch)) {
+      *notes = at::empty({(batch.num_ids + 31) / 32}, ids.options());
+      static_assert(sizeof(hash_table::TouchNotes) == sizeof(int64_t));
+      noted = reinterpret_cast<hash_table::TouchNotes*>(notes->data_ptr<int64_t>());
+    }
+  }
+#endif
+  placement.keeps_scores = group.shape().keeps_scores;
+  placement.remembers = group.remembers_evicted();
+  placement.ordered = group.deterministic();
+  // What makes room and what takes it are one, as other threads see it.
+  const HoldToGrow hold(group);
+  if (group.growing()) group.make_room(batch, ids, offsets, layout.first_bags());
+  if (pin) pin->set_growths(group.growths());
+  const at::Tensor scratch = insert_scratch(group, ids, placement, /*scored=*/false);
+  at::Tensor slots = at::empty_like(ids);
+  int64_t* out = slots.data_ptr<int64_t>();
+  const CountedCall call(group.clock(), pin ? std::optional<int64_t>(pin->number()) : std::nullopt);
+  const auto enqueue = [&] {
+    HKV_ON_DEVICE(
+        group.device(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
+                                        placement, out, nullptr, threads),
+        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
+                                         call.tick(), group.aging(), nullptr, placement, out,
+                                         nullptr, nullptr, noted, scratch.data_ptr(), stream))
+  };
+  if (pin && group.has_frames()) {
+    // The pin holds the rows that get frames, until they have come there.
+    group.order().run_and_move(call.use(/*inserts=*/true), [&](const auto& moves_begin) {
+      placement.moving.begin = &moves_begin;
+      enqueue();
+    });
+  } else {
+    group.order().run(call.use(/*inserts=*/true), enqueue);
+  }
+  return slots;
+}
+
+PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
+                     const Use& use, [[maybe_unused]] bool groups,
+                     [[maybe_unused]] const at::Tensor& notes) {
+  PooledRows pooled;
+  pooled.rows = at::empty(batch.layout.output_shape(), batch.ids.options().dtype(batch.dtype));
+  const Output<char> out{static_cast<char*>(pooled.rows.data_ptr()), batch.layout.output_stride(),
+                         batch.type};
+  const int64_t* at = slots.const_data_ptr<int64_t>();
+#ifdef TORCHREC_HKV_CUDA
+  if (groups) {
+    const bool weighted = batch.pooling.weights != nullptr;
+    Grouped grouped(group, batch.batch, weighted, batch.ids);
+    const auto* const noted =
+        notes.defined() ? static_cast<const hash_table::TouchNotes*>(notes.const_data_ptr())
+                        : nullptr;
+    group.order().run(use, [&] {
+      const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
+      SideStream side(stream, hash_table::cuda::grouping_goes_first(
+                                  batch.batch, grouped.how.batch_order, stream));
+      grouped.fill(group, batch.batch, weighted, at, noted, side.stream(), &side);
+      hash_table::cuda::pool_rows(group.views(), batch.batch, at, batch.pooling, out, group.shape(),
+                                  group.update_hint(), stream);
+      side.join();
+    });
+    pooled.grouped = grouped.memory;
+    pooled.ways = grouped.ways();
+    return pooled;
+  }
+#endif
+  HKV_ON_GROUP(
+      group, use,
+      hash_table::cpu::pool_rows(group.views(), batch.batch, at, batch.pooling, out, threads),
+      hash_table::cuda::pool_rows(group.views(), batch.batch, at, batch.pooling, out, group.shape(),
+                                  group.update_hint(), stream));
+  return pooled;
+}
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("find(int group, Tensor ids, Tensor? offsets, int batch_size, int[]? bags=None) -> Tensor");
@@ -379,6 +415,10 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "pooled_lookup(Tensor anchor, int group, Tensor ids, Tensor offsets, Tensor? weights, "
       "Tensor slots, int batch_size, bool mean, int? pin, Tensor learning_rate, "
       "int[]? bags=None, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "train_lookup(Tensor(a!) counters, Tensor anchor, int group, Tensor ids, Tensor offsets, "
+      "Tensor? weights, int batch_size, bool mean, Tensor learning_rate, int[]? bags=None, "
+      "ScalarType? dtype=None) -> Tensor");
   m.def(
       "pooled_lookup_grouped(Tensor anchor, int group, Tensor ids, Tensor offsets, "
       "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, "
@@ -399,6 +439,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.impl("find", &find);                         \
   m.impl("find_or_insert", &find_or_insert);     \
   m.impl("pooled_lookup", &pooled_lookup);       \
+  m.impl("train_lookup", &train_lookup);         \
   m.impl("weights_gradient", &weights_gradient); \
   m.impl("update_rows", &update_rows);           \
   m.impl("initial_rows", &initial_rows);

@@ -47,9 +47,15 @@ struct Bags {
 // Outputs, rank-major: bag b of rank r is number r * num_bags + b. The ids of a bag keep their
 // order.
 struct Bucketized {
-  int64_t* ids;
-  float* weights;    // null: none
-  int64_t* permute;  // [ids] new position of each id
+  int64_t* ids;      // [ids]; with blocks [ids + world_size * num_bags]
+  float* weights;    // [ids]; null: none
+  int64_t* permute;  // [ids] new position of each id among the ids; null: not wanted
+  bool blocks;       // before the ids of each rank come the lengths of its bags (blocks.h)
+
+  // Where in `ids` is the id of this place among the ids, of this rank.
+  HKV_HOST_DEVICE int64_t word(int64_t place, int64_t rank, int64_t num_bags) const {
+    return blocks ? place + (rank + 1) * num_bags : place;
+  }
 };
 
 namespace cpu {
@@ -57,7 +63,7 @@ namespace cpu {
 // lengths[r * num_bags + b] = ids of bag b that go to rank r.
 void count(const Bags& bags, int32_t world_size, int64_t* lengths, int threads);
 
-// starts = exclusive sums of the lengths.
+// starts = exclusive sums of the lengths, and their total.
 void scatter(const Bags& bags, int32_t world_size, const int64_t* starts, Bucketized out,
              int threads);
 

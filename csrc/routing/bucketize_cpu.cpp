@@ -26,13 +26,17 @@ void scatter(const Bags& bags, int32_t world_size, const int64_t* starts, Bucket
     std::vector<int64_t> next(world_size);
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t block = bags.block_sizes[bag / bags.batch_size];
-      for (int32_t r = 0; r < world_size; ++r) next[r] = starts[r * bags.num_bags + bag];
+      for (int32_t r = 0; r < world_size; ++r) {
+        const int64_t number = r * bags.num_bags + bag;
+        next[r] = starts[number];
+        if (out.blocks) out.ids[starts[r * bags.num_bags] + number] = starts[number + 1] - next[r];
+      }
       for (int64_t at = bags.offsets[bag]; at < bags.offsets[bag + 1]; ++at) {
         const Destination to = destination_of(bags.ids[at], block, world_size);
         const int64_t place = next[to.rank]++;
-        out.ids[place] = to.value;
+        out.ids[out.word(place, to.rank, bags.num_bags)] = to.value;
         if (out.weights != nullptr) out.weights[place] = bags.weights[at];
-        out.permute[at] = place;
+        if (out.permute != nullptr) out.permute[at] = place;
       }
     }
   });

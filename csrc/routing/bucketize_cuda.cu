@@ -30,7 +30,13 @@ __global__ void __launch_bounds__(kThreads)
     for (int32_t first_rank = 0; first_rank < world_size; first_rank += kWarp) {
       const int32_t my_rank = first_rank + lane;
       int64_t running = 0;
-      if (kScatter && my_rank < world_size) running = starts[my_rank * bags.num_bags + bag];
+      if (kScatter && my_rank < world_size) {
+        const int64_t number = my_rank * bags.num_bags + bag;
+        running = starts[number];
+        if (out.blocks) {
+          out.ids[starts[my_rank * bags.num_bags] + number] = starts[number + 1] - running;
+        }
+      }
       for (int64_t at = begin; at < end; at += kWarp) {
         const bool valid = at + lane < end;
         Destination to{-1, 0};
@@ -42,9 +48,9 @@ __global__ void __launch_bounds__(kThreads)
           const int64_t base = __shfl_sync(kAllLanes, running, mine ? local : 0);
           if (mine) {
             const int64_t place = base + __popc(peers & ((1u << lane) - 1));
-            out.ids[place] = to.value;
+            out.ids[out.word(place, to.rank, bags.num_bags)] = to.value;
             if (out.weights != nullptr) out.weights[place] = bags.weights[at + lane];
-            out.permute[at + lane] = place;
+            if (out.permute != nullptr) out.permute[at + lane] = place;
           }
         }
         // The first lane of each destination tells that rank's lane how many there were.

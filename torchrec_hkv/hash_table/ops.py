@@ -66,6 +66,24 @@ def _(
     return ids.new_empty(shape, dtype=dtype or torch.float32)
 
 
+@torch.library.register_fake("torchrec_hkv::train_lookup")
+def _(
+    counters: Tensor,
+    anchor: Tensor,
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    batch_size: int,
+    mean: bool,
+    learning_rate: Tensor,
+    bags: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    shape = _output_shape(group, batch_size, bags)
+    return ids.new_empty(shape, dtype=dtype or torch.float32)
+
+
 @torch.library.register_fake("torchrec_hkv::pooled_lookup_grouped")
 def _(
     anchor: Tensor,
@@ -307,12 +325,47 @@ def _(
     block_sizes: Tensor,
     world_size: int,
     weights: Tensor | None = None,
+    blocks: bool = False,
+    permutes: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    words = values.shape[0] + (world_size * lengths.shape[0] if blocks else 0)
     return (
         lengths.new_empty((world_size * lengths.shape[0],)),
-        torch.empty_like(values),
+        values.new_empty((words,)),
         values.new_empty((0,) if weights is None else values.shape, dtype=torch.float32),
-        torch.empty_like(values),
+        values.new_empty(values.shape if permutes else (0,)),
+    )
+
+
+@torch.library.register_fake("torchrec_hkv::count_ids")
+def _(lengths: Tensor, at: Tensor, samples_at: Tensor, batch_size: int, size: int) -> Tensor:
+    return at.new_empty((size,))
+
+
+@torch.library.register_fake("torchrec_hkv::pack_blocks")
+def _(
+    lengths: Tensor, values: Tensor, num_lengths: Sequence[int], num_values: Sequence[int]
+) -> Tensor:
+    return values.new_empty((sum(num_lengths) + sum(num_values),))
+
+
+@torch.library.register_fake("torchrec_hkv::merge_blocks")
+def _(
+    words: Tensor,
+    weights: Tensor | None,
+    counts: Tensor,
+    order: Tensor,
+    num_ranks: int,
+    batch_size: int,
+    lengths_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bags = order.shape[0] * batch_size
+    ids = words.shape[0] - bags
+    return (
+        words.new_empty((bags,), dtype=lengths_dtype),
+        words.new_empty((bags + 1,)),
+        words.new_empty((ids,)),
+        words.new_empty((0,) if weights is None else (ids,), dtype=torch.float32),
     )
 
 

@@ -24,11 +24,12 @@ from torchrec.distributed.types import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_hkv.compat import to_keyed_jagged_tensor
+from torchrec_hkv.compat import input_dist_has_more_to_do, to_keyed_jagged_tensor
+from torchrec_hkv.sharding.awaitables import BatchAwaitable
 from torchrec_hkv.sharding.collection import BackendCollection
 from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS
 from torchrec_hkv.sharding.exchange_groups import codecs_of, needs_ours
-from torchrec_hkv.sharding.features import check_row_numbers, prepare_features
+from torchrec_hkv.sharding.features import check_row_numbers, in_order, prepare_features
 from torchrec_hkv.sharding.means import Means, divide
 from torchrec_hkv.sharding.parts import PartedLookup
 from torchrec_hkv.sharding.streams import BagContext, FollowsExchange
@@ -109,14 +110,43 @@ class BackendEmbeddingBagCollection(
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)
-        # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
-        with self._without_our_configs():
-            begun = super().input_dist(ctx, features)
+        if (
+            self._has_uninitialized_input_dist
+            or features.variable_stride_per_key()
+            or input_dist_has_more_to_do(self)
+        ):
+            # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
+            with self._without_our_configs():
+                begun = super().input_dist(ctx, features)
+        else:
+            self._note_stream(ctx)
+            with torch.no_grad():
+                begun = self._begin(ctx, features)
         if self._means:
             with torch.no_grad():
                 names, dims = self._embedding_names, self._dim_per_key
                 ctx.divisor = self._means.divisor(features, names, dims, sum(self._embedding_dims))
         return begun
+
+    def _begin(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """What TorchRec's ``input_dist`` does with a batch that has as many bags of all features,
+        once it has seen one. Where there is one sharding it asks the device nothing: TorchRec's
+        splits the features by sharding, for which it asks how many ids each has."""
+        if self._has_features_permute:
+            features = in_order(features, self._features_order, self._features_order_tensor)
+        parts = [features]
+        if len(self._input_dists) > 1:
+            parts = features.split(self._feature_splits)
+        exchanges = [
+            exchange(part) for exchange, part in zip(self._input_dists, parts, strict=True)
+        ]
+        ctx.sharding_contexts.extend(
+            EmbeddingShardingContext(batch_size_per_feature_pre_a2a=part.stride_per_key())
+            for part in parts
+        )
+        return BatchAwaitable(exchanges, ctx)
 
     def compute(
         self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList

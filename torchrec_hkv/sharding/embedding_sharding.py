@@ -40,7 +40,7 @@ from torchrec_hkv.sharding.input_dist import (
     TableWiseFeaturesDist,
 )
 from torchrec_hkv.sharding.lookups import MakesLookup, PooledLookup, SequenceLookup
-from torchrec_hkv.sharding.output_dist import RowWiseOutputDist
+from torchrec_hkv.sharding.output_dist import RowWiseOutputDist, TableWiseOutputDist
 from torchrec_hkv.sharding.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 from torchrec_hkv.sharding.parts import PartedLookup, PartedOutputDist, groups_of_parts
@@ -108,6 +108,7 @@ class _RowWise:
             feature_hash_sizes=self._get_feature_hash_sizes(),
             feature_is_hashed=feature_is_hashed(self._grouped_embedding_configs),
             is_sequence=self.is_sequence,
+            needs_counts=self.is_sequence or len(self._grouped_embedding_configs) > 1,
             device=device if device is not None else self._device,
         )
 
@@ -130,19 +131,37 @@ class _RowWiseOnHosts:
                 itertools.chain.from_iterable(self._grouped_embedding_configs_per_node)
             ),
             device=device if device is not None else self._device,
+            needs_counts=len(self._grouped_embedding_configs_per_rank[self._rank]) > 1,
         )
 
 
 class _TableWise:
     """Whole tables or whole columns; a mixin before TorchRec's."""
 
+    is_sequence: ClassVar[bool] = False
+
     def create_input_dist(
         self, device: torch.device | None = None
     ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
         """The distribution of ids to the ranks that hold the tables."""
         return TableWiseFeaturesDist(
-            self._pg, self.features_per_rank(), device if device is not None else self._device
+            self._pg,
+            self.features_per_rank(),
+            device if device is not None else self._device,
+            needs_counts=(
+                self.is_sequence or len(self._grouped_embedding_configs_per_rank[self._rank]) > 1
+            ),
         )
+
+
+class _TableWisePooled(_TableWise, _Pooled):
+    """The same, pooled."""
+
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[EmbeddingShardingContext, torch.Tensor, torch.Tensor]:
+        """The exchange of pooled rows."""
+        return TableWiseOutputDist(super().create_output_dist(device))
 
 
 class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
@@ -198,15 +217,15 @@ class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
         return PartedLookup(parts=self._num_groups, dists=self._dists, **arguments)
 
 
-class TableWisePooled(_TableWise, _Pooled, TwPooledEmbeddingSharding):
+class TableWisePooled(_TableWisePooled, TwPooledEmbeddingSharding):
     """Table-wise, pooled."""
 
 
-class ColumnWisePooled(_TableWise, _Pooled, CwPooledEmbeddingSharding):
+class ColumnWisePooled(_TableWisePooled, CwPooledEmbeddingSharding):
     """Column-wise, pooled: every column shard sees all ids, and so keeps the same."""
 
 
-class TableColumnWisePooled(_TableWise, _Pooled, TwCwPooledEmbeddingSharding):
+class TableColumnWisePooled(_TableWisePooled, TwCwPooledEmbeddingSharding):
     """Column-wise on the ranks of one host, pooled."""
 
 
@@ -227,9 +246,13 @@ class RowWiseSequence(_RowWise, _Sequence, RwSequenceEmbeddingSharding):
 class TableWiseSequence(_TableWise, _Sequence, TwSequenceEmbeddingSharding):
     """Table-wise, sequences."""
 
+    is_sequence = True
+
 
 class ColumnWiseSequence(_TableWise, _Sequence, CwSequenceEmbeddingSharding):
     """Column-wise, sequences."""
+
+    is_sequence = True
 
 
 #: What serves pooled tables of ours, by TorchRec's sharding type.

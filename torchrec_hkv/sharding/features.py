@@ -74,6 +74,36 @@ def prepare_features(
     )
 
 
+def in_order(
+    features: KeyedJaggedTensor, order: list[int], order_tensor: torch.Tensor
+) -> KeyedJaggedTensor:
+    """``features.permute``, which asks the device for the number of ids of each feature.
+
+    This one does not where all features are in the order once, with as many bags of each.
+
+    Args:
+        features: of a batch.
+        order: numbers of features.
+        order_tensor: the same, int32 on the device.
+    """
+    keys = features.keys()
+    is_complete = len(order) == len(keys) == len(set(order))
+    if not is_complete or features.variable_stride_per_key():
+        return features.permute(order, order_tensor)
+    values, weights = features.values(), features.weights_or_none()
+    lengths = features.lengths().view(len(keys), -1)
+    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+        order_tensor, lengths, values, weights, values.numel()
+    )
+    return KeyedJaggedTensor(
+        keys=[keys[feature] for feature in order],
+        values=values,
+        weights=weights,
+        lengths=lengths.view(-1),
+        stride=features.stride(),
+    )
+
+
 def check_row_numbers(features: KeyedJaggedTensor, tables: Sequence[tuple[str, str, int]]) -> None:
     """Refuses ids that are no rows of a table that has all its rows from the start.
 

@@ -17,7 +17,8 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.all_to_all import CountedAllToAll
+from torchrec_hkv.sharding.all_to_all import CountedAllToAll, Outgoing
+from torchrec_hkv.sharding.features import in_order
 from torchrec_hkv.sharding.variable_batch import padded_lengths
 
 
@@ -66,6 +67,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         feature_is_hashed: Sequence[bool],
         *,
         is_sequence: bool,
+        needs_counts: bool = True,
         device: torch.device | None = None,
     ) -> None:
         """
@@ -75,16 +77,21 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
             feature_is_hashed: for each feature, whether its ids are routed by hash (True) or are
                 row numbers in contiguous blocks, as those of stock tables (False).
             is_sequence: whether rows go back one by one, so that their order must be kept.
+            needs_counts: as :class:`CountedAllToAll` has it.
             device: of the ids.
         """
+        num_features = len(feature_hash_sizes)
         super().__init__(
             pg=pg,
-            num_features=len(feature_hash_sizes),
+            num_features=num_features,
             feature_hash_sizes=list(feature_hash_sizes),
             device=device,
             is_sequence=is_sequence,
         )
-        self._dist = CountedAllToAll(pg, [len(feature_hash_sizes)] * pg.size(), 1, device)
+        del self._dist
+        self._exchange = CountedAllToAll(
+            pg, [num_features] * pg.size(), 1, device, needs_counts=needs_counts
+        )
         is_hashed = torch.tensor(list(feature_is_hashed), dtype=torch.bool, device=device)
         self.register_buffer(
             "_block_sizes",
@@ -100,26 +107,72 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
         Args:
             sparse_features: int64 ids.
         """
-        bucketized, permute = bucketize(sparse_features, self._block_sizes, self._world_size)
         # TorchRec's sharded EmbeddingCollection takes it from here after the call.
-        self.unbucketize_permute_tensor = permute if self._is_sequence else None
-        return self._dist(bucketized)
+        self.unbucketize_permute_tensor = None
+        if self._world_size == 1:  # every id is on its rank already
+            return self._exchange(sparse_features)
+        if sparse_features.variable_stride_per_key():
+            bucketized, permute = bucketize(sparse_features, self._block_sizes, self._world_size)
+            begun = self._exchange(bucketized)
+        else:
+            weights = sparse_features.weights_or_none()
+            lengths, blocks, bucketized_weights, permute = torch.ops.torchrec_hkv.bucketize(
+                sparse_features.lengths(),
+                sparse_features.values(),
+                self._block_sizes,
+                self._world_size,
+                weights,
+                True,
+                self._is_sequence,
+            )
+            begun = self._exchange.send(
+                Outgoing(
+                    sparse_features.keys(),
+                    sparse_features.stride(),
+                    lengths,
+                    None,
+                    None if weights is None else bucketized_weights,
+                    blocks,
+                )
+            )
+        if self._is_sequence:
+            self.unbucketize_permute_tensor = permute
+        return begun
 
 
 class TableWiseFeaturesDist(TwSparseFeaturesDist):
     """TorchRec's table-wise distribution, and that of columns."""
 
     def __init__(
-        self, pg: dist.ProcessGroup, features_per_rank: list[int], device: torch.device | None
+        self,
+        pg: dist.ProcessGroup,
+        features_per_rank: list[int],
+        device: torch.device | None,
+        *,
+        needs_counts: bool = True,
     ) -> None:
         """
         Args:
             pg: the ranks.
             features_per_rank: number of features that each rank looks up.
             device: of the ids.
+            needs_counts: as :class:`CountedAllToAll` has it.
         """
         super().__init__(pg, features_per_rank)
-        self._dist = CountedAllToAll(pg, features_per_rank, 1, device)
+        del self._dist
+        self._exchange = CountedAllToAll(
+            pg, features_per_rank, 1, device, needs_counts=needs_counts
+        )
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange.
+
+        Args:
+            sparse_features: int64 ids.
+        """
+        return self._exchange(sparse_features)
 
 
 class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
@@ -133,6 +186,8 @@ class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
         feature_hash_sizes: Sequence[int],
         feature_is_hashed: Sequence[bool],
         device: torch.device | None = None,
+        *,
+        needs_counts: bool = True,
     ) -> None:
         """
         Args:
@@ -142,6 +197,7 @@ class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
             feature_hash_sizes: ``num_embeddings`` of each feature's table.
             feature_is_hashed: as :class:`RowWiseFeaturesDist` has it.
             device: of the ids.
+            needs_counts: as :class:`CountedAllToAll` has it.
         """
         super().__init__(
             pg=pg,
@@ -150,8 +206,12 @@ class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
             feature_hash_sizes=list(feature_hash_sizes),
             device=device,
         )
+        del self._dist
+        self._is_alone = pg.size() == 1
         hosts = pg.size() // local_size
-        self._dist = CountedAllToAll(pg, list(features_per_rank), hosts, device)
+        self._exchange = CountedAllToAll(
+            pg, list(features_per_rank), hosts, device, needs_counts=needs_counts
+        )
         is_hashed = torch.tensor(list(feature_is_hashed), dtype=torch.bool, device=device)
         self.register_buffer(
             "_block_sizes",
@@ -167,7 +227,9 @@ class TableRowWiseFeaturesDist(TwRwSparseFeaturesDist):
         Args:
             sparse_features: int64 ids.
         """
+        if self._is_alone:  # every id is on its rank already
+            return self._exchange(sparse_features)
         bucketized, _ = bucketize(sparse_features, self._block_sizes, self._local_size)
-        return self._dist(
-            bucketized.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
+        return self._exchange(
+            in_order(bucketized, self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
         )

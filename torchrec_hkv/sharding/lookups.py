@@ -71,7 +71,23 @@ class _RefusesStateTracking:
 
 
 class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLookup):
-    """Of pooled tables."""
+    """Lookup for pooled tables."""
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """Looks up the features of all groups.
+
+        Args:
+            sparse_features: the ids that have come to this rank.
+
+        Returns:
+            The outputs of the groups side by side.
+        """
+        if len(self._emb_modules) != 1:
+            return super().forward(sparse_features)
+        # TorchRec's splits the batch by group, for which it asks the device how many ids each
+        # feature has.
+        (pooled,) = self._forward([sparse_features])
+        return pooled
 
     def _create_embedding_kernel(
         self,
@@ -98,7 +114,7 @@ class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLook
 
 
 class SequenceLookup(_AnyDtype, _RefusesStateTracking, GroupedEmbeddingsLookup):
-    """Of tables of sequences."""
+    """Lookup for tables of sequences."""
 
     def _create_embedding_kernel(
         self,

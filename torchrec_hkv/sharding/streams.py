@@ -37,10 +37,14 @@ class FollowsExchange:
     _device: torch.device | None
 
     def input_dist(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """TorchRec's. Notes the stream: pipelines end an exchange on the one that it began on."""
+        """TorchRec's; notes the stream."""
+        self._note_stream(ctx)
+        return super().input_dist(ctx, *args, **kwargs)  # type: ignore[misc]
+
+    def _note_stream(self, ctx: Any) -> None:
+        """Notes the stream of an exchange: pipelines end one on the stream that it began on."""
         if self._device is not None and self._device.type == "cuda":
             ctx.exchanged_on = torch.cuda.current_stream(self._device)
-        return super().input_dist(ctx, *args, **kwargs)  # type: ignore[misc]
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
         """TorchRec's, once the batch is there."""

@@ -101,19 +101,15 @@ class HKVLookup(RowsById, GroupLookup):
         bags: Sequence[int] | None,
         learning_rate: Tensor,
     ) -> Tensor:
-        group = self._group
+        group, mean, dtype = self._group, self._mean, self._output_dtype
         for rows in self._dense.values():
             rows.flush()
         if self.is_training_lookup:
-            pin = group.pin()
-            slots = group.find_or_insert(ids, offsets, batch_size, pin, bags)
-            anchor = self._anchor
-        else:
-            pin = None
-            slots = group.find(ids, offsets, batch_size, bags)
-            anchor = self._no_anchor
-        where = (ids, offsets, weights, slots, batch_size, self._mean, pin)
-        return group.pooled_lookup(anchor, *where, learning_rate, bags, self._output_dtype)
+            batch = (ids, offsets, weights, batch_size)
+            return group.train_lookup(self._anchor, *batch, mean, learning_rate, bags, dtype)
+        slots = group.find(ids, offsets, batch_size, bags)
+        where = (ids, offsets, weights, slots, batch_size, mean, None)
+        return group.pooled_lookup(self._no_anchor, *where, learning_rate, bags, dtype)
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
         self._output_dtype = dtype

@@ -22,6 +22,8 @@ from torchrec_hkv.hash_table.table_config import check_types, table_config
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _ops = torch.ops.torchrec_hkv
+# The overload itself: the packet looks for it in Python with each call.
+_train_lookup = _ops.train_lookup.default
 #: Keeps the rows of one training lookup in place until its backward; see :meth:`TableGroup.pin`.
 Pin = _C.Pin
 
@@ -85,6 +87,8 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         self._group = _C.TableGroup(
             configs, list(feature_tables), kernels_optimizer, state_dim, self.device, available
         )
+        self._handle: int = self._group.handle
+        self._counters: Tensor = self._group.counters
         self._count_hits_by_memory(configs)
         self._accumulator = Accumulator(self._group, optimizer)
         self._watch(self.tables, labels)
@@ -94,7 +98,7 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
     @property
     def handle(self) -> int:
         """The number that names this group in ops."""
-        return self._group.handle
+        return self._handle
 
     @property
     def total_dim(self) -> int:
@@ -304,6 +308,63 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
             bags,
             dtype,
         )
+
+    def train_lookup(
+        self,
+        anchor: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_size: int,
+        mean: bool,
+        learning_rate: Tensor,
+        bags: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A training lookup: :meth:`find_or_insert` and :meth:`pooled_lookup` in one call, with a
+        pin of their own.
+
+        Args:
+            anchor: as in :meth:`pooled_lookup`; without a backward to come the rows are pinned
+                while they are pooled only.
+            ids: as in :meth:`find`.
+            offsets: as in :meth:`find`.
+            weights: as in :meth:`pooled_lookup`.
+            batch_size: as in :meth:`find`.
+            mean: as in :meth:`pooled_lookup`.
+            learning_rate: as in :meth:`pooled_lookup`.
+            bags: as in :meth:`find`.
+            dtype: as in :meth:`pooled_lookup`.
+
+        Returns:
+            As :meth:`pooled_lookup`.
+
+        Raises:
+            TypeError: a dtype is not as there.
+            ValueError: a length or device is not as there. Nothing has changed then.
+            RuntimeError: as :meth:`pin` and :meth:`check_strict` say.
+        """
+        if self._accumulator.is_needed:
+            pin = self.pin()
+            slots = self.find_or_insert(ids, offsets, batch_size, pin, bags)
+            where = (ids, offsets, weights, slots, batch_size, mean, pin)
+            return self.pooled_lookup(anchor, *where, learning_rate, bags, dtype)
+        pooled = _train_lookup(
+            self._counters,
+            anchor,
+            self._handle,
+            int64_ids(ids),
+            offsets,
+            weights,
+            batch_size,
+            mean,
+            learning_rate,
+            bags,
+            dtype,
+        )
+        if self._strict:
+            self.check_strict()
+        return pooled
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, lookups are made whose backwards do not train: they hold their gradients.

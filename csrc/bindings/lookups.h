@@ -1,0 +1,53 @@
+// What a lookup of a group is made of, for the ops and for their autograd formulas.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+
+#include "bindings/batch.h"
+#include "bindings/table_group.h"
+
+namespace torchrec_hkv::bindings {
+
+// A lookup's batch and what it is pooled to, checked. The tensors that it is made of must outlive
+// it. Throws TypeError or ValueError.
+struct LookupBatch {
+  LookupBatch(const TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
+              const std::optional<at::Tensor>& weights, int64_t batch_size, bool mean,
+              at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype);
+
+  const at::Tensor& ids;
+  const at::Tensor& offsets;
+  const BagLayout layout;
+  const hash_table::Batch batch;
+  const hash_table::Pooling pooling;
+  const at::ScalarType dtype;  // of the output
+  const RowType type;          // the same
+};
+
+// Throws unless it is one float32 on the group's device; where its value is there.
+const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate);
+
+// Slots of a batch's ids, the missing ones inserted. pin: null where no backward is to come. notes:
+// becomes what the grouping of these positions is helped by, if there is something; null: not
+// wanted. Throws where a table needs scores.
+at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
+                          const BagLayout& layout, const hash_table::Batch& batch,
+                          const std::shared_ptr<Pin>& pin, at::Tensor* notes);
+
+// Pooled rows, and on a GPU positions that were grouped beside for the update: see
+// pooled_lookup_grouped. The last two are undefined where nothing was grouped.
+struct PooledRows {
+  at::Tensor rows;
+  at::Tensor grouped;
+  at::Tensor ways;
+};
+
+// slots: of the batch's ids as they are now. groups: whether to group for an update to come, which
+// is for a GPU. notes: of the insertion that gave the slots, or undefined.
+PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
+                     const Use& use, bool groups, const at::Tensor& notes);
+
+}  // namespace torchrec_hkv::bindings
