@@ -10,7 +10,6 @@
 #include <mutex>
 #include <optional>
 
-#include "bindings/slot_notes.h"
 #include "bindings/stream_order.h"
 #include "hash_table/clock.h"
 
@@ -37,8 +36,6 @@ class Pin {
   // TableGroup::growths() when the slots of the lookup were found.
   int64_t growths() const { return growths_; }
   void set_growths(int64_t growths) { growths_ = growths; }
-  // Of the lookup that was given the pin last.
-  SlotNotes& notes() { return notes_; }
 
  private:
   friend class GroupClock;
@@ -46,7 +43,6 @@ class Pin {
   const int32_t place_;
   const uint32_t generation_;
   std::atomic<int64_t> growths_ = 0;
-  SlotNotes notes_;
 };
 
 class GroupClock : public std::enable_shared_from_this<GroupClock> {

@@ -152,8 +152,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
             .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
                 const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
                 const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
-                const at::Tensor&, at::OptionalIntArrayRef, std::optional<at::ScalarType>,
-                std::optional<int64_t>)>();
+                const at::Tensor&, at::OptionalIntArrayRef, std::optional<at::ScalarType>)>();
     static const auto lookup =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
@@ -171,7 +170,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
     if (pin && recorded && recording->growths == group.growths() && groups_ahead(group, slots)) {
       auto [pooled, grouped, ways] =
           lookup_grouped.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
-                              learning_rate, bags, dtype, pin);
+                              learning_rate, bags, dtype);
       recording->ahead = {{}, std::move(grouped), std::move(ways)};
       return pooled;
     }
@@ -199,16 +198,15 @@ struct TrainLookup : torch::autograd::Function<TrainLookup> {
     const auto recording = c10::make_intrusive<LookupRecord>();
     recording->group = group;
     recording->pin = group->pin();
-    at::Tensor notes;
     const at::Tensor slots =
-        insert_missing(*group, ids, offsets, batch.layout, batch.batch, recording->pin, &notes);
+        insert_missing(*group, ids, offsets, batch.layout, batch.batch, recording->pin);
     // Another thread may make a table grow meanwhile.
     recording->growths = recording->pin->growths();
     const bool found = recording->growths == group->growths();
-    recording->ahead = pool_rows(
-        *group, batch,
-        present_slots(*group, slots, ids, offsets, batch_size, bags, recording->growths),
-        kReadPinned, found && recorded && groups_ahead(*group, ids), found ? notes : at::Tensor());
+    recording->ahead =
+        pool_rows(*group, batch,
+                  present_slots(*group, slots, ids, offsets, batch_size, bags, recording->growths),
+                  kReadPinned, found && recorded && groups_ahead(*group, ids));
     at::Tensor pooled = std::move(recording->ahead.rows);
     record(ctx, recording, ids, offsets, slots, weights, learning_rate, batch_size, mean, bags);
     return pooled;

@@ -65,14 +65,6 @@ Output<const char> make_grad(const TableGroup& group, const at::Tensor& grad,
                             type};
 }
 
-#ifdef TORCHREC_HKV_CUDA
-// Whether an update of such a batch takes rows that stand alone in its order.
-bool orders_by_batch(const TableGroup& group, const Batch& batch) {
-  return hash_table::cuda::updates_in_batch_order(group.update_hint(), group.shape(),
-                                                  group.optimizer(), batch.num_ids, batch.num_bags);
-}
-#endif
-
 at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::Tensor>& offsets,
                 int64_t batch_size, at::OptionalIntArrayRef bags) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
@@ -96,10 +88,7 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   const BagLayout layout(*group, batch_size, bags);
   const Batch batch = make_batch(*group, ids, offsets, layout);
   const std::shared_ptr<Pin> held = pin ? group->clock().find(*pin) : nullptr;
-  at::Tensor notes;
-  const at::Tensor slots = insert_missing(*group, ids, offsets, layout, batch, held, &notes);
-  if (notes.defined()) held->notes().keep(slots, std::move(notes));
-  return slots;
+  return insert_missing(*group, ids, offsets, layout, batch, held);
 }
 
 at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
@@ -126,10 +115,9 @@ at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Te
 
 #ifdef TORCHREC_HKV_CUDA
 // How many bytes it takes to group the positions of a batch, and to update rows by it.
-int64_t grouping_bytes(const TableGroup& group, const Batch& batch, bool weighted,
-                       bool batch_order) {
+int64_t grouping_bytes(const TableGroup& group, const Batch& batch, bool weighted) {
   return static_cast<int64_t>(hash_table::cuda::update_rows_scratch(
-      batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), weighted, batch_order));
+      batch.num_ids, batch.num_bags, group.num_slots(), group.shape(), weighted));
 }
 
 // The positions of a batch, grouped by their slots.
@@ -137,11 +125,10 @@ struct Grouped {
   at::Tensor memory;
   hash_table::cuda::Grouping how;
 
-  // Room for them; how the batches before were says which way is taken.
+  // Room for them.
   Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& ids)
-      : how{orders_by_batch(group, batch), false} {
-    memory = at::empty({grouping_bytes(group, batch, weighted, how.batch_order)},
-                       ids.options().dtype(at::kByte));
+      : how{} {
+    memory = at::empty({grouping_bytes(group, batch, weighted)}, ids.options().dtype(at::kByte));
   }
   // What pooled_lookup_grouped has given.
   Grouped(const TableGroup& group, const Batch& batch, bool weighted, const at::Tensor& memory,
@@ -149,27 +136,23 @@ struct Grouped {
       : memory(memory), how{} {
     check_dtype(ways, "ways", at::kLong);
     check_device(ways, "ways", at::kCPU);
-    check_length(ways, "ways", 2);
-    const auto* const said = ways.const_data_ptr<int64_t>();
-    how = {said[0] != 0, said[1] != 0};
+    check_length(ways, "ways", 1);
+    how = {*ways.const_data_ptr<int64_t>() != 0};
     check_dtype(memory, "grouped", at::kByte);
     check_device(memory, "grouped", group.device());
-    check_length(memory, "grouped", grouping_bytes(group, batch, weighted, how.batch_order));
+    check_length(memory, "grouped", grouping_bytes(group, batch, weighted));
     TORCH_CHECK_VALUE(memory.is_contiguous(), "grouped must be contiguous.");
   }
   at::Tensor ways() const {
-    at::Tensor said = at::empty({2}, at::kLong);
-    said.data_ptr<int64_t>()[0] = how.batch_order;
-    said.data_ptr<int64_t>()[1] = how.moved;
+    at::Tensor said = at::empty({1}, at::kLong);
+    *said.data_ptr<int64_t>() = how.moved;
     return said;
   }
-  // notes: of the lookup that gave the slots, or null.
   void fill(const TableGroup& group, const Batch& batch, bool weighted, const int64_t* slots,
-            const hash_table::TouchNotes* notes, cudaStream_t stream,
-            SideStream* beside = nullptr) {
-    how = hash_table::cuda::group_positions(
-        group.views(), batch, slots, notes, weighted, group.optimizer(), group.num_slots(),
-        group.shape(), how.batch_order, group.update_hint(), memory.data_ptr(), stream, beside);
+            cudaStream_t stream, SideStream* beside = nullptr) {
+    how = hash_table::cuda::group_positions(group.views(), batch, slots, weighted,
+                                            group.num_slots(), group.shape(), group.update_hint(),
+                                            memory.data_ptr(), stream, beside);
   }
 };
 #endif
@@ -206,14 +189,14 @@ void update_rows(at::Tensor counters, int64_t handle, const at::Tensor& grad, co
     positions.emplace(group, batch, weighted, ids);
   }
 #endif
-  HKV_ON_GROUP(group, kWritePinned,
-               hash_table::cpu::update_rows(group.views(), batch, at, pooling, from,
-                                            group.optimizer(), rate, num_tables, threads),
-               if (!grouped) positions->fill(group, batch, weighted, at, nullptr, stream);
-               hash_table::cuda::update_rows(group.views(), batch, at, pooling, from,
-                                             group.optimizer(), rate, num_tables, group.num_slots(),
-                                             group.shape(), positions->how, group.update_hint(),
-                                             positions->memory.data_ptr(), stream));
+  HKV_ON_GROUP(
+      group, kWritePinned,
+      hash_table::cpu::update_rows(group.views(), batch, at, pooling, from, group.optimizer(), rate,
+                                   num_tables, threads),
+      if (!grouped) positions->fill(group, batch, weighted, at, stream);
+      hash_table::cuda::update_rows(group.views(), batch, pooling, from, group.optimizer(), rate,
+                                    num_tables, group.num_slots(), group.shape(), positions->how,
+                                    group.update_hint(), positions->memory.data_ptr(), stream));
 }
 
 at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offset, int64_t seed,
@@ -240,19 +223,17 @@ at::Tensor initial_rows(const at::Tensor& ids, int64_t dim, int64_t column_offse
 
 #ifdef TORCHREC_HKV_CUDA
 // pooled_lookup, and beside it the part of its update that takes no gradients: for one update_rows
-// of the same batch, while the slots are what they are. pin: that of the lookup that gave them,
-// which may have noted something that helps.
+// of the same batch, while the slots are what they are.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> pooled_lookup_grouped(
     const at::Tensor& /*anchor*/, int64_t handle, const at::Tensor& ids, const at::Tensor& offsets,
     const std::optional<at::Tensor>& weights, const at::Tensor& slots, int64_t batch_size,
     bool mean, const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
-    std::optional<at::ScalarType> dtype, std::optional<int64_t> pin) {
+    std::optional<at::ScalarType> dtype) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   learning_rate_of(*group, learning_rate);
   const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
   check_slots(*group, slots, ids);
-  const at::Tensor notes = pin ? group->clock().find(*pin)->notes().take(slots) : at::Tensor();
-  PooledRows pooled = pool_rows(*group, batch, slots, kReadPinned, /*groups=*/true, notes);
+  PooledRows pooled = pool_rows(*group, batch, slots, kReadPinned, /*groups=*/true);
   return {pooled.rows, pooled.grouped, pooled.ways};
 }
 #endif
@@ -272,8 +253,7 @@ at::Tensor pooled_lookup(const at::Tensor& /*anchor*/, int64_t handle, const at:
   if (pin && group->growths() > 0 && group->clock().find(*pin)->growths() != group->growths()) {
     present = at::where(slots.lt(0), slots, find(handle, ids, offsets, batch_size, bags));
   }
-  return pool_rows(*group, batch, present, pin ? kReadPinned : kReadRows, /*groups=*/false, {})
-      .rows;
+  return pool_rows(*group, batch, present, pin ? kReadPinned : kReadRows, /*groups=*/false).rows;
 }
 
 // What autograd does in one call, where no backward is to come.
@@ -287,9 +267,8 @@ at::Tensor train_lookup(at::Tensor counters, const at::Tensor& /*anchor*/, int64
   learning_rate_of(*group, learning_rate);
   const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
   const std::shared_ptr<Pin> pin = group->pin();  // until the rows are pooled
-  const at::Tensor slots =
-      insert_missing(*group, ids, offsets, batch.layout, batch.batch, pin, nullptr);
-  return pool_rows(*group, batch, slots, kReadPinned, /*groups=*/false, {}).rows;
+  const at::Tensor slots = insert_missing(*group, ids, offsets, batch.layout, batch.batch, pin);
+  return pool_rows(*group, batch, slots, kReadPinned, /*groups=*/false).rows;
 }
 
 }  // namespace
@@ -318,7 +297,7 @@ const float* learning_rate_of(const TableGroup& group, const at::Tensor& learnin
 
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
                           const BagLayout& layout, const Batch& batch,
-                          const std::shared_ptr<Pin>& pin, [[maybe_unused]] at::Tensor* notes) {
+                          const std::shared_ptr<Pin>& pin) {
   TORCH_CHECK_VALUE(!group.needs_scores(),
                     "a table with eviction 'customized' needs scores, which this lookup has not.");
   hash_table::Placement placement{
@@ -326,15 +305,8 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   placement.admissions = group.admission().get();
   placement.moving = group.moving_rows();
 #ifdef TORCHREC_HKV_CUDA
-  hash_table::TouchNotes* noted = nullptr;
   if (group.device().is_cuda()) {
-    placement.spread = hash_table::cuda::wants_batch_order(group.update_hint(), group.shape());
-    if (pin && notes != nullptr && placement.spread && group.optimizer().kind != Optimizer::kNone &&
-        orders_by_batch(group, batch)) {
-      *notes = at::empty({(batch.num_ids + 31) / 32}, ids.options());
-      static_assert(sizeof(hash_table::TouchNotes) == sizeof(int64_t));
-      noted = reinterpret_cast<hash_table::TouchNotes*>(notes->data_ptr<int64_t>());
-    }
+    placement.spread = hash_table::cuda::expects_unique_ids(group.update_hint());
   }
 #endif
   placement.keeps_scores = group.shape().keeps_scores;
@@ -349,13 +321,13 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin ? std::optional<int64_t>(pin->number()) : std::nullopt);
   const auto enqueue = [&] {
-    HKV_ON_DEVICE(
-        group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
-                                        placement, out, nullptr, threads),
-        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
-                                         call.tick(), group.aging(), nullptr, placement, out,
-                                         nullptr, nullptr, noted, scratch.data_ptr(), stream))
+    HKV_ON_DEVICE(group.device(),
+                  hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr),
+                                                  group.aging(), placement, out, nullptr, threads),
+                  hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch,
+                                                   call.clock(), call.tick(), group.aging(),
+                                                   nullptr, placement, out, nullptr, nullptr,
+                                                   /*notes=*/nullptr, scratch.data_ptr(), stream))
   };
   if (pin && group.has_frames()) {
     // The pin holds the rows that get frames, until they have come there.
@@ -370,8 +342,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
 }
 
 PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
-                     const Use& use, [[maybe_unused]] bool groups,
-                     [[maybe_unused]] const at::Tensor& notes) {
+                     const Use& use, [[maybe_unused]] bool groups) {
   PooledRows pooled;
   pooled.rows = at::empty(batch.layout.output_shape(), batch.ids.options().dtype(batch.dtype));
   const Output<char> out{static_cast<char*>(pooled.rows.data_ptr()), batch.layout.output_stride(),
@@ -381,14 +352,10 @@ PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at
   if (groups) {
     const bool weighted = batch.pooling.weights != nullptr;
     Grouped grouped(group, batch.batch, weighted, batch.ids);
-    const auto* const noted =
-        notes.defined() ? static_cast<const hash_table::TouchNotes*>(notes.const_data_ptr())
-                        : nullptr;
     group.order().run(use, [&] {
       const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(group.device().index());
-      SideStream side(stream, hash_table::cuda::grouping_goes_first(
-                                  batch.batch, grouped.how.batch_order, stream));
-      grouped.fill(group, batch.batch, weighted, at, noted, side.stream(), &side);
+      SideStream side(stream);
+      grouped.fill(group, batch.batch, weighted, at, side.stream(), &side);
       hash_table::cuda::pool_rows(group.views(), batch.batch, at, batch.pooling, out, group.shape(),
                                   group.update_hint(), stream);
       side.join();
@@ -422,7 +389,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "pooled_lookup_grouped(Tensor anchor, int group, Tensor ids, Tensor offsets, "
       "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, "
-      "int[]? bags=None, ScalarType? dtype=None, int? pin=None) -> (Tensor, Tensor, Tensor)");
+      "int[]? bags=None, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "weights_gradient(int group, Tensor grad, Tensor ids, Tensor offsets, Tensor slots, "
       "int batch_size, bool mean, int[]? bags=None) -> Tensor");

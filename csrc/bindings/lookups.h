@@ -30,12 +30,11 @@ struct LookupBatch {
 // Throws unless it is one float32 on the group's device; where its value is there.
 const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate);
 
-// Slots of a batch's ids, the missing ones inserted. pin: null where no backward is to come. notes:
-// becomes what the grouping of these positions is helped by, if there is something; null: not
-// wanted. Throws where a table needs scores.
+// Slots of a batch's ids, the missing ones inserted. pin: null where no backward is to come.
+// Throws where a table needs scores.
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
                           const BagLayout& layout, const hash_table::Batch& batch,
-                          const std::shared_ptr<Pin>& pin, at::Tensor* notes);
+                          const std::shared_ptr<Pin>& pin);
 
 // Pooled rows, and on a GPU positions that were grouped beside for the update: see
 // pooled_lookup_grouped. The last two are undefined where nothing was grouped.
@@ -46,8 +45,8 @@ struct PooledRows {
 };
 
 // slots: of the batch's ids as they are now. groups: whether to group for an update to come, which
-// is for a GPU. notes: of the insertion that gave the slots, or undefined.
+// is for a GPU.
 PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
-                     const Use& use, bool groups, const at::Tensor& notes);
+                     const Use& use, bool groups);
 
 }  // namespace torchrec_hkv::bindings

@@ -219,8 +219,8 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
 void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_t* slots, bool mean,
                        Output<const char> grad, float* weights_grad, cudaStream_t stream);
 
-// Whether most ids of a batch are expected to stand at one of its positions, as the device has found
-// some batches ago: it is not waited for.
+// Whether most ids of a batch are expected to stand at one of its positions, as the device has
+// found some batches ago: it is not waited for.
 bool expects_unique_ids(const UpdateHint* hint);
 
 // How the positions of a batch are grouped by their slots.
@@ -236,8 +236,8 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
 // The first part of an update, which takes no gradients: brings the positions of equal slots
 // together in `scratch`, which must be aligned to 256 bytes. It looks at the offsets, and of the
 // tables at how their slots are numbered and at the types of their rows. weighted: as above. hint:
-// the group's. beside: where `stream` is that of a SideStream: in a CUDA graph the other may be held
-// until the largest blocks begin.
+// the group's. beside: where `stream` is that of a SideStream: in a CUDA graph the other may be
+// held until the largest blocks begin.
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          bool weighted, int64_t num_slots, const GroupShape& shape,
                          const UpdateHint* hint, void* scratch, cudaStream_t stream,

@@ -272,7 +272,7 @@ def test_checks_of_the_op():
     for match, given in (
         (r"grouped and ways are given together, or neither", (grouped, None)),
         (r"grouped must have", (grouped[:-1], ways)),
-        (r"ways must have", (grouped, ways[:1])),
+        (r"ways must have", (grouped, ways[:0])),
         (r"ways must be on cpu", (grouped, ways.cuda())),
     ):
         before = entries(group)

@@ -97,12 +97,11 @@ def _(
     learning_rate: Tensor,
     bags: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
-    pin: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = _output_shape(group, batch_size, bags)
     size = torch.library.get_ctx().new_dynamic_size()  # it depends on the batches before
     grouped = ids.new_empty((size,), dtype=torch.uint8)
-    ways = torch.empty(2, dtype=torch.int64)
+    ways = torch.empty(1, dtype=torch.int64)
     return ids.new_empty(shape, dtype=dtype or torch.float32), grouped, ways
 
 

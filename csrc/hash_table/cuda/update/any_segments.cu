@@ -1,11 +1,11 @@
-// The update of rows whose positions are neighbours in the sorted order, for any optimizer, any type
-// of row and any number of columns. segments.cu is faster for those that it serves.
+// The update of rows whose positions are neighbours in the sorted order, for any optimizer, any
+// type of row and any number of columns. segments.cu is faster for those that it serves.
 //
-// A warp takes 32 neighbouring positions, and the segments of equal slots that begin there. Each lane
-// looks up what one position needs: where its gradient is and, where a segment ends, its row and the
-// values that this has once. Gradients, rows and states of some positions are on their way to shared
-// memory at any time, and take no registers meanwhile. Each lane copies the columns that it works on
-// itself, so that lanes don't wait for each other. Columns are worked on in a loop.
+// A warp takes 32 neighbouring positions, and the segments of equal slots that begin there. Each
+// lane looks up what one position needs: where its gradient is and, where a segment ends, its row
+// and the values that this has once. Gradients, rows and states of some positions are on their way
+// to shared memory at any time, and take no registers meanwhile. Each lane copies the columns that
+// it works on itself, so that lanes don't wait for each other. Columns are worked on in a loop.
 #include <algorithm>
 
 #include "common/chain.cuh"
@@ -137,9 +137,8 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
     if (mine) {
       share = share_of(update, scratch.bags, sorted.value_of(place.pair));
       view = &tables[share.table];
-      mine =
-          row_class == kAllRowClasses ||
-          row_class_of(view->dim(), view->rows.type == RowType::kFloat32) == row_class;
+      mine = row_class == kAllRowClasses ||
+             row_class_of(view->dim(), view->rows.type == RowType::kFloat32) == row_class;
     }
     const bool ends = mine && place.after != key;
     char* row = nullptr;
@@ -177,8 +176,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
         });
         if (end_mask >> source & 1) {
           const char* const its_row = pointer_of_lane(row, source);
-          const auto its_type =
-              static_cast<RowType>(of_lane(static_cast<int>(row_type), source));
+          const auto its_type = static_cast<RowType>(of_lane(static_cast<int>(row_type), source));
           const float* its_state = nullptr;
           if constexpr (kColumnStates) its_state = pointer_of_lane(state, source);
           Steps::for_each(its_dim, [&](int32_t first) {
@@ -186,9 +184,9 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
               copy_columns<kWidth>(its_type, to + ring.row, its_row, column);
               if constexpr (kColumnStates) {
                 for (int s = 0; s < column_states(optimizer.kind); ++s) {
-                  copy_columns<kWidth>(
-                      RowType::kFloat32, to + ring.states + s * ring.of_state,
-                      reinterpret_cast<const char*>(its_state + s * its_dim), column);
+                  copy_columns<kWidth>(RowType::kFloat32, to + ring.states + s * ring.of_state,
+                                       reinterpret_cast<const char*>(its_state + s * its_dim),
+                                       column);
                 }
               }
             });
@@ -333,10 +331,10 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
     }
     constexpr int kDepth = 2;
     const Ring ring = ring_of(columns, update.grad.type, states, kDepth);
-    const auto kernel = states > 0 ? segment_kernel<kWidth, true, kDepth>
-                                   : segment_kernel<kWidth, false, kDepth>;
-    LaunchShape launch_shape{dim3(static_cast<unsigned>((n + kSegmentThreads - 1) / kSegmentThreads)),
-                             kSegmentThreads};
+    const auto kernel =
+        states > 0 ? segment_kernel<kWidth, true, kDepth> : segment_kernel<kWidth, false, kDepth>;
+    LaunchShape launch_shape{
+        dim3(static_cast<unsigned>((n + kSegmentThreads - 1) / kSegmentThreads)), kSegmentThreads};
     launch_shape.shared_bytes = kSegmentThreads / kWarp * ring.of_tile;
     allow_launch(reinterpret_cast<const void*>(kernel), launch_shape);
     kernel<<<launch_shape.grid, kSegmentThreads, launch_shape.shared_bytes, stream>>>(

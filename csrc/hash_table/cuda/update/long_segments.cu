@@ -1,6 +1,6 @@
-// The rows of long segments, whose pieces have been added up. Pieces are added up in kShares shares,
-// and those one after the other, whoever does it. So segments of no more pieces are added up in
-// order, by a warp; of longer ones each warp of a block adds up a share.
+// The rows of long segments, whose pieces have been added up. Pieces are added up in kShares
+// shares, and those one after the other, whoever does it. So segments of no more pieces are added
+// up in order, by a warp; of longer ones each warp of a block adds up a share.
 #include "common/chain.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
@@ -12,14 +12,16 @@ namespace {
 constexpr uint32_t kShares = kThreads / kWarp;
 
 __device__ __forceinline__ uint32_t pieces_of(const LongSegment& segment) {
-  return (segment.length + static_cast<uint32_t>(kPieceSize) - 1) / static_cast<uint32_t>(kPieceSize);
+  return (segment.length + static_cast<uint32_t>(kPieceSize) - 1) /
+         static_cast<uint32_t>(kPieceSize);
 }
 
 // kWidth: columns of a vector, 4 where the group allows.
 template <int kWidth, bool kColumnStates>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
-    long_segments_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
-                     const __grid_constant__ Scratch scratch, UpdateHint* hint) {
+    long_segments_kernel(const TableView* __restrict__ tables,
+                         const __grid_constant__ Update update,
+                         const __grid_constant__ Scratch scratch, UpdateHint* hint) {
   constexpr int32_t kColumns = kWarp * 4;  // at a time
   __shared__ float shares[kShares][kColumns];
   wait_for_kernel_before();
@@ -104,12 +106,13 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 3 : 4)
 }  // namespace
 
 void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                      UpdateHint* hint, cudaStream_t stream) {
+                          UpdateHint* hint, cudaStream_t stream) {
   if (update.batch.num_ids <= kLongest) return;
   const bool states = has_column_states(update.optimizer);
   const bool four = update.group_four_wide;
-  const auto kernel = four ? (states ? long_segments_kernel<4, true> : long_segments_kernel<4, false>)
-                           : (states ? long_segments_kernel<1, true> : long_segments_kernel<1, false>);
+  const auto kernel =
+      four ? (states ? long_segments_kernel<4, true> : long_segments_kernel<4, false>)
+           : (states ? long_segments_kernel<1, true> : long_segments_kernel<1, false>);
   const unsigned blocks = resident_grid(states ? 3 : 4, update.batch.num_ids * 4);
   launch_chained(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
 }

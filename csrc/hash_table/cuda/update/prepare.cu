@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
-                    const Scratch& scratch, cudaStream_t stream) {
+                   const Scratch& scratch, cudaStream_t stream) {
   const int64_t n = batch.num_ids;
   const auto blocks = static_cast<unsigned>((n + kPrepared - 1) / kPrepared);
   prepare_kernel<<<blocks, kThreads, 0, stream>>>(batch, slots, no_slot, scratch);

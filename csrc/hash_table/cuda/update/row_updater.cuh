@@ -1,8 +1,9 @@
 // The update of one row by a tile of lanes, for the optimizers that are used most and rows whose
 // width is known to be within bounds. row_update.cuh has the general form.
 //
-// A lane has kVectors vectors of a row, 16 bytes each. The vectors of neighbouring lanes follow each
-// other, so that a tile reads and writes whole lines. All lanes of a tile call the methods together.
+// A lane has kVectors vectors of a row, 16 bytes each. The vectors of neighbouring lanes follow
+// each other, so that a tile reads and writes whole lines. All lanes of a tile call the methods
+// together.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,8 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Whether the formulas of a RowUpdater are those of an optimizer: no bounds on gradients or rows, no
-// coupled decay, no steps counted by row.
+// Whether the formulas of a RowUpdater are those of an optimizer: no bounds on gradients or rows,
+// no coupled decay, no steps counted by row.
 inline bool has_row_updater(const OptimizerConfig& optimizer) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const bool known = optimizer.kind == Optimizer::kSgd ||
@@ -27,8 +28,8 @@ inline bool has_row_updater(const OptimizerConfig& optimizer) {
          optimizer.coupled_decay == 0.0f && !optimizer.stochastic_rounding;
 }
 
-// kKind: kSgd stands for row-wise Adagrad, too, whose columns have the same formula. Element: float,
-// or uint16_t for both types of 16 bits.
+// kKind: kSgd stands for row-wise Adagrad, too, whose columns have the same formula. Element:
+// float, or uint16_t for both types of 16 bits.
 template <Optimizer kKind, typename Element, int kLanes, int kVectors>
 struct RowUpdater {
   static constexpr int kWidth = 16 / sizeof(Element);  // columns of a vector
@@ -72,8 +73,8 @@ struct RowUpdater {
   __device__ __forceinline__ bool aligned() const { return kFloat32 || dim % kWidth == 0; }
 
   // Begins to copy the lane's columns of float32 values. kOnce: they make room in the second-level
-  // cache for gradients, which are read again; not in kernels of rows with column states, where nvcc
-  // 13.0 makes illegal instructions of such copies.
+  // cache for gradients, which are read again; not in kernels of rows with column states, where
+  // nvcc 13.0 makes illegal instructions of such copies.
   template <bool kOnce>
   __device__ __forceinline__ void copy_floats(char* to, const float* from) const {
 #pragma unroll
@@ -201,7 +202,8 @@ struct RowUpdater {
     for (int k = 0; k < kWidth; k += 4) {
       if (at + k >= dim) break;
       store_once(to + at + k,
-                 Columns<4>{vector.v[k], vector.v[k + 1], vector.v[k + 2], vector.v[k + 3]}, policy);
+                 Columns<4>{vector.v[k], vector.v[k + 1], vector.v[k + 2], vector.v[k + 3]},
+                 policy);
     }
   }
   __device__ __forceinline__ void store_row(const Vector& vector, char* to, int32_t at) const {

@@ -8,9 +8,9 @@
 //   lists         .       .     w      r
 //   sums          .       .     .     r w
 //
-// Halves are the pairs of slot and bag that are sorted. A sort moves them from one half to the other
-// and back, pass by pass, and may need scratch of its own beside both. So three spans follow each
-// other in memory:
+// Halves are the pairs of slot and bag that are sorted. A sort moves them from one half to the
+// other and back, pass by pass, and may need scratch of its own beside both. So three spans follow
+// each other in memory:
 //
 //   | first half | middle: scratch of the sort | second half |
 //
@@ -30,7 +30,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-constexpr int64_t kLongest = 64;      // positions of a segment that one tile adds up
+constexpr int64_t kLongest = 64;     // positions of a segment that one tile adds up
 constexpr int64_t kPieceSize = 128;  // of a longer one
 
 struct LongSegment {
@@ -52,10 +52,10 @@ struct LongSegments {
 // The 32 neighbouring positions that a warp takes, by the row classes of their tables; only where
 // these differ.
 struct Units {
-  uint32_t* number;   // [kRowClasses]
-  uint32_t* lists;    // [classes of the group][capacity]
+  uint32_t* number;  // [kRowClasses]
+  uint32_t* lists;   // [classes of the group][capacity]
   uint32_t capacity;
-  uint32_t classes;   // of the group, a bit each
+  uint32_t classes;  // of the group, a bit each
 
   HKV_HOST_DEVICE bool any() const { return (classes & (classes - 1)) != 0; }
 #ifdef __CUDACC__
@@ -70,9 +70,9 @@ struct UpdateSize {
   int64_t num_ids;
   int64_t num_bags;
   int64_t num_slots;
-  int32_t widest;         // columns of the widest table
-  uint32_t row_classes;   // of the tables, a bit each
-  bool weighted;          // ids have weights
+  int32_t widest;        // columns of the widest table
+  uint32_t row_classes;  // of the tables, a bit each
+  bool weighted;         // ids have weights
   size_t cub_sort_bytes;
 
   // Slots are sorted as unsigned numbers of as many bits as needed; kNoSlot, masked to those bits,
@@ -89,7 +89,7 @@ struct Scratch {
   void* words;     // these and those of the lists: zeros at first
   size_t word_bytes;
   int64_t* bad_bag;  // number, from 1, of one whose offsets can't be followed; 0: there is none
-  uint32_t* unique;           // segments of one position
+  uint32_t* unique;  // segments of one position
   uint32_t* longest_feature;  // positions of the feature with most
   uint32_t* hot_slots;        // 1: a slot has a large part of a feature's positions
   void* cub_sort;

@@ -6,9 +6,9 @@
 // soon as slots are known.
 //
 // Then rows are updated. Neighbouring pairs of equal slots are a segment, whose gradients are added
-// up in the order of the batch; the row is updated once (segments.cu, any_segments.cu). Long segments
-// are cut in pieces, whose sums are added up at the end (long_segments.cu). No gradient is stored for
-// each id.
+// up in the order of the batch; the row is updated once (segments.cu, any_segments.cu). Long
+// segments are cut in pieces, whose sums are added up at the end (long_segments.cu). No gradient is
+// stored for each id.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>

@@ -34,7 +34,7 @@ __device__ __forceinline__ const TableView& table_of(const TableView* tables, co
 // id's segment may be most of the batch.
 template <int kLanes>
 __device__ __forceinline__ int64_t end_of_segment(const Pairs& sorted, int64_t at, int64_t n,
-                                              uint64_t slot) {
+                                                  uint64_t slot) {
   int64_t low = at, high = n;  // low is in the segment, high is not
   for (int64_t step = kLanes; low + step < n; step *= kLanes) {
     if (sorted.key(low + step) != slot) {
@@ -148,7 +148,8 @@ void list_segments(const TableView* tables, const Batch& batch, uint64_t no_slot
 // Whether update_segments serves an optimizer and a row class.
 bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class);
 // Updates the rows of all segments but long ones, whose pieces it adds up, of tables of this row
-// class. first: of the update's kernels of this kind, which may run beside each other (segments.cu).
+// class. first: of the update's kernels of this kind, which may run beside each other
+// (segments.cu).
 void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                      const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream);
 // The same, for any optimizer and rows of any width (any_segments.cu).
