@@ -1,5 +1,7 @@
-"""Every operation on a batch with one id in 90 % of its positions, beside a dictionary; and its time
-on a GPU, which must not grow with the positions that one id has."""
+"""Every operation on a batch with one id in 90 % of its positions, beside a dictionary.
+
+On a GPU also the time, which must not grow with the number of positions that one id has.
+"""
 
 import statistics
 
