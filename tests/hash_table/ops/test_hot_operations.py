@@ -159,6 +159,20 @@ def test_rows_of_a_group_add_up(device_type):
         assert torch.equal(after[part, :dim], expected[part, :dim])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [3, 70])
+def test_deterministic_sums_are_those_of_the_batch_in_order(device_type, dim, dtype):
+    table, ids, _ = filled(device_type, "lru", dim, dtype=dtype, deterministic=True)
+    expected = table.find(ids)[0].cpu()
+    numbers = hot_batch(3_001)
+    rows = torch.randn(len(numbers), dim).to(dtype)
+    batch = ids[numbers.to(device_type)]
+    table.accum_or_assign(batch, rows.to(device_type), torch.ones_like(batch, dtype=torch.bool))
+    for number, row in zip(numbers.tolist(), rows, strict=True):
+        expected[number] += row
+    assert torch.equal(table.find(ids)[0].cpu(), expected)
+
+
 def test_erase(device_type):
     table, ids, before = filled(device_type, "lfu")
     numbers = hot_batch(300)
