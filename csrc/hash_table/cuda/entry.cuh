@@ -110,22 +110,14 @@ __device__ __forceinline__ void write_id(const TableView& table, int64_t slot, i
   }
 }
 
-// Whether an id of several positions is touched by this one first is worth an atomic exchange only
-// where `exclusive` asks for it; otherwise the answer means nothing.
-__device__ __forceinline__ bool touch(const TableView& table, int64_t slot, const Visit& visit,
-                                      uint64_t given, bool exclusive = false) {
-  uint32_t* const step = step_of(table, slot);
-  bool first = false;
-  // Testing first keeps hot ids from writing one address thousands of times.
-  if (load_l2(step) != visit.now()) {
-    if (exclusive) {
-      first = atomicExch(step, visit.now()) != visit.now();
-    } else {
-      store_l2(step, visit.now());
-    }
-  }
-  if (table.scores != nullptr) update_scores_of_lanes(table, table.first_slot + slot, visit, given);
-  return first;
+// Touches an entry as a hit does. Of the lanes of a warp that call it together for one slot, one
+// writes: a hot id costs a warp one write, which nothing waits for.
+__device__ __forceinline__ void touch(const TableView& table, int64_t slot, const Visit& visit,
+                                      uint64_t given) {
+  const unsigned peers =
+      __match_any_sync(__activemask(), static_cast<unsigned long long>(table.first_slot + slot));
+  if ((peers & ((1u << threadIdx.x % kWarp) - 1)) == 0) store_l2(step_of(table, slot), visit.now());
+  if (table.scores != nullptr) update_score_of_lanes(table, slot, peers, visit, given);
 }
 
 __device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {

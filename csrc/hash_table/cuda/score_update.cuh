@@ -1,11 +1,12 @@
 // Scores of ids that are looked up again. Many positions of a batch may have one id, so scores are
 // combined before memory is touched: the lanes of a warp, or the threads of a block, that have one
-// slot add up what they bring, and one of them updates the score. A hot id then costs a block one
-// atomic operation instead of one for each position.
+// slot add up what they bring, and one of them updates the score. A hot id then costs a block or a
+// warp one atomic operation instead of one for each position.
 //
-// Counts stay exact under LFU and epoch LFU: sums saturate, so the order of the additions does not
-// matter. Where a policy takes scores as they are given, any of the positions' scores is stored
-// here; in deterministic mode keep_last_scores stores the last one of the batch afterwards.
+// Counts are exact under LFU and epoch LFU, and equal to those of a CPU: sums saturate, so the
+// order of the additions does not matter. Where a policy takes scores as they are given, any of the
+// positions' scores is stored here; in deterministic mode keep_last_scores stores the last one of
+// the batch afterwards.
 #pragma once
 
 #include <cstdint>
@@ -25,44 +26,62 @@ __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t s
   return load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
 }
 
-// The score at some time since the kernel began.
-__device__ __forceinline__ uint64_t load_score_cached(const TableView& table, int64_t slot) {
-  unsigned long long score;
-  asm volatile("ld.global.ca.u64 %0, [%1];" : "=l"(score) : "l"(&table.scores[slot]));
-  return score;
-}
-
-// Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
-// under LFU and epoch LFU, and what one of them gives under the other policies. old: the score as
-// it was read during the call; other policies don't use it. Mostly nothing is waited for.
-__device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given,
-                                             unsigned long long old) {
-  auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
-  const Eviction policy = table.eviction;
-  if (!sums_scores(policy)) {
-    store_l2(score, first_score(policy, visit.now(), visit.epoch(), given));
+// Adds to a count of 63 bits that saturates. The addition comes first, so that nothing waits for a
+// read; the thread whose addition passes the highest count takes the excess back. Less than 2^31
+// threads add less than 2^32 each, so that an excess fits the highest bit.
+__device__ __forceinline__ void add_to_count(unsigned long long* score, uint64_t given) {
+  constexpr uint64_t kSmall = uint64_t{1} << 32;
+  if (given < kSmall) {
+    const unsigned long long old = atomicAdd(score, static_cast<unsigned long long>(given));
+    if (old + given > kMostCounts) atomicMin(score, static_cast<unsigned long long>(kMostCounts));
     return;
   }
-  // A count in the lower half of its range is added to without a look at the result. What others
-  // have added since `old` was read fits the upper half: in a find, `old` may be as old as the
-  // call, whose positions, less than 2^31, give one each; elsewhere it was read just now, and each
-  // of the some thousand warps that run meanwhile adds less than `small`. Counts have 32 bits in an
-  // epoch, 63 under LFU.
-  const bool in_epochs = policy == Eviction::kEpochLfu;
-  const uint64_t far = in_epochs ? uint64_t{1} << 31 : uint64_t{1} << 62;
-  const uint64_t small = in_epochs ? uint64_t{1} << 16 : uint64_t{1} << 32;
+  unsigned long long old = load_l2(score);
   for (;;) {
-    const bool present = !in_epochs || old >> 32 == visit.epoch();
-    if (present && (in_epochs ? old & 0xffffffffull : old) < far && given < small) {
-      atomicAdd(score, static_cast<unsigned long long>(given));
-      return;
-    }
-    const unsigned long long next = next_score(policy, old, visit.now(), visit.epoch(), given);
+    const unsigned long long next = next_score(Eviction::kLfu, old, 0, 0, given);
     if (next == old) return;
     const unsigned long long seen = atomicCAS(score, old, next);
     if (seen == old) return;
     old = seen;
+  }
+}
+
+// The same of a count of 32 bits below an epoch. An addition that passes the highest count carries
+// into the epoch for a while, and its thread then stores both; it does so after all additions that
+// have found the count lower, so that the count stays at the highest. A thread that finds another
+// epoch corrects it and leaves the count as it is.
+__device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score, uint32_t epoch,
+                                                      uint64_t given) {
+  constexpr uint64_t kLow = 0xffffffffull;
+  const uint64_t high = static_cast<uint64_t>(epoch) << 32;
+  given = given < kLow ? given : kLow;
+  const unsigned long long old = atomicAdd(score, static_cast<unsigned long long>(given));
+  const bool saturated = (old & kLow) + given > kLow;
+  if (!saturated && old >> 32 == epoch) return;
+  unsigned long long present = old + given;
+  for (;;) {
+    const unsigned long long wanted = high | (saturated ? kLow : present & kLow);
+    if (present == wanted) return;
+    const unsigned long long seen = atomicCAS(score, present, wanted);
+    if (seen == present) return;
+    present = seen;
+  }
+}
+
+// Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
+// under LFU and epoch LFU, and what one of them gives under the other policies.
+__device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
+                                             const Visit& visit, uint64_t given) {
+  auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
+  switch (table.eviction) {
+    case Eviction::kLfu:
+      add_to_count(score, given);
+      break;
+    case Eviction::kEpochLfu:
+      add_to_count_of_epoch(score, visit.epoch(), given);
+      break;
+    default:
+      store_l2(score, first_score(table.eviction, visit.now(), visit.epoch(), given));
   }
 }
 
@@ -76,19 +95,16 @@ __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given,
   return sum;
 }
 
-// Updates scores for the lanes of a warp that call it together: one update for each distinct slot.
-// slot: numbered through the tables of the group.
-__device__ __forceinline__ void update_scores_of_lanes(const TableView& table, int64_t slot,
-                                                       const Visit& visit, uint64_t given) {
-  const unsigned lanes = __activemask();
-  const unsigned peers = __match_any_sync(lanes, static_cast<unsigned long long>(slot));
+// Updates the score of a slot, one of the table's, for the lanes of a warp that call it together:
+// one update for each distinct slot. peers: those of the lanes that have the slot of this one.
+__device__ __forceinline__ void update_score_of_lanes(const TableView& table, int64_t slot,
+                                                      unsigned peers, const Visit& visit,
+                                                      uint64_t given) {
   if (sums_scores(table.eviction)) {
     given = sum_of_peers(peers, given, visit.scores == nullptr);
   }
   if ((peers & ((1u << threadIdx.x % kWarp) - 1)) != 0) return;
-  const int64_t in_table = slot - table.first_slot;
-  update_score(table, in_table, visit, given,
-               sums_scores(table.eviction) ? load_score(table, in_table) : 0);
+  update_score(table, slot, visit, given);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

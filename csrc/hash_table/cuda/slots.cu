@@ -93,33 +93,45 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether this is the first of a call's positions to claim a slot. A bit is looked at before it is
-// set, so that the positions of a hot slot don't wait for each other.
-__device__ __forceinline__ bool claims_slot(uint32_t* claims, int64_t slot) {
-  const uint32_t bit = 1u << (slot & 31);
-  if (load_l2(&claims[slot >> 5]) & bit) return false;
-  return (atomicOr(&claims[slot >> 5], bit) & bit) == 0;
-}
+// Whether a thread is the first of a call's positions to claim its slot; kNoSlot claims nothing. Of
+// a block's threads that have one slot mostly one looks at the slot's bit: all blocks that have a
+// hot slot ask for the same word of the second-level cache, which answers one after the other. All
+// threads of a block.
+template <int kEntries>
+struct BlockClaims {
+  int64_t slots[kThreads];
+  uint32_t threads[kEntries];  // by slot, modulo their number: one of the threads that have it
 
-// Of several rows for one slot, the writer's, or the one whose lane claims the slot first.
+  __device__ __forceinline__ bool claim(uint32_t* claims, int64_t slot) {
+    uint32_t& entry = threads[static_cast<uint64_t>(slot) % kEntries];
+    slots[threadIdx.x] = slot;
+    if (slot != kNoSlot) atomicExch(&entry, threadIdx.x);
+    __syncthreads();
+    if (slot == kNoSlot) return false;
+    const uint32_t other = entry;
+    if (other != threadIdx.x && slots[other] == slot) return false;
+    const uint32_t bit = 1u << (slot & 31);
+    if (load_l2(&claims[slot >> 5]) & bit) return false;
+    return (atomicOr(&claims[slot >> 5], bit) & bit) == 0;
+  }
+};
+
+// Of several rows for one slot, the writer's, or the one whose thread claims the slot first.
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(TableView table, const int64_t* __restrict__ slots, const char* __restrict__ rows,
                   int64_t n, const bool* __restrict__ writer, uint32_t* __restrict__ claims) {
+  __shared__ BlockClaims<kThreads> block;
   wait_for_kernel_before();
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
+  const bool mine = lane < kRowsOfWarp && first + lane < n;
+  int64_t slot =
+      mine && (writer == nullptr || writer[first + lane]) ? slots[first + lane] : kNoSlot;
+  if (writer == nullptr && !block.claim(claims, slot)) slot = kNoSlot;
   if (first >= n) return;
   const auto bytes = static_cast<int32_t>(table.rows.bytes());
-  char* to = nullptr;
-  if (lane < kRowsOfWarp && first + lane < n) {
-    const int64_t slot = slots[first + lane];
-    if (writer != nullptr) {
-      if (writer[first + lane]) to = row_to_write(table, slot);
-    } else if (slot != kNoSlot) {
-      if (claims_slot(claims, slot)) to = row_to_write(table, slot);
-    }
-  }
-  copy_rows(to, rows + (first + lane) * bytes, bytes);
+  copy_rows(slot != kNoSlot ? row_to_write(table, slot) : nullptr, rows + (first + lane) * bytes,
+            bytes);
 }
 
 __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, float value) {
@@ -135,32 +147,64 @@ __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, 
   }
 }
 
-// A warp takes 32 neighbouring positions. Rows for one slot are added up before they go to memory,
-// so that a hot slot costs a warp one atomic operation a column instead of one for each position.
+constexpr int kMostColumns = 2048;  // of a row; bindings/table_config.cpp refuses more
+
+// A warp takes 32 neighbouring positions. Rows for one slot are added up before they go to memory:
+// those of the slot that has most positions of some warp for the whole block, others for a warp. So
+// a hot slot costs a block one atomic operation a column, in place of one for each position.
 template <bool kOneTable>
 __global__ void __launch_bounds__(kThreads)
     add_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                int32_t num_tables, const int64_t* __restrict__ slots, int64_t n,
                const RowMatrix rows) {
+  constexpr int kFewest = 8;  // positions of a warp with a slot that is worth a sum of the block
+  __shared__ float sums[kMostColumns];  // of the block's hot slot
+  __shared__ int64_t slots_of_block[kThreads];
+  __shared__ uint32_t most;  // positions of a warp that have one slot, and the first of them
   const int lane = threadIdx.x % kWarp;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t first = at - lane;
   const int64_t slot = at < n ? slots[at] : kNoSlot;
   const unsigned peers = __match_any_sync(kAllLanes, static_cast<unsigned long long>(slot));
   const bool leads = slot != kNoSlot && (peers & ((1u << lane) - 1)) == 0;
+  slots_of_block[threadIdx.x] = slot;
+  if (threadIdx.x == 0) most = 0;
+  __syncthreads();
+  if (leads && __popc(peers) >= kFewest) atomicMax(&most, __popc(peers) * kThreads + threadIdx.x);
+  __syncthreads();
+  const bool any_hot = most != 0;
+  const int64_t hot_slot = any_hot ? slots_of_block[most % kThreads] : kNoSlot;
+  const TableView* hot_table = nullptr;
+  if (any_hot) {
+    hot_table = kOneTable ? &only : &tables[table_of_slot(tables, num_tables, hot_slot)];
+    for (int32_t c = threadIdx.x; c < hot_table->dim(); c += kThreads) sums[c] = 0.0f;
+    __syncthreads();
+  }
   for (unsigned left = __ballot_sync(kAllLanes, leads); left; left &= left - 1) {
     const int source = __ffs(static_cast<int>(left)) - 1;
     const int64_t its_slot = __shfl_sync(kAllLanes, slot, source);
     const unsigned its_peers = __shfl_sync(kAllLanes, peers, source);
+    const bool hot = its_slot == hot_slot;
     const TableView& table = kOneTable ? only : tables[table_of_slot(tables, num_tables, its_slot)];
-    char* const row = row_to_write(table, its_slot - table.first_slot, lane == 0);
+    char* const row = hot ? nullptr : row_to_write(table, its_slot - table.first_slot, lane == 0);
     for (int32_t c = lane; c < table.dim(); c += kWarp) {
       float sum = 0.0f;
+#pragma unroll 4
       for (unsigned of = its_peers; of; of &= of - 1) {
         sum += load_element(rows.type, rows.at(first + __ffs(static_cast<int>(of)) - 1), c);
       }
-      add_element(table.rows.type, row, c, sum);
+      if (hot) {
+        atomicAdd(&sums[c], sum);
+      } else {
+        add_element(table.rows.type, row, c, sum);
+      }
     }
+  }
+  if (!any_hot) return;
+  __syncthreads();
+  char* const row = row_to_write(*hot_table, hot_slot - hot_table->first_slot, threadIdx.x == 0);
+  for (int32_t c = threadIdx.x; c < hot_table->dim(); c += kThreads) {
+    add_element(hot_table->rows.type, row, c, sums[c]);
   }
 }
 
@@ -198,12 +242,15 @@ __global__ void __launch_bounds__(kThreads)
     assign_group_kernel(const TableView* __restrict__ tables, int32_t num_tables,
                         const int64_t* __restrict__ slots, int64_t n, const RowMatrix rows,
                         const bool* __restrict__ writer, uint32_t* __restrict__ claims) {
+  __shared__ BlockClaims<kThreads> block;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
   const int lane = threadIdx.x % kRowLanes;
   const int64_t slot = i < n ? slots[i] : kNoSlot;
   bool chosen = false;
-  if (lane == 0 && slot != kNoSlot) {
-    chosen = writer != nullptr ? writer[i] : claims_slot(claims, slot);
+  if (writer == nullptr) {
+    chosen = block.claim(claims, lane == 0 ? slot : kNoSlot);
+  } else {
+    chosen = lane == 0 && slot != kNoSlot && writer[i];
   }
   chosen = __shfl_sync(kAllLanes, static_cast<int>(chosen), 0, kRowLanes) != 0;
   if (!chosen) return;

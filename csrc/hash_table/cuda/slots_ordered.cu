@@ -37,7 +37,9 @@ __device__ __forceinline__ float rounded(RowType type, float value) {
   return load_element(type, to, 0);
 }
 
-// A run's rows are added to its row one after the other.
+// A run's rows are added to its row one after the other, in the order of a CPU: a warp has one run
+// and 32 of its columns. Of a long run 32 rows are on their way at once; only their additions wait
+// for each other.
 __global__ void __launch_bounds__(kThreads)
     add_runs_kernel(const TableView* __restrict__ tables, int32_t num_tables,
                     const int64_t* __restrict__ slots, const int64_t* __restrict__ positions,
@@ -46,17 +48,37 @@ __global__ void __launch_bounds__(kThreads)
   if (first >= n || !is_slot(slots[first])) return;
   const int64_t slot = slots[first];
   if (first > 0 && slots[first - 1] == slot) return;
+  const int lane = threadIdx.x % kWarp;
   const TableView& table = tables[table_of_slot(tables, num_tables, slot)];
-  const RowStore& store = table.rows;
-  char* row = row_to_write(table, slot - table.first_slot, threadIdx.x % kWarp == 0);
-  for (int32_t c = threadIdx.x % kWarp; c < store.width; c += kWarp) {
-    float sum = load_element(store.type, row, c);
-#pragma unroll 4
-    for (int64_t i = first; i < n && slots[i] == slot; ++i) {
-      sum = rounded(store.type, sum + load_element(rows.type, rows.at(positions[i]), c));
+  const RowType type = table.rows.type;
+  const auto first_column = static_cast<int32_t>(blockIdx.y) * kWarp;
+  if (first_column >= table.dim()) return;
+  const int32_t c = first_column + lane;
+  const bool has_column = c < table.dim();
+  char* row = row_to_write(table, slot - table.first_slot, lane == 0 && first_column == 0);
+  float sum = has_column ? load_element(type, row, c) : 0.0f;
+  int number = kWarp;
+  for (int64_t i = first; number == kWarp; i += kWarp) {
+    const bool same = i + lane < n && slots[i + lane] == slot;
+    const int64_t position = same ? positions[i + lane] : 0;
+    number = __popc(__ballot_sync(kAllLanes, same));
+    const auto given = [&](int k) {
+      const int64_t from = __shfl_sync(kAllLanes, position, k);
+      // What is added is of the table's type, as on a CPU.
+      return has_column ? rounded(type, load_element(rows.type, rows.at(from), c)) : 0.0f;
+    };
+    if (number == kWarp) {
+      float values[kWarp];
+#pragma unroll
+      for (int k = 0; k < kWarp; ++k) values[k] = given(k);
+#pragma unroll
+      for (int k = 0; k < kWarp; ++k) sum = rounded(type, sum + values[k]);
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < number; ++k) sum = rounded(type, sum + given(k));
     }
-    store_element(store.type, row, c, sum);
   }
+  if (has_column) store_element(type, row, c, sum);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -77,8 +99,9 @@ void write_rows_in_order(const TableView* tables, int32_t num_tables, const int6
                          cudaStream_t stream) {
   if (n == 0) return;
   const auto kernel = add ? add_runs_kernel : assign_last_kernel;
-  kernel<<<grid_for(n * kWarp), kThreads, 0, stream>>>(tables, num_tables, slots, positions, rows,
-                                                       n);
+  const dim3 grid(grid_for(n * kWarp),
+                  add ? static_cast<unsigned>((rows.columns + kWarp - 1) / kWarp) : 1);
+  kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, slots, positions, rows, n);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

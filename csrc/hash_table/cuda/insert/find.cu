@@ -157,6 +157,20 @@ __device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t a
   return at < batch.num_ids ? batch.feature_of(at) : 0;
 }
 
+// Adds the threads that are `counted` to their entries. Those of the first lane's entry, which are
+// most of a warp where an id is hot, take one operation. All lanes.
+__device__ __forceinline__ void count_touchers(uint32_t* touchers, uint32_t entry, bool counted) {
+  const unsigned lanes = __ballot_sync(kAllLanes, counted);
+  if (lanes == 0) return;
+  const int first = __ffs(static_cast<int>(lanes)) - 1;
+  const bool same = counted && entry == __shfl_sync(kAllLanes, entry, first);
+  const unsigned peers = __ballot_sync(kAllLanes, same);
+  const bool leads = static_cast<int>(threadIdx.x % kWarp) == first;
+  if (leads || (counted && !same)) {
+    atomicAdd(&touchers[entry], kOtherToucher * (leads ? __popc(peers) : 1));
+  }
+}
+
 // exclusive: returns whether this position is the first of the call to touch the slot. That takes
 // an atomic exchange, which, where ids are spread, takes less time than a write.
 __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool exclusive) {
@@ -203,7 +217,6 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   uint32_t bucket = choice.first;
   uint32_t position = kNowhere;
   bool searching = given;
-  [[maybe_unused]] uint64_t old_score = 0;
   bool room = false;        // whether a free slot was seen
   bool room_first = false;  // whether the first bucket is the one to take
 #pragma unroll 1
@@ -252,9 +265,6 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     if (there) {
       of_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
-      // Through L1, which serves hot ids: update_score does with what was there some time ago, and
-      // where it stores what it is given, the sector is in the second-level cache then.
-      if (kScores && table.scores != nullptr) old_score = load_score_cached(table, slot);
     }
     any_listed = count_listed(parts, missing, listed, full);
   }
@@ -262,7 +272,8 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
   bool first = false;  // of the call to touch its slot, where that is wanted
   const uint32_t entry = static_cast<uint32_t>(slot) % kTouchers;
-  bool adds = false;  // what the block gives to the slot, to its score
+  bool adds = false;     // what the block gives to the slot, to its score
+  bool counted = false;  // what the thread gives is added by the slot's toucher
   if (there) {
     result = table.first_slot + slot;
     if (kTouch) {
@@ -276,19 +287,21 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       if constexpr (kScores) {
         if (table.scores != nullptr) {
           if (!shares || visit.scores != nullptr) {
-            update_scores_of_lanes(table, result, visit, visit.given(at));
-          } else if (toucher == threadIdx.x) {
-            adds = true;
+            const unsigned peers =
+                __match_any_sync(__activemask(), static_cast<unsigned long long>(result));
+            update_score_of_lanes(table, slot, peers, visit, visit.given(at));
           } else {
-            atomicAdd(&touchers[entry], kOtherToucher);
+            adds = toucher == threadIdx.x;
+            counted = !adds;
           }
         }
       }
     }
   }
   if constexpr (kScores) {
+    count_touchers(touchers, entry, counted);
     __syncthreads();
-    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1, old_score);
+    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1);
   }
   if (given) {
     slots[at] = result;
