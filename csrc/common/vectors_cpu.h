@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "common/dtypes.h"
 
@@ -124,17 +126,37 @@ inline void store_columns(const Vector& columns, char* to) {
   }
 }
 
-// Calls visit.operator()<Vector, kVectors>(first column) for the columns of a row, as many vectors
-// at a time as stay in registers.
+// Calls visit(0) to visit(n - 1), with constants: an array that is indexed by them alone can stay
+// in registers.
+template <int n, typename Visit>
+inline void unrolled(const Visit& visit) {
+  [&]<int... k>(std::integer_sequence<int, k...>) {
+    (visit(std::integral_constant<int, k>()), ...);
+  }(std::make_integer_sequence<int, n>());
+}
+
+// Calls visit.operator()<Vector, kVectors>(first column) so that all columns of a row are seen, as
+// many vectors at a time as stay in registers. Some columns are seen twice where their number is no
+// multiple of eight: what is computed of a column must be the same then.
 template <typename Visit>
 inline void for_vectors(int32_t dim, const Visit& visit) {
   int32_t c = 0;
   for (; dim - c >= 64; c += 64) visit.template operator()<Columns, 8>(c);
-  if (dim - c >= 32) visit.template operator()<Columns, 4>(c), c += 32;
-  if (dim - c >= 16) visit.template operator()<Columns, 2>(c), c += 16;
-  if (dim - c >= 8) visit.template operator()<Columns, 1>(c), c += 8;
-  if (dim - c >= 4) visit.template operator()<FourColumns, 1>(c), c += 4;
-  for (; c < dim; ++c) visit.template operator()<float, 1>(c);
+  if (dim < 8) {
+    if (dim - c >= 4) visit.template operator()<FourColumns, 1>(c), c += 4;
+    for (; c < dim; ++c) visit.template operator()<float, 1>(c);
+    return;
+  }
+  int32_t vectors = (dim - c) / 8;
+  const bool rest = dim % 8 != 0;
+  const bool overlaps = rest && 8 * (vectors + 1) <= dim;  // one call, which begins earlier
+  vectors += overlaps;
+  if (overlaps) c = dim - 8 * vectors;
+  unrolled<7>([&](auto k) {
+    if (vectors == k + 1) visit.template operator()<Columns, k + 1>(c);
+  });
+  if (vectors == 8) visit.template operator()<Columns, 8>(c);
+  if (rest && !overlaps) visit.template operator()<Columns, 1>(dim - 8);
 }
 
 // Calls visit.operator()<type>() with a type that is known when this is compiled.

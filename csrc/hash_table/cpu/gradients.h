@@ -83,14 +83,17 @@ void sum_vectors(const RowGradients& gradients, int32_t column, float* to) {
       const auto columns = load_columns<kType, Vector>(data + (places[i] + v * kLanes) * bytes);
       return kScaled ? gradients.scales[i] * columns : columns;
     };
-    for (int v = 0; v < kVectors; ++v) sums[v] = term(first, v);
+    unrolled<kVectors>([&](auto v) { sums[v] = term(first, v); });
     for (int64_t i = first + 1; i < last; ++i) {
-      for (int v = 0; v < kVectors; ++v) sums[v] += term(i, v);
+      unrolled<kVectors>([&](auto v) { sums[v] += term(i, v); });
     }
+  };
+  const auto put = [](const Vector& columns, float* place) {
+    store_columns<RowType::kFloat32>(columns, reinterpret_cast<char*>(place));
   };
   if (gradients.n <= kPiece) {
     add_piece(0, gradients.n);
-    for (int v = 0; v < kVectors; ++v) std::memcpy(to + v * kLanes, &sums[v], sizeof(Vector));
+    unrolled<kVectors>([&](auto v) { put(sums[v], to + v * kLanes); });
     return;
   }
   double totals[kVectors * kLanes] = {};
@@ -98,21 +101,21 @@ void sum_vectors(const RowGradients& gradients, int32_t column, float* to) {
   int64_t first = 0;
   for (int64_t last = (gradients.n - 1) % kPiece + 1; first < gradients.n; last += kPiece) {
     add_piece(first, last);
-    for (int v = 0; v < kVectors; ++v) std::memcpy(piece + v * kLanes, &sums[v], sizeof(Vector));
+    unrolled<kVectors>([&](auto v) { put(sums[v], piece + v * kLanes); });
     for (int c = 0; c < kVectors * kLanes; ++c) totals[c] += piece[c];
     first = last;
   }
   for (int c = 0; c < kVectors * kLanes; ++c) to[c] = static_cast<float>(totals[c]);
 }
 
-// sum[c] = the sum of column `column` + c, for n columns.
+// sum[c] = the sum of column c, for `dim` columns.
 template <RowType kType>
-void sum_gradients(const RowGradients& gradients, int32_t column, int32_t n, float* sum) {
-  for_vectors(n, [&]<typename Vector, int kVectors>(int32_t c) {
+void sum_gradients(const RowGradients& gradients, int32_t dim, float* sum) {
+  for_vectors(dim, [&]<typename Vector, int kVectors>(int32_t c) {
     if (gradients.scales != nullptr) {
-      sum_vectors<kType, true, Vector, kVectors>(gradients, column + c, sum + c);
+      sum_vectors<kType, true, Vector, kVectors>(gradients, c, sum + c);
     } else {
-      sum_vectors<kType, false, Vector, kVectors>(gradients, column + c, sum + c);
+      sum_vectors<kType, false, Vector, kVectors>(gradients, c, sum + c);
     }
   });
 }

@@ -39,29 +39,28 @@ inline uint64_t slot_hash(int64_t slot) {
 
 class Partitions {
  public:
-  Partitions(int32_t num_tables, const Batch& batch, const int64_t* slots, int threads)
+  Partitions(const TableView* tables, int32_t num_tables, const Batch& batch, const int64_t* slots,
+             int threads)
       : batch_(batch), slots_(slots), firsts_(num_tables), bits_(num_tables) {
-    cut(threads);
-    if (dealt_ == 0) return;
-    blocks_ = std::max<int64_t>(1, std::min<int64_t>(threads, batch.num_bags / 64));
-    // places[block][partition]: its entries, then the place of the next one.
-    std::vector<int64_t> places(blocks_ * size());
-    parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
-        count(block, places.data() + block * size());
-      }
-    });
-    reserve(places.data());
-    parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
-        deal(block, places.data() + block * size());
-      }
+    cut(tables, threads);
+    if (dealt_ > 0) fill(threads);
+    // Results do not depend on their order, which is that of expected work.
+    std::sort(partitions_.begin(), partitions_.end(), [&](const Partition& a, const Partition& b) {
+      return work(tables[a.table], a.most) > work(tables[b.table], b.most);
     });
   }
 
   int64_t size() const { return static_cast<int64_t>(partitions_.size()); }
   const Partition& operator[](int64_t number) const { return partitions_[number]; }
+  // How many positions are in tables of several partitions, and whether a table is one.
+  int64_t dealt() const { return dealt_; }
+  bool dealt(int32_t table) const { return bits_[table] > 0; }
 
+  // Calls visit(feature) for the features of a partition's table.
+  template <typename Visit>
+  void for_features(const Partition& partition, const Visit& visit) const {
+    for (const int32_t feature : features_[partition.table]) visit(feature);
+  }
   // Calls visit(slot, position) for the positions of a partition that have a slot, in the order of
   // the batch.
   template <typename Visit>
@@ -103,23 +102,34 @@ class Partitions {
 
  private:
   // Positions of a partition, about: with its hash table and their gradients' places in the
-  // second-level cache. No fewer than kLeast, and a few partitions a thread where there are more.
+  // second-level cache. Where there are several threads, fewer, but for kLeast, so that there are
+  // some partitions of a thread's share.
   static constexpr int64_t kMost = 32768, kLeast = 1024;
   static constexpr int kMaxBits = 12;
 
+  // Of so many positions, relative to others.
+  static int64_t work(const TableView& table, int64_t positions) {
+    return positions * (table.dim() + 32);
+  }
+
   // How many partitions each table has.
-  void cut(int threads) {
+  void cut(const TableView* tables, int threads) {
     std::vector<int64_t> ids(bits_.size());
     features_.resize(bits_.size());
+    int64_t total = 0;
     for (int32_t f = 0; f < batch_.num_features; ++f) {
       const int32_t table = batch_.feature_tables[f];
-      ids[table] += batch_.feature_start(f + 1) - batch_.feature_start(f);
+      const int64_t own = batch_.feature_start(f + 1) - batch_.feature_start(f);
+      ids[table] += own;
+      total += work(tables[table], own);
       features_[table].push_back(f);
     }
-    int64_t most = kMost;
-    if (threads > 1) most = std::clamp<int64_t>(batch_.num_ids / (2 * threads), kLeast, kMost);
+    const int64_t share = threads > 1 ? total / (2 * threads) : total;
     for (size_t t = 0; t < bits_.size(); ++t) {
-      while (bits_[t] < kMaxBits && (ids[t] >> bits_[t]) > most) ++bits_[t];
+      const auto too_large = [&](int64_t positions) {
+        return positions > kMost || (positions > kLeast && work(tables[t], positions) > share);
+      };
+      while (bits_[t] < kMaxBits && too_large(ids[t] >> bits_[t])) ++bits_[t];
       firsts_[t] = size();
       if (ids[t] == 0) continue;
       partitions_.resize(size() + (int64_t{1} << bits_[t]),
@@ -128,9 +138,21 @@ class Partitions {
     }
   }
 
-  template <typename Visit>
-  void for_features(const Partition& partition, const Visit& visit) const {
-    for (const int32_t feature : features_[partition.table]) visit(feature);
+  void fill(int threads) {
+    blocks_ = std::max<int64_t>(1, std::min<int64_t>(threads, batch_.num_bags / 64));
+    // places[block][partition]: its entries, then the place of the next one.
+    std::vector<int64_t> places(blocks_ * size());
+    parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) {
+        count(block, places.data() + block * size());
+      }
+    });
+    reserve(places.data());
+    parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) {
+        deal(block, places.data() + block * size());
+      }
+    });
   }
 
   // Calls visit(first bag, one past the last, table) for the bags of each feature in a block whose
@@ -224,6 +246,14 @@ class Reused {
   size_t room_ = 0;
 };
 
+// Positions whose rows stand nowhere else, in the order of the batch, and these rows' slots in
+// their table.
+struct LoneRows {
+  Reused<uint32_t> positions;
+  Reused<int64_t> slots;
+  int64_t n = 0;
+};
+
 // The groups of one partition at a time; a thread reuses it, with its memory.
 class SlotGroups {
  public:
@@ -234,21 +264,15 @@ class SlotGroups {
     uint32_t count;
   };
 
-  // Groups a partition. alone[position] becomes 1 where the slot stands nowhere else.
+  // Groups a partition; rows that stand alone are listed in `lone`.
   void assign(const Partitions& partitions, const Partition& partition, const Gradients& gradients,
-              uint8_t* alone) {
+              int64_t first_slot, LoneRows& lone) {
     const int64_t n = group(partitions, partition);
-    const int64_t repeats = separate(n, alone);
-    if (repeats == 0) return;
-    scatter(partitions, partition, gradients, repeats);
+    const int64_t repeats = separate(n, first_slot, lone);
+    if (repeats > 0) scatter(partitions, partition, gradients, repeats);
   }
 
   const std::vector<Repeated>& repeated() const { return repeated_; }
-  // Puts those of at least so many positions first. Returns how many they are.
-  int64_t put_first(uint32_t positions) {
-    const auto has = [&](const Repeated& row) { return row.count >= positions; };
-    return std::partition(repeated_.begin(), repeated_.end(), has) - repeated_.begin();
-  }
   const int64_t* places() const { return places_.get(); }  // of gradients, by number
   const float* scales() const { return scales_.get(); }    // what multiplies them, where scaled
 
@@ -287,22 +311,28 @@ class SlotGroups {
     return number;
   }
 
-  // Lists the groups of several positions, and marks those of one. Returns how many positions the
-  // former have together.
-  int64_t separate(int64_t n, uint8_t* alone) {
+  // Lists the groups of several positions, and those of one. Returns how many positions the former
+  // have together.
+  int64_t separate(int64_t n, int64_t first_slot, LoneRows& lone) {
     Group* const groups = groups_.get();
-    repeated_.clear();
+    uint32_t* const positions = lone.positions.resize(n + 1);
+    int64_t* const slots = lone.slots.resize(n + 1);
+    int64_t alone = 0;
     uint32_t total = 0;
+    repeated_.clear();
     for (int64_t g = 0; g < n; ++g) {
       Group& group = groups[g];
+      positions[alone] = group.at;
+      slots[alone] = group.slot - first_slot;
       if (group.count == 1) {
-        alone[group.at] = 1;
+        ++alone;
         continue;
       }
       repeated_.push_back(Repeated{group.slot, total, group.count});
       group.at = total;
       total += group.count;
     }
+    lone.n = alone;
     // Gradients of rows that stand alone go to a place behind the others: no branch.
     for (int64_t g = 0; g < n; ++g) {
       if (groups[g].count == 1) groups[g].at = total;

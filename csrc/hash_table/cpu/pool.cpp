@@ -120,8 +120,9 @@ class Pool {
       : rows_(rows), batch_(batch), pooling_(pooling), out_(out), feature_(feature), dim_(dim) {}
 
   void run(int64_t begin, int64_t end) const {
-    // What depends on the columns alone is done once for a few bags.
-    const int64_t bags = dim_ <= 64 ? 8 : 1;
+    // What depends on the columns alone is done once for a few bags, where one pass takes all
+    // columns.
+    const int64_t bags = dim_ <= 64 && dim_ % 8 == 0 ? 8 : 1;
     for (; begin < end; begin += bags) {
       const int64_t stop = std::min(end, begin + bags);
       for_vectors(dim_, [&]<typename Vector, int kVectors>(int32_t c) {
@@ -137,20 +138,23 @@ class Pool {
     constexpr int kLanes = kColumnsOf<Vector>;
     const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];
     Vector sums[kVectors];
-    for (int v = 0; v < kVectors; ++v) sums[v] = Vector{};
+    unrolled<kVectors>([&](auto v) { sums[v] = Vector{}; });
     for (int64_t at = first; at < last; ++at) {
       rows_.before(at, c, kVectors * kLanes);
       const char* const row = rows_.stored(at, c);
       if (row == nullptr) [[unlikely]]
         return sum_with_initial<Vector, kVectors>(bag, c);
       const float by = kScaled ? scale(at, last - first) : 1.0f;
-      for (int v = 0; v < kVectors; ++v) {
+      unrolled<kVectors>([&](auto v) {
         const auto columns = load_columns<kType, Vector>(row + v * kLanes * element_size(kType));
         sums[v] += kScaled ? by * columns : columns;
-      }
+      });
     }
     char* const to = place_of(bag, c);
-    for (int v = 0; v < kVectors; ++v) put(sums[v], to + v * kLanes * element_size(out_.type));
+    with_type(out_.type, [&]<RowType kOut>() {
+      unrolled<kVectors>(
+          [&](auto v) { store_columns<kOut>(sums[v], to + v * kLanes * element_size(kOut)); });
+    });
   }
 
   // The same where not every id has a row.
@@ -175,11 +179,6 @@ class Pool {
   char* place_of(int64_t bag, int32_t c) const {
     return out_.at(batch_.output_of(feature_, bag - batch_.first_bag(feature_), out_.stride) + c);
   }
-  template <typename Vector>
-  void put(const Vector& columns, char* to) const {
-    with_type(out_.type, [&]<RowType kOut>() { store_columns<kOut>(columns, to); });
-  }
-
   const Rows<kType>& rows_;
   const Batch& batch_;
   const Pooling pooling_;

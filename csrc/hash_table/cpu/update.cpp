@@ -3,6 +3,7 @@
 // the number of threads; those of many positions in pieces (gradients.h). Rows that stand at one
 // position are updated in the order of the batch, where those of a bag share its gradient.
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "common/elements_cpu.h"
@@ -62,127 +63,142 @@ class RowsAhead {
 template <RowType kType>
 class Update {
  public:
-  Update(const TableView* tables, const Batch& batch, const int64_t* slots,
-         const Gradients& gradients, const OptimizerConfig& optimizer, float learning_rate)
+  Update(const TableView* tables, int32_t num_tables, const Batch& batch, const int64_t* slots,
+         const Gradients& gradients, const OptimizerConfig& optimizer, float learning_rate,
+         int threads)
       : tables_(tables),
         batch_(batch),
         slots_(slots),
         gradients_(gradients),
         optimizer_(optimizer),
         learning_rate_(learning_rate),
-        alone_(batch.num_ids) {
+        threads_(threads),
+        partitions_(tables, num_tables, batch, slots, threads),
+        alone_(partitions_.dealt() > 0 ? batch.num_ids : 0) {
     for (int32_t f = 0; f < batch.num_features; ++f) {
       widest_ = std::max(widest_, tables[batch.feature_tables[f]].dim());
     }
   }
 
-  // Updates the rows that stand at several positions, and marks positions whose row stands nowhere
-  // else.
-  void repeated(const Partitions& partitions, int threads) {
-    parallel_for(partitions.size(), 1, threads, [&](int64_t begin, int64_t end) {
-      SlotGroups groups;
-      std::vector<float> sum(widest_);
-      Reused<float> hot_sums;
-      RowUpdater updater(optimizer_, learning_rate_, widest_);
-      for (int64_t p = begin; p < end; ++p) {
-        const TableView& table = tables_[partitions[p].table];
-        groups.assign(partitions, partitions[p], gradients_, alone_.data());
-        const std::vector<SlotGroups::Repeated>& all = groups.repeated();
-        const auto slot = [&](int64_t i) { return all[i].slot - table.first_slot; };
-        const auto n = static_cast<int64_t>(all.size());
-        const int64_t hot = sum_hot(table.dim(), groups, hot_sums);
-        const RowsAhead rows(table, n, slot);
-        for (int64_t i = 0; i < n; ++i) {
-          rows.before(i);
-          const float* of_row = hot_sums.get() + i * table.dim();
-          if (i >= hot) {
-            sum_gradients<kType>(of(groups, all[i]), 0, table.dim(), sum.data());
-            of_row = sum.data();
-          }
-          updater.update(table, slot(i), of_row);
-        }
+  void run() {
+    // The costly ones come first. Those that come last even out the work of the threads.
+    std::atomic<int64_t> next = 0;
+    const int64_t workers = std::min<int64_t>(threads_, partitions_.size());
+    parallel_for(workers, 1, threads_, [&](int64_t, int64_t) {
+      Worker worker(*this);
+      for (int64_t p; (p = next.fetch_add(1, std::memory_order_relaxed)) < partitions_.size();) {
+        update_partition(partitions_[p], worker);
       }
+    });
+    if (partitions_.dealt() > 0) update_dealt();
+  }
+
+ private:
+  // What a thread uses for one partition after the other.
+  struct Worker {
+    explicit Worker(const Update& update)
+        : buffer(update.widest_),
+          updater(update.optimizer_, update.learning_rate_, update.widest_) {}
+
+    SlotGroups groups;
+    LoneRows lone;
+    std::vector<float> buffer;
+    RowUpdater updater;
+  };
+
+  // Updates the rows of one partition, but for rows that stand alone where that is not the whole
+  // table: those are marked.
+  void update_partition(const Partition& partition, Worker& worker) {
+    const TableView& table = tables_[partition.table];
+    SlotGroups& groups = worker.groups;
+    groups.assign(partitions_, partition, gradients_, table.first_slot, worker.lone);
+    update_repeated(table, groups, worker);
+    if (partition.bits > 0) {
+      for (int64_t i = 0; i < worker.lone.n; ++i) alone_[worker.lone.positions.get()[i]] = 1;
+      return;
+    }
+    int64_t first = 0;
+    partitions_.for_features(partition, [&](int32_t feature) {
+      const int64_t end = batch_.feature_start(feature + 1);
+      int64_t last = first;
+      while (last < worker.lone.n && worker.lone.positions.get()[last] < end) ++last;
+      update_alone(table, feature, batch_.first_bag(feature), first, last, worker);
+      first = last;
     });
   }
 
-  // Updates the rows of marked positions.
-  void alone(int threads) {
-    parallel_for(batch_.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
-      std::vector<int64_t> positions, slots;
-      std::vector<float> scaled(widest_);
-      RowUpdater updater(optimizer_, learning_rate_, widest_);
+  void update_repeated(const TableView& table, const SlotGroups& groups, Worker& worker) const {
+    const std::vector<SlotGroups::Repeated>& all = groups.repeated();
+    const auto slot = [&](int64_t i) { return all[i].slot - table.first_slot; };
+    const RowsAhead rows(table, static_cast<int64_t>(all.size()), slot);
+    for (size_t i = 0; i < all.size(); ++i) {
+      rows.before(i);
+      const float* const scales = gradients_.scaled() ? groups.scales() + all[i].first : nullptr;
+      const int64_t* const places = groups.places() + all[i].first;
+      const RowGradients gradients{gradients_.data(), places, scales, all[i].count};
+      sum_gradients<kType>(gradients, table.dim(), worker.buffer.data());
+      worker.updater.update(table, slot(i), worker.buffer.data());
+    }
+  }
+
+  // Updates the rows that stand alone in tables of several partitions, which were marked: in the
+  // order of the batch, where those of a bag share its gradient.
+  void update_dealt() {
+    parallel_for(batch_.num_bags, 64, threads_, [&](int64_t begin, int64_t end) {
+      Worker worker(*this);
       while (begin < end) {
         const int32_t feature = batch_.feature_of_bag(begin);
         const int64_t stop = std::min(end, batch_.first_bag(feature + 1));
-        const TableView& table = tables_[batch_.feature_tables[feature]];
-        marked(table, batch_.offsets[begin], batch_.offsets[stop], positions, slots);
-        const RowsAhead rows(table, static_cast<int64_t>(slots.size()),
-                             [&](int64_t i) { return slots[i]; });
-        int64_t bag = begin;
-        for (size_t i = 0; i < slots.size();) {
-          while (positions[i] >= batch_.offsets[bag + 1]) ++bag;
-          const float scale = gradients_.scale(positions[i], bag);
-          const int64_t same = of_one_gradient(positions, i, bag, scale);
-          const float* const grad = scaled_gradient<kType>(gradients_.from(feature, bag), scale,
-                                                           table.dim(), scaled.data());
-          updater.update(table, slots.data() + i, same, grad,
-                         [&](int64_t k) { rows.before(i + k); });
-          i += same;
+        const int32_t table = batch_.feature_tables[feature];
+        if (partitions_.dealt(table)) {
+          list_marked(tables_[table], batch_.offsets[begin], batch_.offsets[stop], worker.lone);
+          update_alone(tables_[table], feature, begin, 0, worker.lone.n, worker);
         }
         begin = stop;
       }
     });
   }
 
- private:
-  RowGradients of(const SlotGroups& groups, const SlotGroups::Repeated& row) const {
-    const float* const scales = gradients_.scaled() ? groups.scales() + row.first : nullptr;
-    return RowGradients{gradients_.data(), groups.places() + row.first, scales, row.count};
-  }
-
-  // Sums of the rows that stand at many positions, [rows][dim], where rows are wide: some columns
-  // of all such rows, then the next ones, so that gradients, which these rows have in common, come
-  // from the cache. Returns how many they are; they are the first ones.
-  int64_t sum_hot(int32_t dim, SlotGroups& groups, Reused<float>& sums) const {
-    constexpr uint32_t kHot = 16;
-    constexpr int32_t kTile = 128;
-    if (dim <= kTile) return 0;
-    const int64_t n = groups.put_first(kHot);
-    float* const to = sums.resize(n * dim);
-    for (int32_t c = 0; c < dim; c += kTile) {
-      for (int64_t i = 0; i < n; ++i) {
-        sum_gradients<kType>(of(groups, groups.repeated()[i]), c, std::min(dim - c, kTile),
-                             to + i * dim + c);
-      }
-    }
-    return n;
-  }
-
-  // Lists the marked ones of positions [first, last) and their slots in the table.
-  void marked(const TableView& table, int64_t first, int64_t last, std::vector<int64_t>& positions,
-              std::vector<int64_t>& slots) const {
-    positions.resize(last - first + 1);
-    slots.resize(last - first + 1);
+  // Lists the marked ones of positions [first, last).
+  void list_marked(const TableView& table, int64_t first, int64_t last, LoneRows& lone) const {
+    uint32_t* const positions = lone.positions.resize(last - first + 1);
+    int64_t* const slots = lone.slots.resize(last - first + 1);
     int64_t n = 0;  // no branch: which ones are marked can't be foreseen
     for (int64_t at = first; at < last; ++at) {
-      positions[n] = at;
+      positions[n] = static_cast<uint32_t>(at);
       slots[n] = slots_[at] - table.first_slot;
       n += alone_[at];
     }
-    positions.resize(n);
-    slots.resize(n);
+    lone.n = n;
   }
 
-  // How many positions from the i-th on are in the bag and multiply its gradient by the same.
-  int64_t of_one_gradient(const std::vector<int64_t>& positions, size_t i, int64_t bag,
-                          float scale) const {
+  // Updates the rows [first, last) of those listed, all of one feature, from a bag on.
+  void update_alone(const TableView& table, int32_t feature, int64_t bag, int64_t first,
+                    int64_t last, Worker& worker) const {
+    const int64_t* const slots = worker.lone.slots.get() + first;
+    const uint32_t* const positions = worker.lone.positions.get() + first;
+    const int64_t n = last - first;
+    const RowsAhead rows(table, n, [&](int64_t i) { return slots[i]; });
+    for (int64_t i = 0; i < n;) {
+      while (positions[i] >= batch_.offsets[bag + 1]) ++bag;
+      const float scale = gradients_.scale(positions[i], bag);
+      const int64_t same = of_one_gradient(positions + i, n - i, bag, scale);
+      const float* const grad = scaled_gradient<kType>(gradients_.from(feature, bag), scale,
+                                                       table.dim(), worker.buffer.data());
+      worker.updater.update(table, slots + i, same, grad, [&](int64_t k) { rows.before(i + k); });
+      i += same;
+    }
+  }
+
+  // How many of n positions, from the first on, are in the bag and multiply its gradient by the
+  // same.
+  int64_t of_one_gradient(const uint32_t* positions, int64_t n, int64_t bag, float scale) const {
     const int64_t end = batch_.offsets[bag + 1];
-    size_t next = i + 1;
-    while (next < positions.size() && positions[next] < end &&
-           gradients_.scale(positions[next], bag) == scale) {
+    int64_t next = 1;
+    while (next < n && positions[next] < end && gradients_.scale(positions[next], bag) == scale) {
       ++next;
     }
-    return static_cast<int64_t>(next - i);
+    return next;
   }
 
   const TableView* tables_;
@@ -191,17 +207,18 @@ class Update {
   const Gradients& gradients_;
   const OptimizerConfig& optimizer_;
   const float learning_rate_;
+  const int threads_;
+  const Partitions partitions_;
+  std::vector<uint8_t> alone_;  // by position, of tables with several partitions
   int32_t widest_ = 0;
-  std::vector<uint8_t> alone_;  // by position
 };
 
 template <RowType kType>
 void update_all(const TableView* tables, int32_t num_tables, const Batch& batch,
                 const int64_t* slots, const Gradients& gradients, const OptimizerConfig& optimizer,
                 float learning_rate, int threads) {
-  Update<kType> update(tables, batch, slots, gradients, optimizer, learning_rate);
-  update.repeated(Partitions(num_tables, batch, slots, threads), threads);
-  update.alone(threads);
+  Update<kType>(tables, num_tables, batch, slots, gradients, optimizer, learning_rate, threads)
+      .run();
 }
 
 }  // namespace
