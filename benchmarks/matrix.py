@@ -13,8 +13,9 @@ a load factor of .8, but for the section ``evicting``, whose tables have room fo
 ``find_ratio`` that over the find of an LRU table for the same batches.
 
 On a CPU the cells are smaller, and the two sides take turns step by step, on the same threads.
-Times are the least of 15 steps, which other work on the machine disturbs least: of what passed,
-and, in the columns with ``cpu``, of the processor time of all threads. FBGEMM has no bf16 rows there, so that those are beside its fp16 rows, and no Adam.
+Times are the least of 15 steps, which other work on the machine disturbs least: of what passed, and
+in the columns with ``cpu`` of the processor time of all threads. FBGEMM has no bf16 rows there, so
+that those are beside its fp16 rows, and no Adam.
 """
 
 from __future__ import annotations
@@ -254,17 +255,16 @@ def _shown(dims: Sequence[int]) -> str:
 
 
 def measure(
-    device: torch.device, chosen: Sequence[str], skip_stock: Sequence[str]
+    device: torch.device, cells: Sequence[Cell], skip_stock: Sequence[str] = ()
 ) -> Iterator[dict[str, object]]:
     """One row a cell."""
-    for name in chosen:
-        for cell in sections(device.type)[name]:
-            times = measure_cell(cell, device, cell.optimizer not in skip_stock)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            row: dict[str, object] = dataclasses.asdict(cell) | {"dims": _shown(cell.dims)}
-            row |= {key: value and round(value, 4) for key, value in times.items()}
-            yield row | {"fbgemm_gpu": fbgemm_gpu.__version__}
+    for cell in cells:
+        times = measure_cell(cell, device, cell.optimizer not in skip_stock)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        row: dict[str, object] = dataclasses.asdict(cell) | {"dims": _shown(cell.dims)}
+        row |= {key: value and round(value, 4) for key, value in times.items()}
+        yield row | {"fbgemm_gpu": fbgemm_gpu.__version__}
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
@@ -293,7 +293,7 @@ def _bind_threads() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -308,7 +308,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--plot", type=Path, help="SVG file of heat maps; needs matplotlib")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     known = list(sections(args.device))
     chosen = args.sections or known
     if unknown := [name for name in chosen if name not in known]:
@@ -318,10 +318,11 @@ def main() -> None:
     if args.device == "cpu":
         _bind_threads()
         torch.set_num_threads(args.threads)
+    cells = [cell for name in chosen for cell in sections(args.device)[name]]
     rows: list[dict[str, object]] = []
 
     def kept() -> Iterator[dict[str, object]]:
-        for row in measure(torch.device(args.device), chosen, args.skip_stock):
+        for row in measure(torch.device(args.device), cells, args.skip_stock):
             rows.append(row)
             yield row
 
