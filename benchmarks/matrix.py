@@ -2,6 +2,7 @@
 
     python -m benchmarks matrix --out benchmarks/results/matrix.csv --plot docs/matrix.svg
     python -m benchmarks matrix --sections dim dtype
+    python -m benchmarks matrix --device cpu --out benchmarks/results/matrix_cpu.csv
 
 Each cell is one shape: columns of the tables, how ids repeat, the rows' type, the eviction policy,
 and the optimizer. Both sides run in one process on the same batches, eager, 20 steps back to back;
@@ -10,6 +11,11 @@ a step finds or inserts its ids, pools their rows, and updates them in the backw
 a load factor of .8, but for the section ``evicting``, whose tables have room for 70 % of the ids.
 ``ratio`` is the group's time over FBGEMM's, ``find_ms`` that of the lookup of ids alone, and
 ``find_ratio`` that over the find of an LRU table for the same batches.
+
+On a CPU the cells are smaller, and the two sides take turns step by step, on the same threads.
+Times are the least of 15 steps, which other work on the machine disturbs least: of what passed, and
+in the columns with ``cpu`` of the processor time of all threads. FBGEMM has no bf16 rows there, so
+that those are beside its fp16 rows, and no Adam.
 """
 
 from __future__ import annotations
@@ -17,13 +23,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import statistics
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import fbgemm_gpu
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
@@ -32,147 +41,18 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from benchmarks.environment import report
-from benchmarks.ids import hashed, power_law
+from benchmarks.ids import hashed
+from benchmarks.matrix_cells import CPU_OPTIMIZERS, DTYPES, OPTIMIZERS, Cell, draw, sections
 from benchmarks.matrix_plot import plot
-from torchrec_hkv.hash_table import (
-    FTRL,
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    RowWiseAdagrad,
-    TableGroup,
-    TableSpec,
-    Uniform,
-)
+from benchmarks.timing import steps_ms
+from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 
 LEARNING_RATE = 0.01
 LOAD = 0.8
 STEPS = 20
 ROUNDS = 3
-#: By name: ours, and FBGEMM's where it has the optimizer.
-OPTIMIZERS = {
-    "sgd": (SGD(), EmbOptimType.EXACT_SGD),
-    "rowwise_adagrad": (RowWiseAdagrad(eps=1e-8), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
-    "adagrad": (Adagrad(eps=1e-8), EmbOptimType.EXACT_ADAGRAD),
-    "adam": (Adam(eps=1e-8), EmbOptimType.ADAM),
-    "adamw": (AdamW(eps=1e-8), EmbOptimType.ADAM),
-    "lamb": (LAMB(eps=1e-8), EmbOptimType.LAMB),
-    "ftrl": (FTRL(), None),
-}
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 #: What a row measures anew is replaced in a file.
 KEYS = ("section", "dims", "skew", "batch", "bag", "dtype", "policy", "optimizer", "reduction")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One shape.
-
-    Attributes:
-        section: of the matrix.
-        dims: columns, by table.
-        skew: ``"uniform"``, a power law's exponent, or ``"hot"``: one id in 90 % of the positions.
-        batch: samples.
-        bag: ids of a bag.
-        rows: of each table.
-        dtype: of rows, a key of :data:`DTYPES`.
-        policy: of eviction.
-        optimizer: a key of :data:`OPTIMIZERS`.
-        reduction: ``"sum"``, ``"mean"`` or ``"weighted"``.
-        room: share of the ids that the group has room for; 1: all of them are in it.
-    """
-
-    section: str
-    dims: tuple[int, ...]
-    skew: str = "uniform"
-    batch: int = 8192
-    bag: int = 20
-    rows: int = 500_000
-    dtype: str = "fp32"
-    policy: str = "lru"
-    optimizer: str = "rowwise_adagrad"
-    reduction: str = "sum"
-    room: float = 1.0
-
-
-SKEWS = ("uniform", "1.05", "1.2", "1.5", "hot")
-DIMS = (4, 8, 16, 32, 64, 100, 128, 132, 160, 192, 256, 320, 384, 512, 768, 1024)
-
-
-def sections() -> dict[str, list[Cell]]:
-    """The cells, by section."""
-    mixed = {
-        "8+192": (8, 192) * 4,
-        "16+64": (16, 64) * 8,
-        "64+128": (64, 128) * 4,
-        "128+256": (128, 256) * 2,
-        "8..1024": (8, 16, 32, 64, 128, 256, 512, 1024),
-    }
-    return {
-        "dim": [Cell("dim", (dim,) * 4, skew) for dim in DIMS for skew in SKEWS],
-        "dim_adam": [
-            Cell("dim_adam", (dim,) * 4, skew, optimizer="adam")
-            for dim in (4, 32, 64, 128, 192, 256, 512, 1024)
-            for skew in ("uniform", "1.2", "hot")
-        ],
-        "mixed": [
-            Cell("mixed", dims, skew, bag=10, optimizer=optimizer)
-            for dims in mixed.values()
-            for skew in ("uniform", "1.2")
-            for optimizer in ("rowwise_adagrad", "adam")
-        ],
-        "apart": [
-            Cell("apart", (dim,) * number, skew, bag=10)
-            for dim, number in ((8, 4), (192, 4), (16, 8), (64, 8), (64, 4), (128, 4), (256, 2))
-            for skew in ("uniform", "1.2")
-        ],
-        "dtype": [
-            Cell("dtype", (dim,) * 26, skew, bag=10, dtype=dtype)
-            for dtype in ("fp16", "bf16")
-            for dim in (64, 128, 256)
-            for skew in ("uniform", "1.2")
-        ],
-        "policy": [
-            Cell("policy", (128,) * 26, skew, bag=10, policy=policy)
-            for policy in ("lru", "lfu", "epoch_lru", "epoch_lfu")
-            for skew in SKEWS
-        ],
-        "optimizer": [
-            Cell("optimizer", (dim,) * 8, "1.05", optimizer=optimizer)
-            for optimizer in OPTIMIZERS
-            for dim in (64, 128, 256)
-        ],
-        "shape": [
-            Cell("shape", (64,), batch=65536, bag=1),
-            Cell("shape", (128,), batch=4096, bag=500),
-            Cell("shape", (64,) * 4, "1.5", bag=200),
-            Cell("shape", (64,) * 100, batch=1024, bag=3, rows=100_000),
-            Cell("shape", (32,) * 500, batch=128, bag=2, rows=20_000),
-            Cell("shape", (256,) * 26, batch=512, bag=1, rows=100_000),
-            Cell("shape", (128,) * 8, "1.2", reduction="mean"),
-            Cell("shape", (128,) * 8, "1.2", reduction="weighted"),
-            Cell("shape", (256,) * 8, "1.2", reduction="mean"),
-            Cell("shape", (256,) * 8, "1.2", reduction="weighted"),
-        ],
-        "evicting": [
-            Cell("evicting", (128,) * 26, bag=10, policy=policy, room=0.7, rows=1_000_000)
-            for policy in ("lru", "lfu")
-        ],
-    }
-
-
-def draw(cell: Cell, table_rows: int, device: torch.device) -> Tensor:
-    """Row numbers of one batch, feature-major."""
-    n = len(cell.dims) * cell.batch * cell.bag
-    if cell.skew in ("uniform", "hot"):
-        ids = torch.randint(table_rows, (n,), device=device)
-    else:
-        ids = power_law(n, table_rows, float(cell.skew), device)
-    if cell.skew == "hot":
-        ids = ids.where(torch.rand(n, device=device) >= 0.9, 7)
-    return ids
 
 
 class HashTables:
@@ -180,7 +60,7 @@ class HashTables:
 
     Args:
         cell: the shape.
-        device: a GPU.
+        device: of the tables.
     """
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
@@ -235,8 +115,11 @@ class HashTables:
 def make_fbgemm(cell: Cell, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
     """FBGEMM's side; 16-bit rows are fp16, with fp32 outputs."""
     narrow = cell.dtype != "fp32"
+    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    if device.type == "cpu":
+        place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
-        [(cell.rows, dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for dim in cell.dims],
+        [(cell.rows, dim, *place) for dim in cell.dims],
         optimizer=OPTIMIZERS[cell.optimizer][1],
         learning_rate=LEARNING_RATE,
         eps=1e-8,
@@ -266,34 +149,97 @@ def milliseconds(step: Callable[[int], object]) -> float:
     return statistics.median(timed(STEPS) for _ in range(ROUNDS))
 
 
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """What both sides are given: four batches, which the steps take in turn."""
+
+    numbers: list[Tensor]
+    ids: list[Tensor]
+    offsets: Tensor
+    weights: Tensor | None
+    grad: Tensor
+
+    @staticmethod
+    def of(cell: Cell, device: torch.device) -> Batches:
+        """Those of a cell."""
+        numbers = [draw(cell, cell.rows, device) for _ in range(4)]
+        weights = torch.rand(len(numbers[0]), device=device)
+        return Batches(
+            numbers,
+            [hashed(batch) for batch in numbers],
+            torch.arange(len(cell.dims) * cell.batch + 1, device=device) * cell.bag,
+            weights if cell.reduction == "weighted" else None,
+            torch.randn(cell.batch, sum(cell.dims), device=device),
+        )
+
+
 def measure_cell(
     cell: Cell, device: torch.device, with_stock: bool = True
 ) -> dict[str, float | None]:
     """Milliseconds of both sides."""
-    numbers = [draw(cell, cell.rows, device) for _ in range(4)]
-    ids = [hashed(batch) for batch in numbers]
-    bags = len(cell.dims) * cell.batch
-    offsets = torch.arange(bags + 1, device=device) * cell.bag
-    grad = torch.randn(cell.batch, sum(cell.dims), device=device)
-    weights = None
-    if cell.reduction == "weighted":
-        weights = torch.rand(len(numbers[0]), device=device)
+    batches = Batches.of(cell, device)
+    if OPTIMIZERS[cell.optimizer][1] is None:
+        with_stock = False
+    if device.type == "cpu":
+        return _measure_on_cpu(cell, batches, with_stock and cell.optimizer in CPU_OPTIMIZERS)
+    offsets, weights, grad = batches.offsets, batches.weights, batches.grad
     times: dict[str, float | None] = {"fbgemm_ms": None}
-    if with_stock and OPTIMIZERS[cell.optimizer][1] is not None:
+    if with_stock:
         stock = make_fbgemm(cell, device)
         times["fbgemm_ms"] = milliseconds(
-            lambda at: stock(numbers[at % 4], offsets, weights).backward(grad)
+            lambda at: stock(batches.numbers[at % 4], offsets, weights).backward(grad)
         )
         del stock
     tables = HashTables(cell, device)
     times["hkv_ms"] = milliseconds(
-        lambda at: tables.forward(ids[at % 4], offsets, weights).backward(grad)
+        lambda at: tables.forward(batches.ids[at % 4], offsets, weights).backward(grad)
     )
-    times["find_ms"] = milliseconds(lambda at: tables.find(ids[at % 4], offsets))
+    times["find_ms"] = milliseconds(lambda at: tables.find(batches.ids[at % 4], offsets))
     times["ratio"] = times["hkv_ms"] / times["fbgemm_ms"] if times["fbgemm_ms"] else None
     times["find_ratio"] = None
     if cell.policy != "lru":
-        times["find_ratio"] = times["find_ms"] / _lru_find(cell, ids, offsets, device)
+        times["find_ratio"] = times["find_ms"] / _lru_find(cell, batches.ids, offsets, device)
+    return times
+
+
+CPU_STEPS = 15
+
+
+def _measure_on_cpu(cell: Cell, batches: Batches, with_stock: bool) -> dict[str, float | None]:
+    device = torch.device("cpu")
+    tables = HashTables(cell, device)
+    offsets, weights = batches.offsets, batches.weights
+    sides = {"hkv": lambda at: tables.forward(batches.ids[at], offsets, weights)}
+    if with_stock:
+        stock = make_fbgemm(cell, device)
+        sides["fbgemm"] = lambda at: stock(batches.numbers[at], offsets, weights)
+    samples: dict[str, list[float]] = {}
+    for turn in range(CPU_STEPS + 3):
+        for side in sides if turn % 2 else reversed(sides):
+            # Forward and backward take turns with the other side's as in a model, and each step
+            # begins with what another one has left in the caches.
+            clocks = [(time.perf_counter(), time.process_time())]
+            output = sides[side](turn % 4)
+            clocks.append((time.perf_counter(), time.process_time()))
+            output.backward(batches.grad)
+            clocks.append((time.perf_counter(), time.process_time()))
+            if turn < 3:
+                continue
+            for name, first, last in (("", 0, 2), ("forward_", 0, 1), ("backward_", 1, 2)):
+                for unit, clock in (("ms", 0), ("cpu_ms", 1)):
+                    passed = 1000 * (clocks[last][clock] - clocks[first][clock])
+                    samples.setdefault(f"{side}_{name}{unit}", []).append(passed)
+    times: dict[str, float | None] = {
+        f"{side}_{name}{unit}": None
+        for name in ("", "forward_", "backward_")
+        for unit in ("ms", "cpu_ms")
+        for side in ("fbgemm", "hkv")
+    }
+    times |= {name: min(its) for name, its in samples.items()}
+    times["find_ms"] = steps_ms(lambda at: tables.find(batches.ids[at % 4], offsets), 4, device)
+    for name, unit in (("ratio", "ms"), ("cpu_ratio", "cpu_ms")):
+        theirs = times[f"fbgemm_{unit}"]
+        times[name] = times[f"hkv_{unit}"] / theirs if theirs else None
     return times
 
 
@@ -308,23 +254,24 @@ def _shown(dims: Sequence[int]) -> str:
     return "+".join(map(str, dims))
 
 
-def measure(chosen: Sequence[str], skip_stock: Sequence[str]) -> Iterator[dict[str, object]]:
-    """One row a cell, and, of each section, the geometric mean of its ratios."""
-    device = torch.device("cuda")
-    for name in chosen:
-        for cell in sections()[name]:
-            times = measure_cell(cell, device, cell.optimizer not in skip_stock)
+def measure(
+    device: torch.device, cells: Sequence[Cell], skip_stock: Sequence[str] = ()
+) -> Iterator[dict[str, object]]:
+    """One row a cell."""
+    for cell in cells:
+        times = measure_cell(cell, device, cell.optimizer not in skip_stock)
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-            row: dict[str, object] = dataclasses.asdict(cell) | {"dims": _shown(cell.dims)}
-            row |= {key: value and round(value, 4) for key, value in times.items()}
-            yield row | {"fbgemm_gpu": fbgemm_gpu.__version__}
+        row: dict[str, object] = dataclasses.asdict(cell) | {"dims": _shown(cell.dims)}
+        row |= {key: value and round(value, 4) for key, value in times.items()}
+        yield row | {"fbgemm_gpu": fbgemm_gpu.__version__}
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
     """Geometric mean and highest of the ratios, by section."""
     lines = []
-    for name in dict.fromkeys(row["section"] for row in rows):
-        own = [row for row in rows if row["section"] == name and row["ratio"]]
+    for name in (*dict.fromkeys(row["section"] for row in rows), "all"):
+        own = [row for row in rows if name in (row["section"], "all") and row["ratio"]]
         ratios = [float(row["ratio"]) for row in own]
         if not ratios:
             continue
@@ -335,10 +282,23 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def _bind_threads() -> None:
+    """Starts this command again with each thread bound to a core, where nobody has said otherwise.
+
+    Where other work runs, two threads often end up on one core and wait there for each other, in
+    slices of the scheduler: that makes a step of a millisecond take 60 or 300.
+    """
+    if "OMP_PROC_BIND" not in os.environ:  # read when torch is loaded
+        os.environ["OMP_PROC_BIND"] = "true"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", nargs="+", choices=list(sections()), default=list(sections()))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--sections", nargs="+", help="some of them; default: all of the device")
     parser.add_argument(
         "--skip-stock",
         nargs="*",
@@ -348,11 +308,21 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument("--plot", type=Path, help="SVG file of heat maps; needs matplotlib")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    known = list(sections(args.device))
+    chosen = args.sections or known
+    if unknown := [name for name in chosen if name not in known]:
+        parser.error(
+            f"--device {args.device} has no section {unknown[0]!r}; it has {', '.join(known)}"
+        )
+    if args.device == "cpu":
+        _bind_threads()
+        torch.set_num_threads(args.threads)
+    cells = [cell for name in chosen for cell in sections(args.device)[name]]
     rows: list[dict[str, object]] = []
 
     def kept() -> Iterator[dict[str, object]]:
-        for row in measure(args.sections, args.skip_stock):
+        for row in measure(torch.device(args.device), cells, args.skip_stock):
             rows.append(row)
             yield row
 

@@ -14,6 +14,7 @@ from pathlib import Path
 _MAPS = (
     ("dim", "dims", "skew", "row-wise Adagrad, fp32: tables x columns by skew"),
     ("dim_adam", "dims", "skew", "Adam, fp32"),
+    ("lfu", "dims", "skew", "row-wise Adagrad, fp32, evicted by LFU"),
     ("dtype", "dims", "dtype", "16-bit rows"),
     ("policy", "policy", "skew", "eviction policy, 26 x 128 columns"),
     ("optimizer", "dims", "optimizer", "optimizer, power law 1.05"),

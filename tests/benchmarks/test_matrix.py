@@ -1,5 +1,6 @@
-"""The matrix of shapes: its cells, its summary and its picture. Times need a GPU."""
+"""The matrix of shapes: its cells, its rows, its summary and its picture."""
 
+import csv
 import dataclasses
 
 import pytest
@@ -9,19 +10,22 @@ from tests.support.gpu import needs_gpu
 
 pytest.importorskip("fbgemm_gpu")
 
-from benchmarks import matrix, matrix_plot
+from benchmarks import matrix, matrix_cells, matrix_plot
+from benchmarks.environment import report
 
 ROW = {"section": "dim", "dims": "4x8", "skew": "1.2", "optimizer": "sgd", "dtype": "fp32"}
 
 
-def test_no_two_cells_are_one_row_of_the_file():
-    cells = [cell for cells in matrix.sections().values() for cell in cells]
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_no_two_cells_are_one_row_of_the_file(device):
+    sections = matrix_cells.sections(device)
+    cells = [cell for cells in sections.values() for cell in cells]
     keys = [tuple(str(getattr(cell, key)) for key in matrix.KEYS) for cell in cells]
     assert len(set(keys)) == len(keys)
-    assert all(cell.section == name for name, own in matrix.sections().items() for cell in own)
+    assert all(cell.section == name for name, own in sections.items() for cell in own)
 
 
-@pytest.mark.parametrize("skew", matrix.SKEWS)
+@pytest.mark.parametrize("skew", matrix_cells.SKEWS)
 def test_ids_have_the_skew_of_their_cell(skew):
     cell = matrix.Cell("dim", (8,) * 4, skew, batch=1000, bag=5, rows=2000)
     ids = matrix.draw(cell, cell.rows, torch.device("cpu"))
@@ -42,7 +46,8 @@ def test_ids_have_the_skew_of_their_cell(skew):
 def test_the_summary_has_the_geometric_mean_and_the_highest():
     rows = [{**ROW, "ratio": 0.5}, {**ROW, "skew": "hot", "ratio": 2.0}, {**ROW, "ratio": None}]
     text = " ".join(matrix.summary(rows).split())
-    assert text == "dim cells 2 mean 1.000 highest 2.000 (4x8, hot, sgd)"
+    of_both = "cells 2 mean 1.000 highest 2.000 (4x8, hot, sgd)"
+    assert text == f"dim {of_both} all {of_both}"
     assert matrix.summary(rows[2:]) == ""
 
 
@@ -69,3 +74,38 @@ def test_a_cell_is_measured(reduction):
     cell = matrix.Cell("dim", (8, 132), "1.2", batch=64, bag=3, rows=500, reduction=reduction)
     times = matrix.measure_cell(dataclasses.replace(cell, policy="lfu"), torch.device("cuda"))
     assert all(time > 0 for time in times.values())
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_a_cell_is_measured_on_a_cpu(dtype, reduction):
+    cell = matrix.Cell("dim", (8, 132), "1.2", batch=64, bag=3, rows=500, reduction=reduction)
+    cell = dataclasses.replace(cell, dtype=dtype, policy="lfu")
+    times = matrix.measure_cell(cell, torch.device("cpu"))
+    assert all(time > 0 for time in times.values())
+    parts = times["hkv_forward_ms"] + times["hkv_backward_ms"]
+    assert parts <= times["hkv_ms"] * 1.01  # each is the least
+
+
+def test_no_ratio_where_fbgemm_lacks_the_optimizer_on_a_cpu():
+    cell = matrix.Cell("dim", (8,), batch=16, bag=3, rows=500, optimizer="adam")
+    times = matrix.measure_cell(cell, torch.device("cpu"))
+    assert times["hkv_ms"] > 0
+    assert times["ratio"] is None
+    assert times["fbgemm_ms"] is None
+
+
+def test_rows_of_a_cpu_go_to_a_file(tmp_path):
+    cells = [matrix.Cell("dim", (8,) * 2, skew, 16, 3, 300) for skew in ("1.2", "hot")]
+    out = tmp_path / "matrix.csv"
+    report(matrix.measure(torch.device("cpu"), cells), out, matrix.KEYS)
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["skew"] for row in rows] == ["1.2", "hot"]
+    assert all(float(row["ratio"]) > 0 and float(row["cpu_ratio"]) > 0 for row in rows)
+
+
+def test_an_unknown_section_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        matrix.main(["--device", "cpu", "--sections", "dim", "mixed"])
+    assert "--device cpu has no section 'mixed'; it has dim, lfu" in capsys.readouterr().err

@@ -3,6 +3,8 @@ pieces of 64, which end where a multiple of 64 is still to come, and the pieces 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,9 +48,11 @@ def draw(seed: int) -> tuple[Bags, Tensor, Tensor]:
     return Bags(ids, offsets, BATCH), weights, grad
 
 
-def make(optimizer: Optimizer) -> TableGroup:
+def make(optimizer: Optimizer, **options: Any) -> TableGroup:
     """Tables with room for all ids."""
-    specs = [TableSpec(f"t{dim}", 2 * IDS, dim, initializer=Uniform(-1, 1)) for dim in DIMS]
+    specs = [
+        TableSpec(f"t{dim}", 2 * IDS, dim, initializer=Uniform(-1, 1), **options) for dim in DIMS
+    ]
     return TableGroup(specs, FEATURES, optimizer, "cpu")
 
 
@@ -124,3 +128,24 @@ def test_threads_change_no_bit(set_threads, optimizer):
     alone, together = trained(1), trained(4)
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
     assert all(bool(part.isfinite().all()) for part in alone)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "epoch_lfu", "epoch_lru"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_threads_change_no_16_bit_row_and_no_score(set_threads, dtype, policy):
+    def trained(threads: int) -> list[Tensor]:
+        set_threads(threads)
+        group = make(RowWiseAdagrad(), dtype=dtype, eviction=policy)
+        for seed in range(3):
+            bags, _, grad = draw(seed)
+            lookup(group, bags, learning_rate=0.1).backward(grad)
+        states = [group.export_table(table) for table in range(len(DIMS))]
+        return [part for of in states for part in (of.ids, of.rows, of.states, of.scores)]
+
+    alone, together = trained(1), trained(4)
+    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
+    counted = set(torch.cat([draw(seed)[0].ids for seed in range(3)]).tolist())
+    assert len(counted) > 10_000
+    if policy == "lfu":
+        lookups = sum(int(part.sum()) for part in alone[3::4])
+        assert lookups == sum(len(draw(seed)[0].ids) for seed in range(3))

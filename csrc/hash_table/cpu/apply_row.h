@@ -15,15 +15,6 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// Eight columns, of GCC's and Clang's vector extension.
-typedef float Columns __attribute__((vector_size(32)));
-
-inline Columns load_columns(const float* from) {
-  Columns columns;
-  std::memcpy(&columns, from, sizeof(columns));
-  return columns;
-}
-
 inline float sum_of(const Columns& lanes) {
   return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
          ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
@@ -46,7 +37,8 @@ inline float sum_of_squares(const float* values, int32_t n) {
   Columns lanes = {};
   int32_t c = 0;
   for (; c + 8 <= n; c += 8) {
-    const Columns columns = load_columns(values + c);
+    const Columns columns =
+        load_columns<RowType::kFloat32, Columns>(reinterpret_cast<const char*>(values + c));
     lanes += columns * columns;
   }
   for (; c < n; ++c) lanes[0] += values[c] * values[c];
@@ -71,42 +63,46 @@ class RowUpdater {
   template <typename Before>
   void update(const TableView& table, const int64_t* slots, int64_t n, const float* grad,
               const Before& before) {
-    if (plain_ && table.rows.type == RowType::kFloat32 &&
-        update_plain(table, slots, n, grad, before)) {
-      return;
-    }
+    if (plain_ && update_plain(table, slots, n, grad, before)) return;
     for (int64_t i = 0; i < n; ++i) {
       before(i);
       update_any(table, slots[i], grad);
     }
   }
 
-  void update_any(const TableView& table, int64_t slot, const float* grad) {
-    const int32_t dim = table.dim();
-    const RowType type = table.rows.type;
-    char* const stored = table.row(slot);
-    float* row = reinterpret_cast<float*>(stored);
-    if (type != RowType::kFloat32) {
-      row = widened_.data();
-      widen_elements(type, stored, dim, row);
-    }
-    float* const state = table.state(slot);
-    apply(dim, row, grad, state, begin(table, dim, row, grad, state));
-    if (type == RowType::kFloat32) return;
-    if (config_.stochastic_rounding) {
-      const uint64_t key = rounding_key(config_.rounding_seed, table.initial_rows.seed,
-                                        table.ids[slot], *table.optimizer_step);
-      auto* const to = reinterpret_cast<uint16_t*>(stored);
-      for (int32_t c = 0; c < dim; ++c) {
-        to[c] = narrow_by_chance(type, row[c], rounding_draw(key, table.column_offset + c));
-      }
-    } else {
-      narrow_elements(type, row, dim, stored);
-    }
-  }
-
  private:
   static constexpr float kUnbounded = std::numeric_limits<float>::infinity();
+
+  void update_any(const TableView& table, int64_t slot, const float* grad) {
+    const int32_t dim = table.dim();
+    char* const stored = table.row(slot);
+    float* const row = widened(table.rows.type, stored, dim);
+    float* const state = table.state(slot);
+    apply(dim, row, grad, state, begin(table, dim, row, grad, state));
+    store(table, slot, row, stored);
+  }
+
+  // A row as floats: itself, or a copy that store() rounds.
+  float* widened(RowType type, char* stored, int32_t dim) {
+    if (type == RowType::kFloat32) return reinterpret_cast<float*>(stored);
+    widen_elements(type, stored, dim, widened_.data());
+    return widened_.data();
+  }
+
+  void store(const TableView& table, int64_t slot, const float* row, char* stored) const {
+    const RowType type = table.rows.type;
+    if (type == RowType::kFloat32) return;
+    if (!config_.stochastic_rounding) {
+      narrow_elements(type, row, table.dim(), stored);
+      return;
+    }
+    const uint64_t key = rounding_key(config_.rounding_seed, table.initial_rows.seed,
+                                      table.ids[slot], *table.optimizer_step);
+    auto* const to = reinterpret_cast<uint16_t*>(stored);
+    for (int32_t c = 0; c < table.dim(); ++c) {
+      to[c] = narrow_by_chance(type, row[c], rounding_draw(key, table.column_offset + c));
+    }
+  }
 
   // Where gradient_of changes nothing, the optimizers that are used most. Returns whether this is
   // one.
@@ -137,7 +133,7 @@ class RowUpdater {
     const HomeVectors rows(table.rows), states(table.states);
     for (int64_t i = 0; i < n; ++i) {
       before(i);
-      float* const __restrict__ row = reinterpret_cast<float*>(rows.at(slots[i]));
+      float* const __restrict__ row = widened(table.rows.type, rows.at(slots[i]), dim);
       float* const __restrict__ state = reinterpret_cast<float*>(states.at(slots[i]));
       float* const second_state = state + dim;
       RowTerms terms = first_terms(table, dim, state);
@@ -152,6 +148,7 @@ class RowUpdater {
         if constexpr (column_states(kKind) >= 1) state[c] = first;
         if constexpr (column_states(kKind) >= 2) second_state[c] = second;
       }
+      store(table, slots[i], row, rows.at(slots[i]));
     }
     return true;
   }
@@ -256,7 +253,7 @@ class RowUpdater {
   }
 
   const OptimizerConfig config_;
-  const bool plain_;
+  const bool plain_;  // gradient_of changes nothing
   const float learning_rate_;
   float terms_step_ = -1.0f;  // for which these are
   RowTerms terms_{};

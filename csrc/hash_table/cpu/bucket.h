@@ -68,23 +68,26 @@ inline void prefetch_lines(const void* from, int64_t lines) {
   prefetch(3);
   for (int64_t line = 4; line < lines; ++line) prefetch(line);
 }
+// The lines that have any of the bytes, at least one.
 inline void prefetch_bytes(const void* from, int64_t bytes) {
-  prefetch_lines(from, lines_of(bytes));
+  const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % kCacheLine);
+  prefetch_lines(static_cast<const char*>(from) - before, lines_of(before + bytes));
 }
 
 // Rows or states of a table on the CPU, all of which are at home. For loops over many: asking for
 // frames and for a row's width, as TableView::row does, takes longer there than what is done.
 class HomeVectors {
  public:
-  explicit HomeVectors(const RowStore& store)
-      : first_(store.homes), bytes_(store.bytes()), lines_(lines_of(bytes_)) {}
+  explicit HomeVectors(const RowStore& store) : first_(store.homes), bytes_(store.bytes()) {}
 
   char* at(int64_t slot) const { return first_ + slot * bytes_; }
-  void prefetch(int64_t slot) const { prefetch_lines(at(slot), lines_); }
+  void prefetch(int64_t slot) const {
+    if (bytes_ > 0) prefetch_bytes(at(slot), bytes_);
+  }
 
  private:
   char* const first_;
-  const int64_t bytes_, lines_;
+  const int64_t bytes_;
 };
 
 inline void prefetch_line(const TableView& table, uint32_t bucket) {

@@ -28,12 +28,15 @@ template <bool kTouch, bool kListed>
 class Finder {
  public:
   // Of the ids at positions [begin, end), all of one table; of positions[begin] to
-  // positions[end - 1], if kListed.
-  Finder(const TableView& table, const int64_t* ids, const int64_t* positions, int64_t begin,
-         int64_t end, const Visit& visit, int64_t* slots, bool* found_at)
+  // positions[end - 1], if kListed, whose ids come with given[begin] and so on where the table
+  // keeps scores.
+  Finder(const TableView& table, const int64_t* ids, const int64_t* positions,
+         const uint64_t* given, int64_t begin, int64_t end, const Visit& visit, int64_t* slots,
+         bool* found_at)
       : table_(table),
         ids_(ids),
         positions_(positions),
+        given_(given),
         begin_(begin),
         end_(end),
         visit_(visit),
@@ -120,7 +123,7 @@ class Finder {
     if (kTouch) {
       if (found_at_ != nullptr) found_at_[at] = there;
       if (table_.scores != nullptr) {
-        if (there) touch(table_, slot, visit_, visit_.given(at));
+        if (there) touch(table_, slot, visit_, kListed ? given_[nth] : visit_.given(at));
       } else {
         touch_step(select(there, &table_.last_steps[slot], &idle_step_));
       }
@@ -142,6 +145,7 @@ class Finder {
   const TableView& table_;
   const int64_t* const ids_;
   const int64_t* const positions_;
+  const uint64_t* const given_;
   const int64_t begin_, end_;
   const Visit& visit_;
   int64_t* const slots_;
@@ -160,17 +164,28 @@ class Repeats {
   static constexpr int64_t kMost = 4096;  // positions at a time
 
   // Of positions from `first` on.
-  Repeats(const int64_t* ids, int64_t first) : ids_(ids + first), first_(first) {}
+  Repeats(const int64_t* ids, int64_t first) : all_ids_(ids) { forget(first); }
+
+  // From now on, of positions from `first` on.
+  void forget(int64_t first) {
+    ids_ = all_ids_ + first;
+    first_ = first;
+    std::fill_n(firsts_, 1 << kBits, 0u);
+  }
 
   // Lists those of positions [begin, end), at most kMost, that repeat none. Returns how many.
   int64_t list(int64_t begin, int64_t end) {
     int64_t n = 0;
+    uint32_t idle;
     for (int64_t at = begin; at < end; ++at) {
       const auto own = static_cast<uint32_t>(at - first_);
-      uint32_t& last = last_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
-      const bool repeats = (ids_[last] == ids_[own]) & (last != own);  // no branch, as in Finder
-      last = static_cast<uint32_t>(select(repeats, last, own));
-      origins_[at - begin] = last;
+      uint32_t& entry = firsts_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
+      const uint32_t first = entry;
+      const bool repeats = (ids_[first] == ids_[own]) & (first != own);  // no branch, as in Finder
+      // Written only where that changes it: the next of a hot id need not wait for what this
+      // writes.
+      *select(repeats, &idle, &entry) = own;
+      origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, own));
       listed_[n] = at;
       n += !repeats;
     }
@@ -180,31 +195,53 @@ class Repeats {
   // The position that the i-th of them repeats, or itself.
   int64_t origin(int64_t i) const { return first_ + origins_[i]; }
 
+  // What each of n listed ids comes with: the sum over its positions before `end`, or what came
+  // last. list() must have been called once, for positions from the first to `end`.
+  const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
+    // By position, then by number.
+    for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;
+    for (int64_t at = first_; at < end; ++at) {
+      uint64_t& total = given_[origins_[at - first_]];
+      const uint64_t more = visit.given(at);
+      total = sums ? std::min(total + more, kMostCounts) : more;
+    }
+    for (int64_t i = 0; i < n; ++i) given_[i] = given_[listed_[i] - first_];
+    return given_;
+  }
+
  private:
   static constexpr int kBits = 12, kShift = 64 - kBits;
 
-  const int64_t* const ids_;
-  const int64_t first_;
-  uint32_t last_[1 << kBits] = {};  // by a hash of the id, behind first_
+  const int64_t* const all_ids_;
+  const int64_t* ids_;
+  int64_t first_;
+  uint32_t firsts_[1 << kBits];  // by a hash of the id, behind first_
   uint32_t origins_[kMost];
   int64_t listed_[kMost];
+  uint64_t given_[kMost];
 };
 
 // Finds the ids at positions [begin, end), all of one table, and returns how many it found. Where
 // many repeat others, as under a power law, each of these is looked for once: that takes less than
-// looking again, even where all it reads is in the cache.
+// looking again, even where all it reads is in the cache. Scores are written once, too: the counts
+// of positions that share an id are added up before.
 template <bool kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
                    const Visit& visit, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
+  const bool scored = kTouch && table.scores != nullptr;
   int64_t found = 0;
-  // Scores count how often an id was touched.
-  if (end - begin > kTrial && !(kTouch && table.scores != nullptr)) {
+  if (end - begin > kTrial) {
     Repeats repeats(ids, begin);
     int64_t stop = begin + kTrial;
     for (bool many = true; many && begin < end;) {
+      // An id that has been touched is not touched again: where it matters how often, what came
+      // before is forgotten.
+      if (scored) repeats.forget(begin);
       const int64_t n = repeats.list(begin, stop);
-      Finder<kTouch, true>(table, ids, repeats.listed(), 0, n, visit, slots, found_at).run();
+      const uint64_t* const given =
+          scored ? repeats.given(stop, n, sums_scores(table.eviction), visit) : nullptr;
+      Finder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, visit, slots, found_at).run();
       for (int64_t at = begin; at < stop; ++at) {
         const int64_t slot = slots[repeats.origin(at - begin)];
         slots[at] = slot;
@@ -216,7 +253,7 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       stop = std::min(end, begin + Repeats::kMost);
     }
   }
-  Finder<kTouch, false> rest(table, ids, nullptr, begin, end, visit, slots, found_at);
+  Finder<kTouch, false> rest(table, ids, nullptr, nullptr, begin, end, visit, slots, found_at);
   return found + rest.run();
 }
 

@@ -1,8 +1,8 @@
 // Positions of a batch grouped by slot, for the backward on the CPU.
 //
-// A counting sort puts the positions of each table into partitions of some thousand by a hash of
-// their slots; each partition is then grouped by one thread, in a hash table that fits its cache.
-// Occurrences keep the order of the batch, whatever the number of threads.
+// The positions of a table are one partition; those of a table with many go into several by a hash
+// of their slots (a counting sort). One thread groups a partition, in a hash table that fits its
+// cache. A group keeps the order of the batch, whatever the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "hash_table/cpu/gradients.h"
 #include "hash_table/table_view.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -24,9 +25,10 @@ struct Occurrence {
 // Positions of one table whose slots' hashes have the same upper bits.
 struct Partition {
   int32_t table;
-  int bits;  // how many of them
-  const Occurrence* begin;
+  int bits;                 // how many of them; 0: all positions of the table
+  const Occurrence* begin;  // in the order of the batch; null if they are all of the table
   const Occurrence* end;
+  int64_t most;  // how many they are at most
 };
 
 // Spreads neighbouring slots: the upper bits tell the partition, the next ones the place in its
@@ -40,8 +42,104 @@ class Partitions {
   Partitions(const TableView* tables, int32_t num_tables, const Batch& batch, const int64_t* slots,
              int threads)
       : batch_(batch), slots_(slots), firsts_(num_tables), bits_(num_tables) {
-    cut(tables);
-    blocks_ = std::max<int64_t>(1, std::min<int64_t>(threads, batch.num_bags / 64));
+    cut(tables, threads);
+    if (dealt_ > 0) fill(threads);
+    // Results do not depend on their order, which is that of expected work.
+    std::sort(partitions_.begin(), partitions_.end(), [&](const Partition& a, const Partition& b) {
+      return work(tables[a.table], a.most) > work(tables[b.table], b.most);
+    });
+  }
+
+  int64_t size() const { return static_cast<int64_t>(partitions_.size()); }
+  const Partition& operator[](int64_t number) const { return partitions_[number]; }
+  // How many positions are in tables of several partitions, and whether a table is one.
+  int64_t dealt() const { return dealt_; }
+  bool dealt(int32_t table) const { return bits_[table] > 0; }
+
+  // Calls visit(feature) for the features of a partition's table.
+  template <typename Visit>
+  void for_features(const Partition& partition, const Visit& visit) const {
+    for (const int32_t feature : features_[partition.table]) visit(feature);
+  }
+  // Calls visit(slot, position) for the positions of a partition that have a slot, in the order of
+  // the batch.
+  template <typename Visit>
+  void for_slots(const Partition& partition, const Visit& visit) const {
+    if (partition.begin != nullptr) {
+      for (const Occurrence* it = partition.begin; it != partition.end; ++it) {
+        visit(it->slot, it->position);
+      }
+      return;
+    }
+    for_features(partition, [&](int32_t feature) {
+      const int64_t last = batch_.feature_start(feature + 1);
+      for (int64_t at = batch_.feature_start(feature); at < last; ++at) {
+        if (slots_[at] != kNoSlot) visit(slots_[at], static_cast<uint32_t>(at));
+      }
+    });
+  }
+
+  // Calls visit(position, bag, place of its gradient) for the same positions.
+  template <typename Visit>
+  void for_gradients(const Partition& partition, const Gradients& gradients,
+                     const Visit& visit) const {
+    if (partition.begin != nullptr) {
+      for (const Occurrence* it = partition.begin; it != partition.end; ++it) {
+        visit(it->position, it->bag, gradients.place(gradients.feature_of_bag(it->bag), it->bag));
+      }
+      return;
+    }
+    for_features(partition, [&](int32_t feature) {
+      const int64_t stop = batch_.first_bag(feature + 1);
+      for (int64_t bag = batch_.first_bag(feature); bag < stop; ++bag) {
+        const int64_t place = gradients.place(feature, bag);
+        for (int64_t at = batch_.offsets[bag]; at < batch_.offsets[bag + 1]; ++at) {
+          if (slots_[at] != kNoSlot) visit(static_cast<uint32_t>(at), bag, place);
+        }
+      }
+    });
+  }
+
+ private:
+  // Positions of a partition, about: with its hash table and their gradients' places in the
+  // second-level cache. Where there are several threads, fewer, but for kLeast, so that there are
+  // some partitions of a thread's share.
+  static constexpr int64_t kMost = 32768, kLeast = 1024;
+  static constexpr int kMaxBits = 12;
+
+  // Of so many positions, relative to others.
+  static int64_t work(const TableView& table, int64_t positions) {
+    return positions * (table.dim() + 32);
+  }
+
+  // How many partitions each table has.
+  void cut(const TableView* tables, int threads) {
+    std::vector<int64_t> ids(bits_.size());
+    features_.resize(bits_.size());
+    int64_t total = 0;
+    for (int32_t f = 0; f < batch_.num_features; ++f) {
+      const int32_t table = batch_.feature_tables[f];
+      const int64_t own = batch_.feature_start(f + 1) - batch_.feature_start(f);
+      ids[table] += own;
+      total += work(tables[table], own);
+      features_[table].push_back(f);
+    }
+    const int64_t share = threads > 1 ? total / (2 * threads) : total;
+    for (size_t t = 0; t < bits_.size(); ++t) {
+      const auto too_large = [&](int64_t positions) {
+        return positions > kMost || (positions > kLeast && work(tables[t], positions) > share);
+      };
+      while (bits_[t] < kMaxBits && too_large(ids[t] >> bits_[t])) ++bits_[t];
+      firsts_[t] = size();
+      if (ids[t] == 0) continue;
+      partitions_.resize(size() + (int64_t{1} << bits_[t]),
+                         Partition{static_cast<int32_t>(t), bits_[t], nullptr, nullptr, ids[t]});
+      dealt_ += bits_[t] > 0 ? ids[t] : 0;
+    }
+  }
+
+  void fill(int threads) {
+    blocks_ = std::max<int64_t>(1, std::min<int64_t>(threads, batch_.num_bags / 64));
     // places[block][partition]: its entries, then the place of the next one.
     std::vector<int64_t> places(blocks_ * size());
     parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
@@ -57,49 +155,27 @@ class Partitions {
     });
   }
 
-  int64_t size() const { return static_cast<int64_t>(partitions_.size()); }
-  const Partition& operator[](int64_t number) const { return partitions_[number]; }
-
- private:
-  // Positions of a partition, about, in tables of 64 columns; fewer where they are wider. With its
-  // hash table and the sums of gradients in the second-level cache.
-  static constexpr int64_t kSize = 8192, kLeast = 1024;
-  static constexpr int kMaxBits = 12;
-
-  // How many partitions each table has.
-  void cut(const TableView* tables) {
-    std::vector<int64_t> ids(bits_.size());
-    for (int32_t f = 0; f < batch_.num_features; ++f) {
-      ids[batch_.feature_tables[f]] += batch_.feature_start(f + 1) - batch_.feature_start(f);
-    }
-    for (size_t t = 0; t < bits_.size(); ++t) {
-      const int64_t most = std::clamp<int64_t>(kSize * 64 / tables[t].dim(), kLeast, kSize);
-      while (bits_[t] < kMaxBits && (ids[t] >> bits_[t]) > most) ++bits_[t];
-      firsts_[t] = size();
-      partitions_.resize(size() + (int64_t{1} << bits_[t]),
-                         Partition{static_cast<int32_t>(t), bits_[t], nullptr, nullptr});
-    }
-  }
-
-  // Calls visit(first bag, one past the last, table) for the bags of each feature in a block.
+  // Calls visit(first bag, one past the last, table) for the bags of each feature in a block whose
+  // table has several partitions.
   template <typename Visit>
-  void for_features(int64_t block, const Visit& visit) const {
+  void for_dealt(int64_t block, const Visit& visit) const {
     int64_t bag = batch_.num_bags * block / blocks_;
     const int64_t end = batch_.num_bags * (block + 1) / blocks_;
     while (bag < end) {
       const int32_t feature = batch_.feature_of_bag(bag);
       const int64_t stop = std::min(end, batch_.first_bag(feature + 1));
-      visit(bag, stop, batch_.feature_tables[feature]);
+      const int32_t table = batch_.feature_tables[feature];
+      if (bits_[table] > 0) visit(bag, stop, table);
       bag = stop;
     }
   }
 
   static int64_t upper_bits(int64_t slot, int bits) {
-    return static_cast<int64_t>(slot_hash(slot) >> 1 >> (63 - bits));
+    return static_cast<int64_t>(slot_hash(slot) >> (64 - bits));
   }
 
   void count(int64_t block, int64_t* counts) const {
-    for_features(block, [&](int64_t bag, int64_t stop, int32_t table) {
+    for_dealt(block, [&](int64_t bag, int64_t stop, int32_t table) {
       int64_t* const own = counts + firsts_[table];
       const int bits = bits_[table];
       const int64_t last = batch_.offsets[stop];
@@ -111,26 +187,23 @@ class Partitions {
 
   // Gives each block its part of each partition: counts become places.
   void reserve(int64_t* places) {
-    std::vector<int64_t> starts(size() + 1);
+    occurrences_ = std::make_unique_for_overwrite<Occurrence[]>(dealt_);
     int64_t total = 0;
     for (int64_t p = 0; p < size(); ++p) {
-      starts[p] = total;
+      if (partitions_[p].bits == 0) continue;
+      partitions_[p].begin = occurrences_.get() + total;
       for (int64_t block = 0; block < blocks_; ++block) {
         const int64_t here = places[block * size() + p];
         places[block * size() + p] = total;
         total += here;
       }
-    }
-    starts[size()] = total;
-    occurrences_ = std::make_unique_for_overwrite<Occurrence[]>(total);
-    for (int64_t p = 0; p < size(); ++p) {
-      partitions_[p].begin = occurrences_.get() + starts[p];
-      partitions_[p].end = occurrences_.get() + starts[p + 1];
+      partitions_[p].end = occurrences_.get() + total;
+      partitions_[p].most = partitions_[p].end - partitions_[p].begin;
     }
   }
 
   void deal(int64_t block, int64_t* places) {
-    for_features(block, [&](int64_t first_bag, int64_t stop, int32_t table) {
+    for_dealt(block, [&](int64_t first_bag, int64_t stop, int32_t table) {
       int64_t* const own = places + firsts_[table];
       const int bits = bits_[table];
       for (int64_t bag = first_bag; bag < stop; ++bag) {
@@ -145,53 +218,150 @@ class Partitions {
 
   const Batch& batch_;
   const int64_t* slots_;
-  int64_t blocks_;               // parts of the batch that are counted and dealt by one thread each
+  int64_t dealt_ = 0;            // positions of tables with several partitions
+  int64_t blocks_ = 0;           // parts of the batch that are counted and dealt by one thread each
   std::vector<int64_t> firsts_;  // by table, its first partition
   std::vector<int> bits_;        // by table
+  std::vector<std::vector<int32_t>> features_;  // by table
   std::vector<Partition> partitions_;
   std::unique_ptr<Occurrence[]> occurrences_;
+};
+
+// Memory that is used again, and not cleared.
+template <typename T>
+class Reused {
+ public:
+  // Room for n; what was there is lost.
+  T* resize(size_t n) {
+    if (n > room_) {
+      memory_ = std::make_unique_for_overwrite<T[]>(n);
+      room_ = n;
+    }
+    return memory_.get();
+  }
+  T* get() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<T[]> memory_;
+  size_t room_ = 0;
+};
+
+// Positions whose rows stand nowhere else, in the order of the batch, and these rows' slots in
+// their table.
+struct LoneRows {
+  Reused<uint32_t> positions;
+  Reused<int64_t> slots;
+  int64_t n = 0;
 };
 
 // The groups of one partition at a time; a thread reuses it, with its memory.
 class SlotGroups {
  public:
+  // A slot that stands at several positions. Its gradients have numbers from `first` on.
+  struct Repeated {
+    int64_t slot;
+    uint32_t first;
+    uint32_t count;
+  };
+
+  // Groups a partition; rows that stand alone are listed in `lone`.
+  void assign(const Partitions& partitions, const Partition& partition, const Gradients& gradients,
+              int64_t first_slot, LoneRows& lone) {
+    const int64_t n = group(partitions, partition);
+    const int64_t repeats = separate(n, first_slot, lone);
+    if (repeats > 0) scatter(partitions, partition, gradients, repeats);
+  }
+
+  const std::vector<Repeated>& repeated() const { return repeated_; }
+  const int64_t* places() const { return places_.get(); }  // of gradients, by number
+  const float* scales() const { return scales_.get(); }    // what multiplies them, where scaled
+
+ private:
   struct Group {
     int64_t slot;
-    uint32_t left;    // occurrences; the caller counts them down
-    uint32_t number;  // for the caller; kNone at first
+    uint32_t at;  // first its first position, then the number of its next gradient
+    uint32_t count;
   };
 
   static constexpr uint32_t kNone = UINT32_MAX;
 
-  void assign(const Partition& partition) {
-    const auto n = static_cast<uint32_t>(partition.end - partition.begin);
+  // Finds the group of each position. Returns the number of groups.
+  uint32_t group(const Partitions& partitions, const Partition& partition) {
+    const auto n = static_cast<uint64_t>(partition.most);
     int bits = 4;
-    while ((uint32_t{1} << bits) < 2 * n) ++bits;
-    const uint32_t mask = (uint32_t{1} << bits) - 1;
+    while ((uint64_t{1} << bits) < 2 * n) ++bits;
+    const uint64_t mask = (uint64_t{1} << bits) - 1;
     const int shift = std::max(0, 64 - partition.bits - bits);
-    places_.assign(mask + 1, kNone);
-    group_of_.resize(n);
-    groups_.clear();
-    for (uint32_t i = 0; i < n; ++i) {
-      const int64_t slot = partition.begin[i].slot;
-      uint32_t at = static_cast<uint32_t>(slot_hash(slot) >> shift) & mask;
-      while (places_[at] != kNone && groups_[places_[at]].slot != slot) at = (at + 1) & mask;
-      if (places_[at] == kNone) {
-        places_[at] = static_cast<uint32_t>(groups_.size());
-        groups_.push_back(Group{slot, 0, kNone});
+    uint32_t* const heads = heads_.resize(mask + 1);  // open addressing: a group's number, or kNone
+    std::fill_n(heads, mask + 1, kNone);
+    Group* const groups = groups_.resize(n);
+    uint32_t* group_of = group_of_.resize(n);
+    uint32_t number = 0;
+    partitions.for_slots(partition, [&](int64_t slot, uint32_t position) {
+      uint64_t at = slot_hash(slot) >> shift & mask;
+      while (heads[at] != kNone && groups[heads[at]].slot != slot) at = (at + 1) & mask;
+      uint32_t own = heads[at];
+      if (own == kNone) {
+        own = heads[at] = number++;
+        groups[own] = Group{slot, position, 0};
       }
-      group_of_[i] = places_[at];
-      ++groups_[places_[at]].left;
-    }
+      *group_of++ = own;
+      ++groups[own].count;
+    });
+    return number;
   }
 
-  // That of an occurrence, by its number in the partition.
-  Group& of(int64_t occurrence) { return groups_[group_of_[occurrence]]; }
+  // Lists the groups of several positions, and those of one. Returns how many positions the former
+  // have together.
+  int64_t separate(int64_t n, int64_t first_slot, LoneRows& lone) {
+    Group* const groups = groups_.get();
+    uint32_t* const positions = lone.positions.resize(n + 1);
+    int64_t* const slots = lone.slots.resize(n + 1);
+    int64_t alone = 0;
+    uint32_t total = 0;
+    repeated_.clear();
+    for (int64_t g = 0; g < n; ++g) {
+      Group& group = groups[g];
+      positions[alone] = group.at;
+      slots[alone] = group.slot - first_slot;
+      if (group.count == 1) {
+        ++alone;
+        continue;
+      }
+      repeated_.push_back(Repeated{group.slot, total, group.count});
+      group.at = total;
+      total += group.count;
+    }
+    lone.n = alone;
+    // Gradients of rows that stand alone go to a place behind the others: no branch.
+    for (int64_t g = 0; g < n; ++g) {
+      if (groups[g].count == 1) groups[g].at = total;
+    }
+    return total;
+  }
 
- private:
-  std::vector<Group> groups_;
-  std::vector<uint32_t> places_;  // open addressing: a group's number, or kNone
-  std::vector<uint32_t> group_of_;
+  void scatter(const Partitions& partitions, const Partition& partition, const Gradients& gradients,
+               int64_t repeats) {
+    const bool scaled = gradients.scaled();
+    Group* const groups = groups_.get();
+    int64_t* const places = places_.resize(repeats + 1);
+    float* const scales = scales_.resize(scaled ? repeats + 1 : 0);
+    const uint32_t* group_of = group_of_.get();
+    partitions.for_gradients(partition, gradients,
+                             [&](uint32_t position, int64_t bag, int64_t place) {
+                               Group& group = groups[*group_of++];
+                               places[group.at] = place;
+                               if (scaled) scales[group.at] = gradients.scale(position, bag);
+                               group.at += group.count != 1;
+                             });
+  }
+
+  std::vector<Repeated> repeated_;
+  Reused<Group> groups_;
+  Reused<uint32_t> heads_;
+  Reused<uint32_t> group_of_;  // by position that has a slot
+  Reused<int64_t> places_;
+  Reused<float> scales_;
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -11,8 +11,9 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// Rows that are on their way from memory; counted in ids, over the ends of bags.
-constexpr int64_t kAhead = 16;
+// Rows that are on their way from memory; counted in ids, over the ends of bags. Of wide rows only
+// so many as leave room in the first-level cache.
+constexpr int64_t kMostAhead = 16, kLeastAhead = 2, kBytesAhead = 8192;
 
 float dot(const float* a, const float* b, int32_t n) {
   constexpr int kLanes = 8;  // partial sums that the compiler can keep in one vector
@@ -27,8 +28,8 @@ float dot(const float* a, const float* b, int32_t n) {
   return sum;
 }
 
-// Rows of one table, as floats. kFloats: they are stored as such.
-template <bool kFloats>
+// Rows of one table, stored as kType.
+template <RowType kType>
 class Rows {
  public:
   // For positions [first, last), in this order.
@@ -39,45 +40,45 @@ class Rows {
         slots_(slots),
         last_(last),
         row_bytes_(row_bytes(table)),
-        rows_(table.rows.homes),
-        first_slot_(table.first_slot),
+        ahead_(std::clamp(kBytesAhead / row_bytes_, kLeastAhead, kMostAhead)),
+        rows_(table.rows.homes - table.first_slot * row_bytes_),
         buffer_(buffer) {
-    for (int64_t at = first; at < std::min(first + kAhead, last); ++at)
+    for (int64_t at = first; at < std::min(first + ahead_, last); ++at)
       prefetch(at, 0, table.dim());
   }
 
-  // To be called with columns(at, column, n): so those further on arrive in time.
+  // To be called with stored(at, column) or columns(at, column, n): so those further on arrive in
+  // time.
   void before(int64_t at, int32_t column, int32_t n) const {
-    if (at + kAhead < last_) prefetch(at + kAhead, column, n);
+    if (at + ahead_ < last_) prefetch(at + ahead_, column, n);
   }
-  // Columns [column, column + n) of the id at a position; of its initial row where it has none, or
-  // null if kThere. Valid until the next call.
-  template <bool kThere = false>
-  const float* columns(int64_t at, int32_t column, int32_t n) const {
+  // The row of the id at a position, from a column on; null where it has none.
+  const char* stored(int64_t at, int32_t column) const {
     const int64_t slot = slots_[at];
-    if (slot == kNoSlot) [[unlikely]] {
-      return kThere ? nullptr : initial_columns(at, column, n);
+    if (slot == kNoSlot) [[unlikely]]
+      return nullptr;
+    return rows_ + slot * row_bytes_ + column * element_size(kType);
+  }
+  // Columns [column, column + n) as floats; of its initial row where it has none. Valid until the
+  // next call.
+  const float* columns(int64_t at, int32_t column, int32_t n) const {
+    const char* const row = stored(at, column);
+    if (row == nullptr) [[unlikely]] {
+      initial_row(table_.initial_rows, batch_.ids[at],
+                  static_cast<uint32_t>(table_.column_offset + column), n, buffer_);
+      return buffer_;
     }
-    const char* const row = row_of(slot);
-    if constexpr (kFloats) return reinterpret_cast<const float*>(row) + column;
-    const RowType type = table_.rows.type;
-    widen_elements(type, row + column * element_size(type), n, buffer_);
+    if constexpr (kType == RowType::kFloat32) return reinterpret_cast<const float*>(row);
+    widen_elements(kType, row, n, buffer_);
     return buffer_;
   }
 
  private:
-  const char* row_of(int64_t slot) const { return rows_ + (slot - first_slot_) * row_bytes_; }
   void prefetch(int64_t at, int32_t column, int32_t n) const {
-    const int64_t slot = slots_[at];
-    if (slot == kNoSlot) [[unlikely]]
+    const char* const row = stored(at, column);
+    if (row == nullptr) [[unlikely]]
       return;
-    const int64_t of_column = kFloats ? sizeof(float) : element_size(table_.rows.type);
-    prefetch_bytes(row_of(slot) + column * of_column, n * of_column);
-  }
-  [[gnu::noinline]] const float* initial_columns(int64_t at, int32_t column, int32_t n) const {
-    initial_row(table_.initial_rows, batch_.ids[at],
-                static_cast<uint32_t>(table_.column_offset + column), n, buffer_);
-    return buffer_;
+    prefetch_bytes(row, n * element_size(kType));
   }
 
   const TableView& table_;
@@ -85,114 +86,123 @@ class Rows {
   const int64_t* const slots_;
   const int64_t last_;
   const int64_t row_bytes_;
-  const char* const rows_;
-  const int64_t first_slot_;
-  float* const buffer_;  // [dim]
+  const int64_t ahead_;
+  const char* const rows_;  // where slot 0 of the group would be
+  float* const buffer_;     // [dim]
 };
 
-// Calls visit(feature, sample, table, rows, first position, one past the last) for each bag in the
-// range of bag numbers feature * batch_size + sample.
+// Calls visit(feature, rows, first bag, one past the last) for the bags of each feature in a range
+// of bag numbers.
 template <typename Visit>
-void for_each_bag(const TableView* tables, const Batch& batch, const int64_t* slots, int64_t begin,
-                  int64_t end, const Visit& visit) {
+void for_each_feature(const TableView* tables, const Batch& batch, const int64_t* slots,
+                      int64_t begin, int64_t end, const Visit& visit) {
   std::vector<float> buffer;
   while (begin < end) {
     const int32_t feature = batch.feature_of_bag(begin);
-    const int64_t start = batch.first_bag(feature);
     const int64_t stop = std::min(end, batch.first_bag(feature + 1));
     const TableView& table = tables[batch.feature_tables[feature]];
     buffer.resize(std::max<size_t>(buffer.size(), table.dim()));
-    const auto visit_all = [&]<bool kFloats>() {
-      const Rows<kFloats> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
-                               buffer.data());
-      for (int64_t bag = begin; bag < stop; ++bag) {
-        const int64_t first = batch.offsets[bag], last = batch.offsets[bag + 1];
-        visit(feature, bag - start, table, rows, first, last);
-      }
-    };
-    if (table.rows.type == RowType::kFloat32) {
-      visit_all.template operator()<true>();
-    } else {
-      visit_all.template operator()<false>();
-    }
+    with_type(table.rows.type, [&]<RowType kType>() {
+      const Rows<kType> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
+                             buffer.data());
+      visit(feature, rows, begin, stop);
+    });
     begin = stop;
   }
 }
 
-// Eight columns, of GCC's and Clang's vector extension.
-typedef float Columns __attribute__((vector_size(32)));
+// The bags of one feature in a call.
+template <RowType kType, bool kScaled>
+class Pool {
+ public:
+  Pool(const Rows<kType>& rows, const Batch& batch, Pooling pooling, Output<char> out,
+       int32_t feature, int32_t dim)
+      : rows_(rows), batch_(batch), pooling_(pooling), out_(out), feature_(feature), dim_(dim) {}
 
-// to[c] = the sum of the rows' columns column + c, for 8 * kVectors columns. scale(at) multiplies
-// the row of a position. kThere: stops and returns false at an id that has no row. The sums stay in
-// registers, since nothing takes the address of all of them, and kThere calls nothing.
-template <int kVectors, bool kThere, bool kFloats, typename Scale>
-bool try_sum_columns(const Rows<kFloats>& rows, int64_t first, int64_t last, const Scale& scale,
-                     int32_t column, float* to) {
-  Columns sums[kVectors];
-  for (int v = 0; v < kVectors; ++v) sums[v] = Columns{};
-  for (int64_t at = first; at < last; ++at) {
-    rows.before(at, column, 8 * kVectors);
-    const float* from = rows.template columns<kThere>(at, column, 8 * kVectors);
-    if (kThere && from == nullptr) [[unlikely]]
-      return false;
-    const float by = scale(at);
-    for (int v = 0; v < kVectors; ++v) {
-      Columns values;
-      std::memcpy(&values, from + 8 * v, sizeof(values));
-      sums[v] += by * values;
+  void run(int64_t begin, int64_t end) const {
+    // What depends on the columns alone is done once for a few bags, where one pass takes all
+    // columns.
+    const int64_t bags = dim_ <= 64 && dim_ % 8 == 0 ? 8 : 1;
+    for (; begin < end; begin += bags) {
+      const int64_t stop = std::min(end, begin + bags);
+      for_vectors(dim_, [&]<typename Vector, int kVectors>(int32_t c) {
+        for (int64_t bag = begin; bag < stop; ++bag) sum<Vector, kVectors>(bag, c);
+      });
     }
   }
-  for (int v = 0; v < kVectors; ++v) std::memcpy(to + 8 * v, &sums[v], sizeof(Columns));
-  return true;
-}
 
-template <int kVectors, bool kFloats, typename Scale>
-void sum_columns(const Rows<kFloats>& rows, int64_t first, int64_t last, const Scale& scale,
-                 int32_t column, float* to) {
-  if (kFloats && try_sum_columns<kVectors, true>(rows, first, last, scale, column, to)) return;
-  try_sum_columns<kVectors, false>(rows, first, last, scale, column, to);
-}
-
-template <bool kFloats, typename Scale>
-void sum_rows(const Rows<kFloats>& rows, int64_t first, int64_t last, const Scale& scale,
-              int32_t dim, float* to) {
-  int32_t c = 0;
-  for (; dim - c >= 64; c += 64) sum_columns<8>(rows, first, last, scale, c, to + c);
-  if (dim - c >= 32) sum_columns<4>(rows, first, last, scale, c, to + c), c += 32;
-  if (dim - c >= 16) sum_columns<2>(rows, first, last, scale, c, to + c), c += 16;
-  if (dim - c >= 8) sum_columns<1>(rows, first, last, scale, c, to + c), c += 8;
-  if (c == dim) return;
-  std::fill_n(to + c, dim - c, 0.0f);
-  for (int64_t at = first; at < last; ++at) {
-    rows.before(at, c, dim - c);
-    const float* from = rows.columns(at, c, dim - c);
-    for (int32_t k = 0; k < dim - c; ++k) to[c + k] += scale(at) * from[k];
+ private:
+  // The sums of columns [c, c + those of kVectors vectors), which stay in registers.
+  template <typename Vector, int kVectors>
+  void sum(int64_t bag, int32_t c) const {
+    constexpr int kLanes = kColumnsOf<Vector>;
+    const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];
+    Vector sums[kVectors];
+    unrolled<kVectors>([&](auto v) { sums[v] = Vector{}; });
+    for (int64_t at = first; at < last; ++at) {
+      rows_.before(at, c, kVectors * kLanes);
+      const char* const row = rows_.stored(at, c);
+      if (row == nullptr) [[unlikely]]
+        return sum_with_initial<Vector, kVectors>(bag, c);
+      const float by = kScaled ? scale(at, last - first) : 1.0f;
+      unrolled<kVectors>([&](auto v) {
+        const auto columns = load_columns<kType, Vector>(row + v * kLanes * element_size(kType));
+        sums[v] += kScaled ? by * columns : columns;
+      });
+    }
+    char* const to = place_of(bag, c);
+    with_type(out_.type, [&]<RowType kOut>() {
+      unrolled<kVectors>(
+          [&](auto v) { store_columns<kOut>(sums[v], to + v * kLanes * element_size(kOut)); });
+    });
   }
-}
+
+  // The same where not every id has a row.
+  template <typename Vector, int kVectors>
+  [[gnu::noinline]] void sum_with_initial(int64_t bag, int32_t c) const {
+    constexpr int kLanes = kColumnsOf<Vector>, kColumns = kVectors * kLanes;
+    const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];
+    float sums[kColumns] = {};
+    for (int64_t at = first; at < last; ++at) {
+      rows_.before(at, c, kColumns);
+      const float* const from = rows_.columns(at, c, kColumns);
+      const float by = kScaled ? scale(at, last - first) : 1.0f;
+      for (int k = 0; k < kColumns; ++k) sums[k] += by * from[k];
+    }
+    narrow_elements(out_.type, sums, kColumns, place_of(bag, c));
+  }
+
+  float scale(int64_t at, int64_t length) const {
+    const float bag_scale = pooling_.mean ? 1.0f / length : 1.0f;
+    return pooling_.weights ? pooling_.weights[at] * bag_scale : bag_scale;
+  }
+  char* place_of(int64_t bag, int32_t c) const {
+    return out_.at(batch_.output_of(feature_, bag - batch_.first_bag(feature_), out_.stride) + c);
+  }
+  const Rows<kType>& rows_;
+  const Batch& batch_;
+  const Pooling pooling_;
+  const Output<char> out_;
+  const int32_t feature_;
+  const int32_t dim_;
+};
 
 }  // namespace
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<char> out, int threads) {
+  const bool scaled = pooling.mean || pooling.weights != nullptr;
   parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums;  // of a bag, where outputs are no floats
-    for_each_bag(tables, batch, slots, begin, end,
-                 [&](int32_t feature, int64_t sample, const TableView& table, const auto& rows,
-                     int64_t first, int64_t last) {
-                   char* const to = out.at(batch.output_of(feature, sample, out.stride));
-                   const float bag_scale =
-                       pooling.mean && last > first ? 1.0f / (last - first) : 1.0f;
-                   const auto scale = [&](int64_t at) {
-                     return pooling.weights ? pooling.weights[at] * bag_scale : bag_scale;
-                   };
-                   if (out.type == RowType::kFloat32) {
-                     sum_rows(rows, first, last, scale, table.dim(), reinterpret_cast<float*>(to));
-                     return;
-                   }
-                   sums.resize(std::max<size_t>(sums.size(), table.dim()));
-                   sum_rows(rows, first, last, scale, table.dim(), sums.data());
-                   narrow_elements(out.type, sums.data(), table.dim(), to);
-                 });
+    const auto pool = [&]<RowType kType>(int32_t feature, const Rows<kType>& rows, int64_t first,
+                                         int64_t last) {
+      const int32_t dim = tables[batch.feature_tables[feature]].dim();
+      if (scaled) {
+        Pool<kType, true>(rows, batch, pooling, out, feature, dim).run(first, last);
+      } else {
+        Pool<kType, false>(rows, batch, pooling, out, feature, dim).run(first, last);
+      }
+    };
+    for_each_feature(tables, batch, slots, begin, end, pool);
   });
 }
 
@@ -200,23 +210,26 @@ void pool_weights_grad(const TableView* tables, const Batch& batch, const int64_
                        Output<const char> grad, float* weights_grad, int threads) {
   parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> widened;  // a bag's gradient, where it is no floats
-    for_each_bag(tables, batch, slots, begin, end,
-                 [&](int32_t feature, int64_t sample, const TableView& table, const auto& rows,
-                     int64_t first, int64_t last) {
-                   const char* const given = grad.at(batch.output_of(feature, sample, grad.stride));
-                   const auto* from = reinterpret_cast<const float*>(given);
-                   if (grad.type != RowType::kFloat32) {
-                     widened.resize(std::max<size_t>(widened.size(), table.dim()));
-                     widen_elements(grad.type, given, table.dim(), widened.data());
-                     from = widened.data();
-                   }
-                   const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
-                   for (int64_t at = first; at < last; ++at) {
-                     rows.before(at, 0, table.dim());
-                     weights_grad[at] =
-                         dot(from, rows.columns(at, 0, table.dim()), table.dim()) * bag_scale;
-                   }
-                 });
+    const auto visit = [&](int32_t feature, const auto& rows, int64_t begin_bag, int64_t end_bag) {
+      const int32_t dim = tables[batch.feature_tables[feature]].dim();
+      for (int64_t bag = begin_bag; bag < end_bag; ++bag) {
+        const int64_t sample = bag - batch.first_bag(feature);
+        const char* const given = grad.at(batch.output_of(feature, sample, grad.stride));
+        const auto* from = reinterpret_cast<const float*>(given);
+        if (grad.type != RowType::kFloat32) {
+          widened.resize(std::max<size_t>(widened.size(), dim));
+          widen_elements(grad.type, given, dim, widened.data());
+          from = widened.data();
+        }
+        const int64_t first = batch.offsets[bag], last = batch.offsets[bag + 1];
+        const float bag_scale = mean && last > first ? 1.0f / (last - first) : 1.0f;
+        for (int64_t at = first; at < last; ++at) {
+          rows.before(at, 0, dim);
+          weights_grad[at] = dot(from, rows.columns(at, 0, dim), dim) * bag_scale;
+        }
+      }
+    };
+    for_each_feature(tables, batch, slots, begin, end, visit);
   });
 }
 

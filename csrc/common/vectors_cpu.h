@@ -1,0 +1,175 @@
+// Columns of rows as vectors of floats, on the CPU: GCC's and Clang's vector extension, so no
+// machine must have them. 16-bit columns are widened when loaded and rounded to the nearest, ties
+// to even, when stored.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "common/dtypes.h"
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace torchrec_hkv {
+
+typedef float Columns __attribute__((vector_size(32)));      // eight
+typedef float FourColumns __attribute__((vector_size(16)));  // and `float` is one
+
+// How many columns a vector has, or `float`.
+template <typename Vector>
+constexpr int kColumnsOf = sizeof(Vector) / sizeof(float);
+
+namespace vectors {
+
+// Vectors of as many integers as Columns or FourColumns have floats.
+template <typename Vector>
+struct Integers;
+template <>
+struct Integers<Columns> {
+  typedef uint16_t Narrow __attribute__((vector_size(16)));
+  typedef uint32_t Wide __attribute__((vector_size(32)));
+};
+template <>
+struct Integers<FourColumns> {
+  typedef uint16_t Narrow __attribute__((vector_size(8)));
+  typedef uint32_t Wide __attribute__((vector_size(16)));
+};
+
+template <typename Vector>
+Vector widen_bfloat16(const char* from) {
+  typename Integers<Vector>::Narrow bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  return (Vector)(__builtin_convertvector(bits, typename Integers<Vector>::Wide) << 16);
+}
+
+// to_bfloat16 of each column.
+template <typename Vector>
+void narrow_bfloat16(const Vector& columns, char* to) {
+  using Wide = typename Integers<Vector>::Wide;
+  const Wide bits = (Wide)columns;
+  const Wide rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+  const Wide is_nan = (Wide)((bits & 0x7fffffffu) > 0x7f800000u);
+  const Wide both = (rounded & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
+  const auto narrow = __builtin_convertvector(both, typename Integers<Vector>::Narrow);
+  std::memcpy(to, &narrow, sizeof(narrow));
+}
+
+template <typename Vector>
+Vector widen_float16(const char* from) {
+#ifdef __F16C__
+  __m128i bits{};
+  std::memcpy(&bits, from, sizeof(Vector) / 2);
+  if constexpr (sizeof(Vector) == 32) {
+    return (Vector)_mm256_cvtph_ps(bits);
+  } else {
+    return (Vector)_mm_cvtph_ps(bits);
+  }
+#else
+  Vector columns;
+  for (int k = 0; k < kColumnsOf<Vector>; ++k) {
+    columns[k] = load_element(RowType::kFloat16, from, k);
+  }
+  return columns;
+#endif
+}
+
+template <typename Vector>
+void narrow_float16(const Vector& columns, char* to) {
+#ifdef __F16C__
+  if constexpr (sizeof(Vector) == 32) {
+    const __m128i bits = _mm256_cvtps_ph((__m256)columns, _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(to, &bits, 16);
+  } else {
+    const __m128i bits = _mm_cvtps_ph((__m128)columns, _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(to, &bits, 8);
+  }
+#else
+  for (int k = 0; k < kColumnsOf<Vector>; ++k) {
+    store_element(RowType::kFloat16, to, k, columns[k]);
+  }
+#endif
+}
+
+}  // namespace vectors
+
+// A vector's columns, stored as kType.
+template <RowType kType, typename Vector>
+inline Vector load_columns(const char* from) {
+  if constexpr (sizeof(Vector) == sizeof(float)) {
+    return load_element(kType, from, 0);
+  } else if constexpr (kType == RowType::kFloat16) {
+    return vectors::widen_float16<Vector>(from);
+  } else if constexpr (kType == RowType::kBFloat16) {
+    return vectors::widen_bfloat16<Vector>(from);
+  } else {
+    Vector columns;
+    std::memcpy(&columns, from, sizeof(columns));
+    return columns;
+  }
+}
+
+// The same the other way round.
+template <RowType kType, typename Vector>
+inline void store_columns(const Vector& columns, char* to) {
+  if constexpr (sizeof(Vector) == sizeof(float)) {
+    store_element(kType, to, 0, columns);
+  } else if constexpr (kType == RowType::kFloat16) {
+    vectors::narrow_float16(columns, to);
+  } else if constexpr (kType == RowType::kBFloat16) {
+    vectors::narrow_bfloat16(columns, to);
+  } else {
+    std::memcpy(to, &columns, sizeof(columns));
+  }
+}
+
+// Calls visit(0) to visit(n - 1), with constants: an array that is indexed by them alone can stay
+// in registers.
+template <int n, typename Visit>
+inline void unrolled(const Visit& visit) {
+  [&]<int... k>(std::integer_sequence<int, k...>) {
+    (visit(std::integral_constant<int, k>()), ...);
+  }(std::make_integer_sequence<int, n>());
+}
+
+// Calls visit.operator()<Vector, kVectors>(first column) so that all columns of a row are seen, as
+// many vectors at a time as stay in registers. Some columns are seen twice where their number is no
+// multiple of eight: what is computed of a column must be the same then.
+template <typename Visit>
+inline void for_vectors(int32_t dim, const Visit& visit) {
+  int32_t c = 0;
+  for (; dim - c >= 64; c += 64) visit.template operator()<Columns, 8>(c);
+  if (dim < 8) {
+    if (dim - c >= 4) visit.template operator()<FourColumns, 1>(c), c += 4;
+    for (; c < dim; ++c) visit.template operator()<float, 1>(c);
+    return;
+  }
+  int32_t vectors = (dim - c) / 8;
+  const bool rest = dim % 8 != 0;
+  const bool overlaps = rest && 8 * (vectors + 1) <= dim;  // one call, which begins earlier
+  vectors += overlaps;
+  if (overlaps) c = dim - 8 * vectors;
+  unrolled<7>([&](auto k) {
+    if (vectors == k + 1) visit.template operator()<Columns, k + 1>(c);
+  });
+  if (vectors == 8) visit.template operator()<Columns, 8>(c);
+  if (rest && !overlaps) visit.template operator()<Columns, 1>(dim - 8);
+}
+
+// Calls visit.operator()<type>() with a type that is known when this is compiled.
+template <typename Visit>
+inline void with_type(RowType type, const Visit& visit) {
+  switch (type) {
+    case RowType::kFloat16:
+      return visit.template operator()<RowType::kFloat16>();
+    case RowType::kBFloat16:
+      return visit.template operator()<RowType::kBFloat16>();
+    default:
+      return visit.template operator()<RowType::kFloat32>();
+  }
+}
+
+}  // namespace torchrec_hkv

@@ -1,0 +1,58 @@
+"""Bags of rows of every width and dtype are reduced as float64 reduces them, and so are those of
+ids that have no row, which count with their initial ones."""
+
+import pytest
+import torch
+
+from tests.support.batches import Bags, random_ids, rows_by_id
+from torchrec_hkv.hash_table import SGD, TableGroup, TableSpec, Uniform
+
+#: Whole vectors of a CPU, parts of one, and what several passes over a row cover.
+WIDTHS = (1, 3, 4, 7, 8, 12, 16, 20, 32, 36, 56, 60, 64, 68, 100, 128, 132, 192, 256, 260, 512, 516)
+ROWS, BATCH = 60, 37
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted", "weighted mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", WIDTHS)
+def test_equal_to_float64(device_type, dim, dtype, reduction):
+    torch.manual_seed(dim)
+    names = random_ids(ROWS).unique()
+    spec = TableSpec("t", 4 * ROWS, dim, initializer=Uniform(-1, 1), dtype=dtype)
+    group = TableGroup([spec], [0], SGD(), device_type)
+    everyone = Bags.flat(names).to(device_type)
+    group.find_or_insert(everyone.ids, everyone.offsets, 1)
+    held = rows_by_id(group)
+    table = torch.stack([held[name] for name in names.tolist()]).double()
+    # Five ids leave the table, and count with the rows that they began with.
+    which = torch.randint(ROWS, (BATCH * 5,))
+    lengths = torch.tensor([0, 9] * BATCH)[:BATCH]
+    lengths[-1] = 5 * BATCH - int(lengths[:-1].sum())
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    group.erase(everyone.ids[:5], None, 1)
+    ids, ends = names[which].to(device_type), offsets.to(device_type)
+    weights = torch.rand(len(which)) + 0.5 if "weighted" in reduction else None
+    pooled = group.pooled_lookup(
+        torch.empty(0, device=device_type),
+        ids,
+        ends,
+        None if weights is None else weights.to(device_type),
+        group.find(ids, ends, BATCH),
+        BATCH,
+        "mean" in reduction,
+        None,
+        torch.tensor(0.1, device=device_type),
+    )
+    terms = table[which] * (1.0 if weights is None else weights[:, None].double())
+    bag_of = torch.arange(BATCH).repeat_interleave(lengths)
+    expected = torch.zeros(BATCH, dim, dtype=torch.double).index_add_(0, bag_of, terms)
+    if "mean" in reduction:
+        expected /= lengths.clamp(min=1)[:, None]
+    # An initial row is not rounded to the rows' dtype.
+    rounding = 0.0 if dtype == torch.float32 else float(torch.finfo(dtype).eps)
+    error = (pooled.double().cpu() - expected).abs()
+    lost = torch.isin(which, torch.arange(5)).double()
+    of_lost = torch.zeros(BATCH, dtype=torch.double).index_add_(0, bag_of, lost)
+    assert (error <= 1e-5 + (rounding * 1.5 * of_lost)[:, None]).all()
+    assert (of_lost == 0).any()
+    assert (of_lost > 0).any()
