@@ -10,6 +10,14 @@ from click_data import ClickLog
 from click_model import Variant
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+#: Numbers of rows of a log: a range, or int64 ``[n]``.
+Rows = range | torch.Tensor
+
+
+def numbers(rows: Rows) -> torch.Tensor:
+    """Rows as int64 ``[n]``."""
+    return torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+
 
 @dataclasses.dataclass(frozen=True)
 class ClickBatch:
@@ -47,19 +55,18 @@ class ClickBatches:
         self.rank = rank
         self.world_size = world_size
 
-    def shuffled(self, rows: range, batch_size: int, seed: int) -> Iterator[ClickBatch]:
+    def shuffled(self, rows: Rows, batch_size: int, seed: int) -> Iterator[ClickBatch]:
         """Full global batches of the rows, in random order; the odd rest is left out."""
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        order += rows.start
-        for batch in order.split(batch_size):
+        for batch in numbers(rows)[order].split(batch_size):
             if len(batch) == batch_size:
                 yield self.make(batch, torch.ones(batch_size, dtype=torch.bool))
 
-    def in_order(self, rows: range, batch_size: int) -> Iterator[ClickBatch]:
+    def in_order(self, rows: Rows, batch_size: int) -> Iterator[ClickBatch]:
         """All rows in order; the last batch is filled up."""
-        for start in range(rows.start, rows.stop, batch_size):
+        for start in range(0, len(rows), batch_size):
             batch = torch.arange(start, start + batch_size)
-            yield self.make(batch.clamp(max=rows.stop - 1), batch < rows.stop)
+            yield self.make(numbers(rows)[batch.clamp(max=len(rows) - 1)], batch < len(rows))
 
     def make(self, rows: torch.Tensor, real: torch.Tensor) -> ClickBatch:
         rows, real = rows[self.rank :: self.world_size], real[self.rank :: self.world_size]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from click_batches import ClickBatch, ClickBatches
+from click_batches import ClickBatch, ClickBatches, Rows
 from click_data import ClickLog
 from click_evaluation import Judged, Judgement, make_metrics, train_with_evaluations
 from click_model import Variant, build
@@ -94,7 +94,7 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
     judgements: list[Judgement] = []
     judging = 0.0
     with Reporter(model, variant, steps, folder) as reporter:
-        training = training_batches(batches, split, settings)
+        training = training_batches(batches, range(split), settings)
         if settings.evaluate_every is None:
             loss = train(model, training, reporter)
         else:
@@ -117,11 +117,11 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
     )
 
 
-def training_batches(batches: ClickBatches, split: int, settings: Settings) -> Iterable[ClickBatch]:
+def training_batches(batches: ClickBatches, rows: Rows, settings: Settings) -> Iterable[ClickBatch]:
     for epoch in range(settings.epochs):
         # The same order in every variant.
         seed = settings.seed + 1000 * epoch
-        yield from batches.shuffled(range(split), settings.batch_size, seed)
+        yield from batches.shuffled(rows, settings.batch_size, seed)
 
 
 class Reporter:

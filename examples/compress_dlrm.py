@@ -7,8 +7,11 @@ First a DLRM with stock tables is trained, which know every id. Then its large t
 Tensor-Train cores by TT-SVD, of a rank or to a relative error, and take the places of the dense
 ones in the same model. Then the tables train on, on the same rows, at a low rate, so that their
 cores adapt to what was cut away; the rest of the model stays, since it would only learn these rows
-by heart. The first 80 % of the rows in time are trained on, the last 20 % are the test: AUC is told
-of the dense model, after the compression, and after training on.
+by heart. The first 80 % of the rows in time are trained on, the last 20 % are the test. Some of the
+first 80 %, drawn at random, are not trained on but validate: of the states that the tables have
+while they train on, that of the highest AUC on these rows is kept, the first one included, and
+training ends where the AUC has not risen for some time. AUC on the test is told of the dense model,
+after the compression, and after training on.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import dataclasses
 import itertools
 import json
 import sys
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from click_batches import ClickBatches
+from click_batches import ClickBatch, ClickBatches, Rows
 from click_data import ClickLog, DataError
 from click_model import Variant, build
 from click_training import (
@@ -43,13 +47,15 @@ from launch import (
     share,
     share_or_zero,
 )
-from tensor_train_tables import compress, move_over
+from tensor_train_tables import compress, local_tensors, move_over
 
 from torchrec_hkv.planner.report import format_bytes
 
 STOCK = Variant("dense", "dense tables", "fused", 1.0)
 # Higher rates undo what the dense model has learned, on some data within a hundred steps.
 TUNE_RATE = 0.005
+# Validations without a new highest AUC after which the tables stop training on.
+PATIENCE = 4
 COLUMNS = ["model", "table bytes", "ratio", "error", "test AUC"]
 
 
@@ -70,6 +76,79 @@ class Stage:
         return [self.model, size, f"{self.ratio:.1f}", error, f"{self.auc:.4f}"]
 
 
+class BestState:
+    """Keeps the state of a model with the highest AUC on validation rows, the first one included.
+
+    Args:
+        model: that trains; it is put into training mode after each validation.
+        auc: returns the AUC of the model as it is, the same on all ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, auc: Callable[[], float]) -> None:
+        self.model = model
+        self.auc = auc
+        self.step = 0
+        self.steps = 0
+        self.first = self.highest = auc()
+        self._state = self._copies()
+        self._without_gain = 0
+
+    def watch(self, batches: Iterable[ClickBatch], every: int) -> Iterator[ClickBatch]:
+        """The batches, with a validation after each ``every`` of them and after the last one.
+
+        Ends where the AUC has not risen for ``PATIENCE`` validations. A batch has been trained on
+        when the next one is asked for.
+        """
+        for step, batch in enumerate(batches, start=1):
+            yield batch
+            self.steps = step
+            if step % every == 0:
+                self._validate()
+                if self._without_gain == PATIENCE:
+                    return
+        if self.steps % every:
+            self._validate()
+
+    def restore(self) -> None:
+        """Gives the model the state that was kept."""
+        state = self.model.state_dict()
+        for key, tensor in state.items():
+            for part, kept in zip(local_tensors(tensor), self._state[key], strict=True):
+                part.copy_(kept)
+        self.model.load_state_dict(state)
+
+    def _validate(self) -> None:
+        auc = self.auc()
+        self.model.train()
+        self._without_gain += 1
+        if auc > self.highest:
+            self.step, self.highest, self._without_gain = self.steps, auc, 0
+            self._state = self._copies()
+
+    def _copies(self) -> dict[str, list[torch.Tensor]]:
+        return {
+            key: [part.detach().clone() for part in local_tensors(tensor)]
+            for key, tensor in self.model.state_dict().items()
+        }
+
+
+def parts_of(split: int, share: float, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows before ``split`` that are trained on, and those that validate; each in order.
+
+    Raises:
+        DataError: the first are fewer than a batch.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = torch.randperm(split, generator=generator)
+    validating = int(share * split)
+    if split - validating < settings.batch_size:
+        raise DataError(
+            f"--validation-share {share} leaves {split - validating} rows to train on, but a batch "
+            f"has {settings.batch_size}: lower it or --batch-size."
+        )
+    return order[validating:].sort().values, order[:validating].sort().values
+
+
 def work(
     log: ClickLog, split: int, arguments: argparse.Namespace, settings: Settings
 ) -> list[Stage]:
@@ -79,13 +158,15 @@ def work(
     batches = ClickBatches(log, STOCK, settings.device, rank, world_size)
     board = settings.tensorboard if rank == 0 else None
 
-    def auc(model: torch.nn.Module) -> float:
-        return test_auc(model, batches.in_order(test, settings.batch_size))
+    training, validation = parts_of(split, arguments.validation_share, settings)
+
+    def auc(model: torch.nn.Module, rows: Rows = test) -> float:
+        return test_auc(model, batches.in_order(rows, settings.batch_size))
 
     dense = build(log, STOCK, settings.device, settings.seed, ROW_LEARNING_RATE)
-    steps = settings.epochs * (split // settings.batch_size)
+    steps = settings.epochs * (len(training) // settings.batch_size)
     with Reporter(dense, STOCK, steps, board and board / "dense") as reporter:
-        train(dense, training_batches(batches, split, settings), reporter)
+        train(dense, training_batches(batches, training, settings), reporter)
     columns = [column.name for column in log.columns if column.open_ended]
     parts = compress(dense, columns, arguments.rank, arguments.error)
     before = sum(part.dense_bytes for part in parts.values())
@@ -103,11 +184,21 @@ def work(
     ratio = before / after
     stages.append(Stage("Tensor-Train", after, ratio, error, auc(model)))
 
+    best = BestState(model, lambda: auc(model, validation)) if len(validation) else None
     # Other orders of the rows than the dense model has seen.
     further = dataclasses.replace(settings, epochs=1_000_000, seed=settings.seed + 500)
-    tuning = itertools.islice(training_batches(batches, split, further), arguments.tune_steps)
+    tuning = itertools.islice(training_batches(batches, training, further), arguments.tune_steps)
     with Reporter(model, variant, arguments.tune_steps, board and board / "tt") as reporter:
+        if best is not None:
+            tuning = best.watch(tuning, arguments.validate_every)
         train(model, tuning, reporter, arguments.tune_dense_rate)
+    if best is not None:
+        best.restore()
+        if rank == 0:
+            print(
+                f"kept the state after {best.step} of {best.steps} steps: validation AUC "
+                f"{best.first:.4f} before, {best.highest:.4f} then"
+            )
     stages.append(Stage("trained on", after, ratio, None, auc(model)))
     return stages
 
@@ -131,7 +222,22 @@ def parse_arguments() -> argparse.Namespace:
         "--tune-steps",
         type=positive,
         default=300,
-        help="after the compression (default: %(default)s)",
+        help="after the compression, at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--validate-every",
+        type=positive,
+        default=25,
+        metavar="STEPS",
+        help="steps after the compression between validations (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--validation-share",
+        type=share_or_zero,
+        default=0.05,
+        metavar="SHARE",
+        help="of the rows before the test, by whose AUC the tables' state after the compression is "
+        "chosen; 0: the last state is kept (default: %(default)s)",
     )
     parser.add_argument(
         "--tune-rate",

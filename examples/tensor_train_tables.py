@@ -45,6 +45,13 @@ def key_of(names: Iterable[str], table: str, tensor: str = "weight") -> str:
     return key
 
 
+def local_tensors(tensor: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+    """What this rank has of a tensor of a state dict."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
 def whole(tensor: ShardedTensor) -> torch.Tensor:
     """The rows of all ranks, on all ranks."""
     shards = tensor.local_shards()

@@ -1,6 +1,7 @@
 """Compression of a trained DLRM's tables, as a user runs it."""
 
 import json
+import re
 
 import pytest
 
@@ -78,3 +79,38 @@ def test_a_log_without_large_columns(tmp_path):
     path.write_text("\n".join(lines) + "\n")
     message = refusal("compress_dlrm.py", "--data", path, "--batch-size", 8)
     assert "no column of many ids" in message
+
+
+@pytest.mark.parametrize("every", [5, 7])
+def test_the_state_of_the_highest_validation_auc_is_kept(every, ratings, tmp_path):
+    """A rate that ruins the tables does not make the model worse."""
+    output, stages = compressed(
+        ratings,
+        tmp_path,
+        *("--rank", 4, "--tune-steps", 40, "--tune-rate", 1, "--tune-dense-rate", 1),
+        *("--validate-every", every, "--validation-share", 0.2),
+    )
+    kept = re.search(
+        r"kept the state after (\d+) of (\d+) steps: validation AUC (\S+) before, (\S+) then",
+        output,
+    )
+    step, steps = int(kept[1]), int(kept[2])
+    assert step % every == 0 or step == 40
+    assert steps <= 40
+    # Training ends after four validations without a new highest AUC.
+    assert steps == min(step + 4 * every, 40)
+    assert float(kept[4]) >= float(kept[3])
+    if step == 0:
+        assert stages[2]["auc"] == stages[1]["auc"]
+
+
+def test_without_validation_rows_the_last_state_is_kept(ratings, tmp_path):
+    ruin = ("--rank", 4, "--tune-steps", 40, "--tune-rate", 1, "--tune-dense-rate", 1)
+    output, stages = compressed(ratings, tmp_path, *ruin, "--validation-share", 0)
+    assert "kept the state" not in output
+    assert stages[2]["auc"] != stages[1]["auc"]
+
+
+def test_validation_rows_that_leave_less_than_a_batch(ratings):
+    message = refusal("compress_dlrm.py", "--data", ratings, "--validation-share", 1)
+    assert "--validation-share 1.0 leaves 0 rows to train on, but a batch has 256" in message
