@@ -13,7 +13,8 @@ inline void widen_elements(RowType type, const char* from, int32_t n, float* __r
     for_vectors(n, [&]<typename Vector, int kVectors>(int32_t c) {
       for (int v = 0; v < kVectors; ++v) {
         const int32_t at = c + v * kColumnsOf<Vector>;
-        const auto columns = load_columns<kType, Vector>(from + at * element_size(kType));
+        Vector columns;
+        load_columns<kType>(from + at * element_size(kType), columns);
         store_columns<RowType::kFloat32>(columns, reinterpret_cast<char*>(to + at));
       }
     });
@@ -26,8 +27,8 @@ inline void narrow_elements(RowType type, const float* __restrict__ from, int32_
     for_vectors(n, [&]<typename Vector, int kVectors>(int32_t c) {
       for (int v = 0; v < kVectors; ++v) {
         const int32_t at = c + v * kColumnsOf<Vector>;
-        const auto columns =
-            load_columns<RowType::kFloat32, Vector>(reinterpret_cast<const char*>(from + at));
+        Vector columns;
+        load_columns<RowType::kFloat32>(reinterpret_cast<const char*>(from + at), columns);
         store_columns<kType>(columns, to + at * element_size(kType));
       }
     });

@@ -40,10 +40,10 @@ struct Integers<FourColumns> {
 };
 
 template <typename Vector>
-Vector widen_bfloat16(const char* from) {
+void widen_bfloat16(const char* from, Vector& columns) {
   typename Integers<Vector>::Narrow bits;
   std::memcpy(&bits, from, sizeof(bits));
-  return (Vector)(__builtin_convertvector(bits, typename Integers<Vector>::Wide) << 16);
+  columns = (Vector)(__builtin_convertvector(bits, typename Integers<Vector>::Wide) << 16);
 }
 
 // to_bfloat16 of each column.
@@ -59,21 +59,19 @@ void narrow_bfloat16(const Vector& columns, char* to) {
 }
 
 template <typename Vector>
-Vector widen_float16(const char* from) {
+void widen_float16(const char* from, Vector& columns) {
 #ifdef __F16C__
   __m128i bits{};
   std::memcpy(&bits, from, sizeof(Vector) / 2);
   if constexpr (sizeof(Vector) == 32) {
-    return (Vector)_mm256_cvtph_ps(bits);
+    columns = (Vector)_mm256_cvtph_ps(bits);
   } else {
-    return (Vector)_mm_cvtph_ps(bits);
+    columns = (Vector)_mm_cvtph_ps(bits);
   }
 #else
-  Vector columns;
   for (int k = 0; k < kColumnsOf<Vector>; ++k) {
     columns[k] = load_element(RowType::kFloat16, from, k);
   }
-  return columns;
 #endif
 }
 
@@ -96,19 +94,18 @@ void narrow_float16(const Vector& columns, char* to) {
 
 }  // namespace vectors
 
-// A vector's columns, stored as kType.
+// A vector's columns, stored as kType. Vectors are passed by reference: how they are passed by
+// value depends on what the compiler may assume of the machine.
 template <RowType kType, typename Vector>
-inline Vector load_columns(const char* from) {
+inline void load_columns(const char* from, Vector& columns) {
   if constexpr (sizeof(Vector) == sizeof(float)) {
-    return load_element(kType, from, 0);
+    columns = load_element(kType, from, 0);
   } else if constexpr (kType == RowType::kFloat16) {
-    return vectors::widen_float16<Vector>(from);
+    vectors::widen_float16(from, columns);
   } else if constexpr (kType == RowType::kBFloat16) {
-    return vectors::widen_bfloat16<Vector>(from);
+    vectors::widen_bfloat16(from, columns);
   } else {
-    Vector columns;
     std::memcpy(&columns, from, sizeof(columns));
-    return columns;
   }
 }
 

@@ -37,8 +37,8 @@ inline float sum_of_squares(const float* values, int32_t n) {
   Columns lanes = {};
   int32_t c = 0;
   for (; c + 8 <= n; c += 8) {
-    const Columns columns =
-        load_columns<RowType::kFloat32, Columns>(reinterpret_cast<const char*>(values + c));
+    Columns columns;
+    load_columns<RowType::kFloat32>(reinterpret_cast<const char*>(values + c), columns);
     lanes += columns * columns;
   }
   for (; c < n; ++c) lanes[0] += values[c] * values[c];

@@ -79,13 +79,17 @@ void sum_vectors(const RowGradients& gradients, int32_t column, float* to) {
   const int64_t* const places = gradients.places;
   Vector sums[kVectors];
   const auto add_piece = [&](int64_t first, int64_t last) {
-    const auto term = [&](int64_t i, int v) {
-      const auto columns = load_columns<kType, Vector>(data + (places[i] + v * kLanes) * bytes);
-      return kScaled ? gradients.scales[i] * columns : columns;
+    const auto load = [&](int64_t i, int v, Vector& columns) {
+      load_columns<kType>(data + (places[i] + v * kLanes) * bytes, columns);
+      if (kScaled) columns *= gradients.scales[i];
     };
-    unrolled<kVectors>([&](auto v) { sums[v] = term(first, v); });
+    unrolled<kVectors>([&](auto v) { load(first, v, sums[v]); });
     for (int64_t i = first + 1; i < last; ++i) {
-      unrolled<kVectors>([&](auto v) { sums[v] += term(i, v); });
+      unrolled<kVectors>([&](auto v) {
+        Vector columns;
+        load(i, v, columns);
+        sums[v] += columns;
+      });
     }
   };
   const auto put = [](const Vector& columns, float* place) {

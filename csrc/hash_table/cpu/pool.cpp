@@ -146,7 +146,8 @@ class Pool {
         return sum_with_initial<Vector, kVectors>(bag, c);
       const float by = kScaled ? scale(at, last - first) : 1.0f;
       unrolled<kVectors>([&](auto v) {
-        const auto columns = load_columns<kType, Vector>(row + v * kLanes * element_size(kType));
+        Vector columns;
+        load_columns<kType>(row + v * kLanes * element_size(kType), columns);
         sums[v] += kScaled ? by * columns : columns;
       });
     }

@@ -24,7 +24,9 @@ const float* scaled_gradient(const char* from, float scale, int32_t dim, float* 
   for_vectors(dim, [&]<typename Vector, int kVectors>(int32_t c) {
     for (int v = 0; v < kVectors; ++v) {
       const int32_t at = c + v * kColumnsOf<Vector>;
-      const Vector columns = scale * load_columns<kType, Vector>(from + at * element_size(kType));
+      Vector columns;
+      load_columns<kType>(from + at * element_size(kType), columns);
+      columns *= scale;
       store_columns<RowType::kFloat32>(columns, reinterpret_cast<char*>(scaled + at));
     }
   });
