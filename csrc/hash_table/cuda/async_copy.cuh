@@ -49,14 +49,6 @@ __device__ __forceinline__ void copy_async_cached(void* to, const void* from, ui
       "l"(from), "n"(kBytes), "l"(policy)
       : "memory");
 }
-// The same, and the whole line of 128 bytes comes to the second-level cache.
-template <int kBytes>
-__device__ __forceinline__ void copy_async_of_line(void* to, const void* from, uint64_t policy) {
-  asm volatile("cp.async.ca.shared.global.L2::cache_hint.L2::128B [%0], [%1], %2, %3;" ::"r"(
-                   shared_address(to)),
-               "l"(from), "n"(kBytes), "l"(policy)
-               : "memory");
-}
 // Ends a group of the lane's copies.
 __device__ __forceinline__ void end_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
