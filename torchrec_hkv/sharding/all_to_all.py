@@ -164,7 +164,7 @@ class _Plan:
         self._of_samples = torch.tensor([end for _, end in self.spans], device=device)
 
     def local_keys(self, keys: list[str]) -> list[str]:
-        """Of the features that this rank looks up, of those of all."""
+        """Selects the features that this rank looks up from those of all ranks."""
         return keys[self._local_features]
 
     def counts(self, batch: Outgoing) -> Tensor:

@@ -264,7 +264,7 @@ class SlotGroups {
     uint32_t count;
   };
 
-  // Groups a partition; rows that stand alone are listed in `lone`.
+  // Groups a partition. Unique rows, those with one position, are listed in `lone`.
   void assign(const Partitions& partitions, const Partition& partition, const Gradients& gradients,
               int64_t first_slot, LoneRows& lone) {
     const int64_t n = group(partitions, partition);
@@ -333,7 +333,7 @@ class SlotGroups {
       total += group.count;
     }
     lone.n = alone;
-    // Gradients of rows that stand alone go to a place behind the others: no branch.
+    // Gradients of unique rows go to a place behind the others, which saves a branch.
     for (int64_t g = 0; g < n; ++g) {
       if (groups[g].count == 1) groups[g].at = total;
     }

@@ -108,8 +108,8 @@ class Update {
     RowUpdater updater;
   };
 
-  // Updates the rows of one partition, but for rows that stand alone where that is not the whole
-  // table: those are marked.
+  // Updates the rows of one partition. Where the table has several partitions, unique rows are only
+  // marked; update_dealt updates them.
   void update_partition(const Partition& partition, Worker& worker) {
     const TableView& table = tables_[partition.table];
     SlotGroups& groups = worker.groups;
@@ -143,8 +143,8 @@ class Update {
     }
   }
 
-  // Updates the rows that stand alone in tables of several partitions, which were marked: in the
-  // order of the batch, where those of a bag share its gradient.
+  // Updates the unique rows of tables with several partitions, which update_partition has marked.
+  // It goes in the order of the batch, because the rows of a bag share its gradient.
   void update_dealt() {
     parallel_for(batch_.num_bags, 64, threads_, [&](int64_t begin, int64_t end) {
       Worker worker(*this);

@@ -319,14 +319,16 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
                          const GroupShape& shape, int32_t row_class, cudaStream_t stream) {
   const int64_t n = update.batch.num_ids;
   const int states = column_states(update.optimizer.kind);
-  const int listed_class = scratch.units.any() ? row_class : kAllRowClasses;
   const int32_t columns =
-      std::min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
+      row_class == kAllRowClasses
+          ? shape.widest
+          : std::min(shape.widest,
+                     most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
   const auto launch = [&]<int kWidth>() {
     if (n > kLongest) {
       const int64_t parts = (n / kLongest + 1) * ((columns + kPieceColumns - 1) / kPieceColumns);
       piece_kernel<kWidth><<<resident_grid(16, parts * kWarp), kPieceThreads, 0, stream>>>(
-          tables, update, scratch, columns, listed_class);
+          tables, update, scratch, columns, row_class);
       HKV_CUDA_CHECK_LAUNCH();
     }
     constexpr int kDepth = 2;
@@ -338,7 +340,7 @@ void update_any_segments(const TableView* tables, const Update& update, const Sc
     launch_shape.shared_bytes = kSegmentThreads / kWarp * ring.of_tile;
     allow_launch(reinterpret_cast<const void*>(kernel), launch_shape);
     kernel<<<launch_shape.grid, kSegmentThreads, launch_shape.shared_bytes, stream>>>(
-        tables, update, scratch, ring, listed_class);
+        tables, update, scratch, ring, row_class);
     HKV_CUDA_CHECK_LAUNCH();
   };
   if (update.group_four_wide) {

@@ -39,13 +39,13 @@ struct alignas(16) Item {
 // The shared memory of a tile. Bytes.
 template <int kLanes, int kStates>
 struct TileMemory {
-  // Of the segments' positions.
+  // Arrays with a value for each position of a chunk of segments.
   static constexpr int32_t kScales = kLanes * sizeof(Item);
   static constexpr int32_t kSquares = kScales + kLanes * sizeof(float);
   static constexpr int32_t kRenewed = kSquares + kLanes * sizeof(float);
   static constexpr int32_t kStatePlaces = kRenewed + kLanes * sizeof(float);
   static constexpr int32_t kOfSegments = kStatePlaces + (kStates > 0 ? kLanes * sizeof(float*) : 0);
-  // Of a piece's.
+  // Arrays with a value for each position of a piece; they share the memory of those above.
   static constexpr int32_t kChunk = kLanes < 16 ? 16 : kLanes;  // positions looked up at once
   static constexpr int32_t kPieceScales = 2 * kChunk * sizeof(Item);
   static constexpr int32_t kOfPiece = kPieceScales + 2 * kChunk * sizeof(float);
@@ -72,7 +72,8 @@ struct TileMemory {
   }
 };
 
-// Gradients of a piece under way, in the memory that holds so many positions.
+// The number of a piece's gradients that are copied at once, in the memory that holds `depth`
+// positions of segments.
 template <typename Element>
 constexpr int pieces_depth(int depth) {
   return sizeof(Element) == sizeof(float) ? 2 * depth : depth + depth / 2;
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks)
   if (!first) wait_for_kernel_before();
 }
 
-// Of a multiprocessor, which bounds the registers.
+// Blocks that run on a multiprocessor at once. Their number bounds the registers of a thread.
 constexpr int blocks_of(int vectors, bool column_states) {
   return column_states ? (vectors <= 2 ? 8 : 6) : (vectors <= 2 ? 12 : vectors <= 4 ? 10 : 8);
 }
@@ -367,7 +368,7 @@ void update_segments(const TableView* tables, const Update& update, const Scratc
                        listed ? row_class : kAllRowClasses, first);
       };
   const auto choose_width = [&]<Optimizer kKind>() {
-    // Places under way: of wide rows few fill the memory's queues.
+    // The last argument is kDepth. Two wide rows keep the memory as busy as four narrow ones.
     switch (row_class) {
       case 0:
         return launch.template operator()<kKind, float, 8, 1, 4>();

@@ -155,14 +155,22 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
                       shape.four_wide && grad.stride % 4 == 0};
   begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch);
   HKV_CUDA_CHECK_LAUNCH();
+  if (!update.group_four_wide) {
+    // One kernel for all classes: its tiles have the same width for each.
+    update_any_segments(tables, update, scratch, shape, kAllRowClasses, stream);
+    update_long_segments(tables, update, scratch, hint, stream);
+    return;
+  }
+  const bool several = scratch.units.any();
   bool first = true;
   for (int32_t row_class = 0; row_class < kRowClasses; ++row_class) {
     if ((shape.row_classes >> row_class & 1) == 0) continue;
-    if (update.group_four_wide && updates_segments(optimizer, row_class)) {
+    if (updates_segments(optimizer, row_class)) {
       update_segments(tables, update, scratch, shape, row_class, first, stream);
       first = false;
     } else {
-      update_any_segments(tables, update, scratch, shape, row_class, stream);
+      update_any_segments(tables, update, scratch, shape, several ? row_class : kAllRowClasses,
+                          stream);
       first = true;
     }
   }

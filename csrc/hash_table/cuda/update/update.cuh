@@ -152,7 +152,8 @@ bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class);
 // (segments.cu).
 void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                      const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream);
-// The same, for any optimizer and rows of any width (any_segments.cu).
+// The same, for any optimizer and rows of any width; row_class may be kAllRowClasses
+// (any_segments.cu).
 void update_any_segments(const TableView* tables, const Update& update, const Scratch& scratch,
                          const GroupShape& shape, int32_t row_class, cudaStream_t stream);
 // Updates the rows of long segments, whose pieces have been added up, and says in the hint how the
