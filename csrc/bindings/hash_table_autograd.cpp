@@ -138,6 +138,17 @@ Variable update(AutogradContext* ctx, const Variable& gradient) {
   return weights_grad;
 }
 
+const auto& pooled_lookup_op() {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
+          .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
+                            const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
+                            std::optional<int64_t>, const at::Tensor&, at::OptionalIntArrayRef,
+                            std::optional<at::ScalarType>)>();
+  return op;
+}
+
 // `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
@@ -153,13 +164,6 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
                 const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
                 const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
                 const at::Tensor&, at::OptionalIntArrayRef, std::optional<at::ScalarType>)>();
-    static const auto lookup =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
-            .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
-                              const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
-                              std::optional<int64_t>, const at::Tensor&, at::OptionalIntArrayRef,
-                              std::optional<at::ScalarType>)>();
     const auto recording = c10::make_intrusive<LookupRecord>();
     recording->group = TableGroup::from_handle(handle);
     const TableGroup& group = *recording->group;
@@ -174,8 +178,8 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
       recording->ahead = {{}, std::move(grouped), std::move(ways)};
       return pooled;
     }
-    return lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean, pin,
-                       learning_rate, bags, dtype);
+    return pooled_lookup_op().call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
+                                   pin, learning_rate, bags, dtype);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -247,18 +251,11 @@ at::Tensor train_lookup_autograd(at::Tensor counters, const at::Tensor& anchor, 
             .findSchemaOrThrow("torchrec_hkv::find_or_insert", "")
             .typed<at::Tensor(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&, int64_t,
                               std::optional<int64_t>, at::OptionalIntArrayRef)>();
-    static const auto pooled_lookup =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("torchrec_hkv::pooled_lookup", "")
-            .typed<at::Tensor(const at::Tensor&, int64_t, const at::Tensor&, const at::Tensor&,
-                              const std::optional<at::Tensor>&, const at::Tensor&, int64_t, bool,
-                              std::optional<int64_t>, const at::Tensor&, at::OptionalIntArrayRef,
-                              std::optional<at::ScalarType>)>();
     const std::shared_ptr<Pin> pin = group->pin();
     const at::Tensor slots =
         find_or_insert.call(counters, handle, ids, offsets, batch_size, pin->number(), bags);
-    return pooled_lookup.call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
-                              pin->number(), learning_rate, bags, dtype);
+    return pooled_lookup_op().call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
+                                   pin->number(), learning_rate, bags, dtype);
   }
   check_device(counters, "counters", group->device());
   learning_rate_of(*group, learning_rate);
