@@ -38,19 +38,19 @@ enum class Precision : int32_t {
 // Which kernel runs a table; plan_tables says it.
 struct KernelClass {
   int32_t rank = 0;  // of the kernel: 32, 64, 128 or 256
-  // Ranks equal to it and the last q a multiple of 4: all that exists is read 4 values at a time.
-  bool vectors = false;
-  bool exact = false;                // vectors, and all q multiples of 4: no bounds to look at
-  bool fours = false;                // exact, all q are 4 and cores are of fp32
-  bool narrow = false;               // vectors, q = 4, 2, 4, rank 32 and cores are of fp32
-  RowType type = RowType::kFloat32;  // of vectors; other kernels look it up
+  bool vectors =
+      false;           // cores are float32, ranks multiples of 4: cores are read 4 values at a time
+  bool exact = false;  // ranks equal to `rank`, all q multiples of 4: no bounds to check
+  bool fours = false;  // exact, all q are 4 and cores are float32
+  bool small = false;  // vectors, and each q is at most 4: a row is one block of columns
+  RowType type = RowType::kFloat32;  // of exact tables; other kernels look it up
 };
 
 // A table as kernels see it, in the memory of the device.
 struct TableView {
   // Filled in by the caller.
   const void* head;
-  const void* middle;  // null: a table of two cores, whose middle is the identity
+  const void* middle;  // null: a table of two cores, whose prefixes are slices of the head
   const void* last;
   float* head_grad;  // gradients are added here; null where none is wanted
   float* middle_grad;
@@ -64,7 +64,8 @@ struct TableView {
   RowType middle_type;
   RowType last_type;
   int32_t head_q, middle_q, last_q;
-  int32_t head_r, last_r;  // a table of two cores has head_r = last_r, middles = middle_q = 1
+  int32_t head_r, last_r;  // a table of two cores has head_r = last_r, middles = middle_q = 1,
+                           // of which plan_tables makes head_q and middle_q whose product is its q
   int64_t rows;
   int64_t heads, middles, lasts;
   // Filled in by plan_tables.
@@ -77,7 +78,7 @@ struct TableView {
   uint64_t first_key;  // keys of its ids are first_key + (middle * heads + head) * lasts + last
 };
 
-constexpr int kMaxClasses = 20;
+constexpr int kMaxClasses = 24;
 
 // What launches need to know of a group of tables, on the host.
 struct Plan {

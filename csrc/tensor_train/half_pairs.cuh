@@ -60,8 +60,8 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
 #pragma unroll
       for (int i = 0; i < 4; ++i) row[i] = (sums[2][i] + (sums[0][i] + sums[1][i])) * unit;
       if (mine < limit) {
-        put_pair<Config>(in, place, column % 2 * 2, base + mine, source, gather,
-                         make_float2(row[0], row[1]), make_float2(row[2], row[3]));
+        put_pair<Config>(in, place, column % 2 * 2, piece.last_q() - column % 2 * 2, base + mine,
+                         source, gather, make_float2(row[0], row[1]), make_float2(row[2], row[3]));
       }
     }
   }
@@ -98,9 +98,8 @@ struct ScaledSums {
 // exponent: of the prefix. Returns that of its gradient.
 template <typename Config>
 __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<Config>& piece,
-                                              const float* core, IdLane id, __half* prefix,
-                                              int exponent, int begin, int end,
-                                              TwoIds<Config>& two) {
+                                              IdLane id, __half* prefix, int exponent, int begin,
+                                              int end, TwoIds<Config>& two) {
   using Tile = HalfTile<Config>;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   // The prefix as the left operand, transposed: depth (head column, middle column), in the order
@@ -121,7 +120,7 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
     const int limit = min(32, end - base);
     if (base > begin) {
       id.read(in, UnstagedIds{}, base + lane, lane < limit);
-      two.read(in, id, core, 0, limit);
+      two.read(in, piece, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 2) {
@@ -162,7 +161,7 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
       }
       const int mine = from + column / 2;
       const int32_t slice = __shfl_sync(kAllLanes, id.last, min(mine, limit - 1));
-      if (from + 2 < limit) two.read(in, id, core, from + 2, limit);
+      if (from + 2 < limit) two.read(in, piece, id, from + 2, limit);
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
 #pragma unroll

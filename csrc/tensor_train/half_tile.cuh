@@ -1,5 +1,5 @@
-// The products of a tile as tile_gemm.cuh has them, in three of half precision: of rank 32, where q
-// is known, eight prefixes and as many warps.
+// The products of a tile as tile_gemm.cuh has them, in three of half precision: of ranks up to 32,
+// where each q is at most 4, eight prefixes and as many warps.
 //
 // Matrices lie in shared memory as halves, high parts and then low ones of 32 values at a time.
 // Heads are [prefix, head column][32]; the middle is [r_1][middle column][32], prefixes and their
@@ -15,7 +15,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 template <typename Config>
 struct HalfTile {
-  static_assert(Config::kKnown && Config::kRank == 32 && Config::kSlice == 32);
+  static_assert(Config::kRank == 32 && Config::kSlice == 32);
   static_assert(Config::kPrefixes == 8 && Config::kWarps == 8);
   // Steps in halves. Eight neighbouring rows of one column, and the columns of two rows, are in
   // different banks.
@@ -44,19 +44,21 @@ struct HalfTile {
                                                     Scales& scales, __half* to) {
     constexpr int kLines = Config::kRank * 4 / (Config::kThreads / 4);  // of this thread
     const int within = thread % 4;                                      // eight ranks
+    const int32_t head_r = piece.head_r(), middle_q = piece.middle_q(), last_r = piece.last_r();
     const float* const from =
         static_cast<const float*>(piece.table->middle) +
-        static_cast<size_t>(piece.middle) * (Config::kRank * Config::kMiddleQ * 32) + within * 8;
+        static_cast<size_t>(piece.middle) * static_cast<uint32_t>(head_r * middle_q * last_r) +
+        within * 8;
     float4 low[kLines], high[kLines];
 #pragma unroll
     for (int k = 0; k < kLines; ++k) {
       const int line = thread / 4 + k * (Config::kThreads / 4);
       low[k] = high[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (Config::kFours || line % 4 < Config::kMiddleQ) {
+      if (Config::kExact || (line / 4 < head_r && line % 4 < middle_q)) {
         const auto* const at =
-            reinterpret_cast<const float4*>(from + (line / 4 * Config::kMiddleQ + line % 4) * 32);
-        low[k] = __ldg(at);
-        high[k] = __ldg(at + 1);
+            reinterpret_cast<const float4*>(from + (line / 4 * middle_q + line % 4) * last_r);
+        if (Config::kExact || within * 8 < last_r) low[k] = __ldg(at);
+        if (Config::kExact || within * 8 + 4 < last_r) high[k] = __ldg(at + 1);
       }
     }
     float most = 0.0f;
@@ -228,12 +230,15 @@ struct HalfTile {
     __device__ __forceinline__ void flush(int thread, const Piece<Config>& piece, int, int) const {
       const int warp = thread / 32, lane = thread % 32, row = lane / 4, column = lane % 4;
       const int middle_column = warp % 4;
-      if (!Config::kFours && middle_column >= Config::kMiddleQ) return;
+      if (!piece.has_middle(middle_column)) return;
+      const int32_t head_r = piece.head_r(), last_r = piece.last_r();
       const bool behind = column >= 2;
-      float* const to = piece.table->middle_grad +
-                        (static_cast<size_t>(piece.middle) * Config::kRank + warp / 4 * 16 + row) *
-                            (Config::kMiddleQ * 32) +
-                        middle_column * 32 + (column % 2 * 8 + column / 2 * 4);
+      const int first_row = warp / 4 * 16 + row, first_r = column % 2 * 8 + column / 2 * 4;
+      const int32_t step = piece.middle_q() * last_r;
+      float* const to =
+          piece.table->middle_grad +
+          (static_cast<size_t>(piece.middle) * head_r + first_row) * static_cast<uint32_t>(step) +
+          middle_column * last_r + first_r;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float first[4], second[4];
@@ -244,9 +249,14 @@ struct HalfTile {
           first[q] = behind ? other : a;
           second[q] = behind ? b : other;
         }
-        float* const line = to + half * 8 * (Config::kMiddleQ * 32);
-        add_four(line, make_float4(first[0], first[1], first[2], first[3]));
-        add_four(line + 16, make_float4(second[0], second[1], second[2], second[3]));
+        if (!Config::kExact && first_row + half * 8 >= head_r) continue;
+        float* const line = to + half * 8 * step;
+        if (Config::kExact || first_r < last_r) {
+          add_four(line, make_float4(first[0], first[1], first[2], first[3]));
+        }
+        if (Config::kExact || first_r + 16 < last_r) {
+          add_four(line + 16, make_float4(second[0], second[1], second[2], second[3]));
+        }
       }
     }
   };
@@ -258,12 +268,13 @@ struct HalfTile {
                                                        const __half* middle, const __half* grads) {
     const int warp = thread / 32, lane = thread % 32, row = lane / 4, column = lane % 4;
     const int row_tile = warp % 2, first = warp / 2 * 8;
-    if (row_tile * 4 >= count) return;
+    const int32_t head_r = piece.head_r();
+    if (row_tile * 4 >= count || first >= head_r) return;
     float sums[3][4] = {};  // fewer products wait for each other
     const __half* const its_grads = grads + (row_tile * 16 + lane % 16) * kRowStep + lane / 16 * 8;
     const __half* const its_middle = middle + (first + lane % 8) * kRowStep + lane / 8 * 8;
 #pragma unroll 2
-    for (int m = 0; m < Config::kMiddleQ; ++m) {
+    for (int m = 0; m < piece.middle_q(); ++m) {
       uint32_t b[4], b_low[4];
       load_halves<false>(its_middle + m * kColumnStep, b);
       load_halves<false>(its_middle + m * kColumnStep + kLow, b_low);
@@ -280,17 +291,18 @@ struct HalfTile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = row_tile * 4 + row / 4 + 2 * half;
-      if (at >= count) continue;
+      if (at >= count || !piece.has_head(row % 4)) continue;
       const float unit = power_of_two(-scales.grads[at] - middle_exponent);
-      const size_t line = static_cast<size_t>(prefixes[at].w) * 4 + row % 4;
+      const size_t line = static_cast<size_t>(prefixes[at].w) * piece.head_q() + row % 4;
       float values[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int of = 2 * half + i;
         values[i] = (sums[2][of] + (sums[0][of] + sums[1][of])) * unit;
       }
-      add_two(piece.table->head_grad + line * Config::kRank + first + 2 * column, values[0],
-              values[1]);
+      if (Config::kExact || first + 2 * column < head_r) {
+        add_two(piece.table->head_grad + line * head_r + first + 2 * column, values[0], values[1]);
+      }
     }
   }
 };

@@ -1,6 +1,6 @@
-// The distinct ids of one prefix, by one warp, where q is known: four at a time, of which the next
-// four are on their way from memory while results are put where they belong. tile_ids.cuh has the
-// same products for tables of any shape.
+// The distinct ids of one prefix, by one warp, where each q is at most 4: four at a time, of which
+// the next four are on their way from memory while results are put where they belong. tile_ids.cuh
+// has the same products for tables of any shape.
 //
 // What is read stays in the registers that it was read into until it is used: a copy, or a product
 // with a factor, would wait for it where it was to be on its way.
@@ -44,49 +44,41 @@ __device__ __forceinline__ const float* unit_row(const TileInput& in, uint32_t s
 // Gradients of the rows of four distinct ids and their slices of the last core.
 template <typename Config>
 struct FourIds {
-  static_assert(Config::kKnown && Config::kSlice == 32);
-  static constexpr int kHeadStep = Config::kMiddleQ * 4;  // of a head column in a row
+  static_assert(Config::kSlice == 32);
   float4 low, high;  // of the id of this lane's column: (head column, middle column) by row
   float2 other[4];   // of the id of row / 2: two columns; middle column by column
   float4 lasts[4];   // of the id of column: four ranks by row
 
   // Of the ids from `from` on among the `limit` that lanes have. The last one stands for those
-  // behind it. core: the last core, from the first rank of this lane on.
-  __device__ __forceinline__ void read(const TileInput& in, const IdLane& id, const float* core,
-                                       int from, int limit) {
+  // behind it.
+  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+                                       const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int of_column = min(from + column, limit - 1), of_row = min(from + row / 2, limit - 1);
     const uint32_t source = __shfl_sync(kAllLanes, id.source, of_column);
     const uint32_t other_source = __shfl_sync(kAllLanes, id.source, of_row);
     const int32_t last = __shfl_sync(kAllLanes, id.last, of_column);
-    const float* const at = unit_row(in, source) + (row / 4 * kHeadStep + row % 4 * 4);
-    if (Config::kFours) {
-      low = *reinterpret_cast<const float4*>(at);
-      high = *reinterpret_cast<const float4*>(at + 2 * kHeadStep);
-    } else {
-      low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (row % 4 < Config::kMiddleQ) {
-        low = *reinterpret_cast<const float4*>(at);
-        high = *reinterpret_cast<const float4*>(at + 2 * kHeadStep);
-      }
-    }
-    const float* const line = unit_row(in, other_source) + (column * 4 + row % 2 * 2);
+    const RowPlace<Config> place(piece);
+    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+    const float* const at = unit_row(in, source) + place.first;
+    low = load_row<Config>(at, place.width, place.has_first ? last_q : 0);
+    high = load_row<Config>(at + place.step, place.width, place.has_second ? last_q : 0);
+    const float* const line =
+        unit_row(in, other_source) + (column * piece.middle_step() + row % 2 * 2);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (Config::kFours) {
-        other[e] = *reinterpret_cast<const float2*>(line + e * kHeadStep);
-      } else {
-        other[e] = make_float2(0.0f, 0.0f);
-        if (column < Config::kMiddleQ) {
-          other[e] = *reinterpret_cast<const float2*>(line + e * kHeadStep);
-        }
-      }
+      const int left = piece.has_head(e) && piece.has_middle(column) ? last_q - row % 2 * 2 : 0;
+      other[e] = load_row_pair<Config>(line + e * piece.head_step(), place.width, left);
     }
-    const float* const slice = core + static_cast<size_t>(static_cast<uint32_t>(last)) *
-                                          static_cast<uint32_t>(4 * Config::kRank);
+    const float* const slice =
+        static_cast<const float*>(piece.table->last) +
+        (static_cast<size_t>(static_cast<uint32_t>(last)) * static_cast<uint32_t>(last_q * last_r) +
+         row * 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      lasts[e] = __ldg(reinterpret_cast<const float4*>(slice + e * Config::kRank));
+      const bool exists = Config::kExact || (e < last_q && row * 4 < last_r);
+      lasts[e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (exists) lasts[e] = __ldg(reinterpret_cast<const float4*>(slice + e * last_r));
     }
   }
 
@@ -145,7 +137,7 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
       add_rows(sums, held, values);
       if (from + 4 < limit) read(from + 4);
       if (from + column < limit) {
-        put_rows<Config>(in, place, 0, 4, base + from + column, source, gather, sums);
+        put_rows<Config>(in, place, 0, piece.last_q(), base + from + column, source, gather, sums);
       }
     }
   }
@@ -153,12 +145,12 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
 
 // Gradients of distinct ids [begin, end) of a prefix, for one slice of ranks, whose first 32 are in
 // `id` and whose first four have been read: that of the prefix replaces it in shared memory, those
-// of slices of the last core go to last_grad. core: as of FourIds::read.
+// of slices of the last core go to last_grad.
 template <typename Config, typename LastGrad>
 __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Piece<Config>& piece,
-                                                   const float* core, IdLane id, float* prefix,
-                                                   int begin, int end, const LastGrad& last_grad,
-                                                   int first_r, FourIds<Config>& four) {
+                                                   IdLane id, float* prefix, int begin, int end,
+                                                   const LastGrad& last_grad, int first_r,
+                                                   FourIds<Config>& four) {
   constexpr int kProducts = Config::kProducts;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   float sums[4][4] = {};
@@ -170,7 +162,7 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
         id.last = in.lasts[base + lane];
         id.source = in.sources[base + lane];
       }
-      four.read(in, id, core, 0, limit);
+      four.read(in, piece, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 4) {
@@ -182,7 +174,7 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
       float d[4][4] = {};
       last_grad_of<kProducts>(d, four.other, values);
       const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
-      if (from + 4 < limit) four.read(in, id, core, from + 4, limit);
+      if (from + 4 < limit) four.read(in, piece, id, from + 4, limit);
       last_grad.add(piece, from + row / 2 < limit, other_last, row % 2 * 2, first_r + 4 * column,
                     d);
     }

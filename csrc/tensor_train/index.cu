@@ -10,7 +10,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-constexpr int kExactRanks[] = {32, 64, 128};
+constexpr int32_t kMostExactRank = 128;
 constexpr int kRanks[] = {32, 64, 128, 256};
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
@@ -25,24 +25,23 @@ KernelClass class_of(const TableView& table) {
     throw std::invalid_argument("A Tensor-Train rank is " + std::to_string(rank) +
                                 ", but CUDA kernels take at most 256.");
   }
-  const bool whole_rank =
-      std::find(std::begin(kExactRanks), std::end(kExactRanks), rank) != std::end(kExactRanks);
-  bool vectors = whole_rank && table.head_r == table.last_r && table.middle != nullptr &&
-                 table.last_q % 4 == 0 && table.head_type == table.middle_type &&
-                 table.head_type == table.last_type && table.head_type != RowType::kFloat16;
+  bool alike = table.head_type == table.middle_type && table.head_type == table.last_type &&
+               table.head_type != RowType::kFloat16;
   for (const void* pointer : {table.head, table.middle, table.last}) {
-    vectors = vectors && aligned(pointer);
+    alike = alike && aligned(pointer);
   }
   for (const float* pointer : {table.head_grad, table.middle_grad, table.last_grad}) {
-    vectors = vectors && aligned(pointer);
+    alike = alike && aligned(pointer);
   }
   const bool fp32 = table.head_type == RowType::kFloat32;
-  kernel.exact = vectors && table.head_q % 4 == 0 && table.middle_q % 4 == 0;
-  kernel.vectors = kernel.exact || (vectors && fp32);
-  if (kernel.vectors) kernel.type = table.head_type;
-  const bool outer_fours = kernel.vectors && fp32 && table.head_q == 4 && table.last_q == 4;
-  kernel.fours = outer_fours && table.middle_q == 4;
-  kernel.narrow = outer_fours && table.middle_q == 2 && kernel.rank == 32;
+  kernel.vectors = alike && fp32 && table.head_r % 4 == 0 && table.last_r % 4 == 0;
+  kernel.exact = alike && table.middle != nullptr && kernel.rank <= kMostExactRank &&
+                 table.head_r == kernel.rank && table.last_r == kernel.rank &&
+                 table.head_q % 4 == 0 && table.middle_q % 4 == 0 && table.last_q % 4 == 0;
+  if (kernel.exact) kernel.type = table.head_type;
+  kernel.small = kernel.vectors && table.middle != nullptr && table.head_q <= 4 &&
+                 table.middle_q <= 4 && table.last_q <= 4;
+  kernel.fours = kernel.exact && kernel.small;
   return kernel;
 }
 
@@ -57,8 +56,8 @@ int32_t number_of(Plan* plan, const KernelClass& kernel) {
   for (int32_t i = 0; i < plan->num_classes; ++i) {
     const KernelClass& other = plan->classes[i];
     if (other.rank == kernel.rank && other.vectors == kernel.vectors &&
-        other.exact == kernel.exact && other.fours == kernel.fours &&
-        other.narrow == kernel.narrow && other.type == kernel.type) {
+        other.exact == kernel.exact && other.fours == kernel.fours && other.small == kernel.small &&
+        other.type == kernel.type) {
       return i;
     }
   }
@@ -82,6 +81,10 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
   for (int32_t t = 0; t < num_tables; ++t) {
     TableView& table = tables[t];
     table.dim = table.head_q * table.middle_q * table.last_q;
+    if (table.middle == nullptr && table.middle_q == 1) {
+      table.middle_q = table.head_q % 4 == 0 ? 4 : table.head_q % 2 == 0 ? 2 : 1;
+      table.head_q /= table.middle_q;
+    }
     const auto prefixes = static_cast<unsigned __int128>(table.heads) * table.middles;
     const unsigned __int128 keys = prefixes * table.lasts;
     if (keys >= (static_cast<unsigned __int128>(1) << 62) - plan.num_keys) {

@@ -13,17 +13,16 @@ namespace {
 // Below, a launch that finds the batch not to be dense costs more than one that does could save.
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
-// Up to so many ids of several tables, or of a narrow one, equal shares of the prefixes pay: the
-// most they were measured with.
+// Up to so many ids of several tables equal shares of the prefixes pay: the most they were measured
+// with.
 constexpr int64_t kMostShared = int64_t{1} << 18;
 
 // Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
 bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
   const KernelClass& kernel = plan.classes[0];
-  const bool has_kernel = kernel.rank == 32 && (kernel.fours || kernel.narrow);
+  const bool has_kernel = kernel.rank == 32 && kernel.small;
   if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
-  const bool one_of_fours = kernel.fours && plan.num_tables == 1;
-  if (!one_of_fours && batch.num_ids > kMostShared) return false;
+  if (plan.num_tables != 1 && batch.num_ids > kMostShared) return false;
   return !(backward && batch.deterministic);
 }
 
@@ -31,7 +30,7 @@ bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
 bool has_dense_gradients(const Plan& plan, const Batch& batch) {
   const KernelClass& kernel = plan.classes[0];
   if (batch.num_ids < kMaybeDense || batch.deterministic || plan.num_classes != 1) return false;
-  if (!kernel.fours || unit_of(plan, batch) != 4) return false;
+  if (!kernel.small || unit_of(plan, batch) != 4) return false;
   return (kernel.rank == 32 && has_dense_gradients_32(plan.only_lasts)) ||
          (kernel.rank == 64 && has_dense_gradients_64(plan.only_lasts));
 }
@@ -73,7 +72,6 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.stream = stream;
   for (int32_t i = 0; i < plan.num_classes; ++i) {
     run.kernel = plan.classes[i];
-    run.kernel.vectors = run.kernel.vectors && in.unit == 4;
     run.kernel.exact = run.kernel.exact && in.unit == 4;
     run.kernel.fours = run.kernel.fours && in.unit == 4;
     run.blocks = plan.blocks[i];

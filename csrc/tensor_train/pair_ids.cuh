@@ -1,6 +1,6 @@
 // The distinct ids of one prefix, by one warp, two at a time: where most prefixes have one or two,
-// half of what four at a time read and multiply would be of ids that do not exist. Of rank 32, and
-// where q is known. half_pairs.cuh has the same for products in single precision.
+// half of what four at a time read and multiply would be of ids that do not exist. Of ranks up to
+// 32 and where each q is at most 4. half_pairs.cuh has the same for products in single precision.
 #pragma once
 
 #include "tensor_train/ids_ahead.cuh"
@@ -19,22 +19,26 @@ struct LastPair {
                                        int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int32_t slice = __shfl_sync(kAllLanes, id.last, min(from + row / 4, limit - 1));
+    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
     const auto* const at = reinterpret_cast<const float4*>(
         static_cast<const float*>(piece.table->last) +
-        static_cast<size_t>(static_cast<uint32_t>(slice)) * (4 * Config::kRank) +
-        (row % 4 * Config::kRank + column * 8));
-    low = __ldg(at);
-    high = __ldg(at + 1);
+        static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +
+        (row % 4 * last_r + column * 8));
+    const int left = Config::kExact ? 8 : row % 4 < last_q ? last_r - column * 8 : 0;
+    low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (left > 0) low = __ldg(at);
+    if (left > 4) high = __ldg(at + 1);
   }
 };
 
-// Two columns of a row of a distinct id, as put_rows puts four.
+// Two columns of a row of a distinct id, of which `count` exist, as put_rows puts four.
 template <typename Config>
 __device__ __forceinline__ void put_pair(const TileInput& in, const RowPlace<Config>& place,
-                                         int32_t last_column, int32_t distinct, uint32_t source,
-                                         bool gather, float2 first, float2 second) {
-  const bool has_first = Config::kExact || place.has_first;
-  const bool has_second = Config::kExact || place.has_second;
+                                         int32_t last_column, int count, int32_t distinct,
+                                         uint32_t source, bool gather, float2 first,
+                                         float2 second) {
+  const int first_count = Config::kExact ? 2 : place.has_first ? count : 0;
+  const int second_count = Config::kExact ? 2 : place.has_second ? count : 0;
   const bool slot = gather || (source & kSlotBit) != 0;
   float* to;
   if (slot) {
@@ -50,11 +54,11 @@ __device__ __forceinline__ void put_pair(const TileInput& in, const RowPlace<Con
   }
   to += place.first + last_column;
   if (slot || in.store) {
-    if (has_first) *reinterpret_cast<float2*>(to) = first;
-    if (has_second) *reinterpret_cast<float2*>(to + place.step) = second;
+    store_row_pair<Config>(to, first, place.width, first_count);
+    store_row_pair<Config>(to + place.step, second, place.width, second_count);
   } else {
-    if (has_first) add_two(to, first.x, first.y);
-    if (has_second) add_two(to + place.step, second.x, second.y);
+    add_row_pair<Config>(to, first, place.width, first_count);
+    add_row_pair<Config>(to + place.step, second, place.width, second_count);
   }
 }
 
@@ -63,7 +67,7 @@ template <typename Config>
 __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
                                              const Piece<Config>& piece, const float* prefix,
                                              int begin, int end, bool gather, LastPair& values) {
-  static_assert(Config::kKnown && Config::kRank == 32 && Config::kProducts == 1);
+  static_assert(Config::kRank == 32 && Config::kProducts == 1);
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   const RowPlace<Config> place(piece);
   float4 low[2], high[2];  // of the prefix
@@ -101,8 +105,9 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[0][i] += sums[1][i];
       if (mine < limit) {
-        put_pair<Config>(in, place, column % 2 * 2, base + mine, source, gather,
-                         make_float2(sums[0][0], sums[0][1]), make_float2(sums[0][2], sums[0][3]));
+        put_pair<Config>(in, place, column % 2 * 2, piece.last_q() - column % 2 * 2, base + mine,
+                         source, gather, make_float2(sums[0][0], sums[0][1]),
+                         make_float2(sums[0][2], sums[0][3]));
       }
     }
   }
@@ -111,37 +116,45 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
 // Gradients of the rows of two distinct ids and their slices of the last core.
 template <typename Config>
 struct TwoIds {
-  static_assert(Config::kKnown && Config::kRank == 32);
-  static constexpr int kHeadStep = Config::kMiddleQ * 4;  // of a head column in a row
+  static_assert(Config::kRank == 32);
   float low[2], high[2];  // of each id: (head column, middle column) by row, last column by column
   float other[4];         // of the id of row / 4: middle column by column, last column by row % 4
   float4 lasts[2];        // of each id: last column by column, four ranks by row
 
-  // As LastPair::read. core: the last core.
-  __device__ __forceinline__ void read(const TileInput& in, const IdLane& id, const float* core,
-                                       int from, int limit) {
+  // As LastPair::read.
+  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+                                       const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int numbers[2] = {from, min(from + 1, limit - 1)};
+    const RowPlace<Config> place(piece);
+    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+    const float* const core = static_cast<const float*>(piece.table->last);
     const float* rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       rows[i] = unit_row(in, __shfl_sync(kAllLanes, id.source, numbers[i]));
       const int32_t slice = __shfl_sync(kAllLanes, id.last, numbers[i]);
+      const float* const at = rows[i] + (place.first + column);
+      const bool has_column = Config::kExact || column < last_q;
       low[i] = high[i] = 0.0f;
-      if (Config::kFours || row % 4 < Config::kMiddleQ) {
-        const float* const at = rows[i] + (row / 4 * kHeadStep + row % 4 * 4 + column);
-        low[i] = at[0];
-        high[i] = at[2 * kHeadStep];
+      if (Config::kExact || (has_column && place.has_first)) low[i] = at[0];
+      if (Config::kExact || (has_column && place.has_second)) high[i] = at[place.step];
+      lasts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (Config::kExact || (has_column && row * 4 < last_r)) {
+        lasts[i] = __ldg(
+            reinterpret_cast<const float4*>(core +
+                                            static_cast<size_t>(static_cast<uint32_t>(slice)) *
+                                                static_cast<uint32_t>(last_q * last_r) +
+                                            (column * last_r + row * 4)));
       }
-      lasts[i] = __ldg(reinterpret_cast<const float4*>(
-          core + static_cast<size_t>(static_cast<uint32_t>(slice)) * (4 * Config::kRank) +
-          (column * Config::kRank + row * 4)));
     }
-    const float* const line = (row / 4 == 0 ? rows[0] : rows[1]) + (column * 4 + row % 4);
+    const float* const line =
+        (row / 4 == 0 ? rows[0] : rows[1]) + (column * piece.middle_step() + row % 4);
+    const bool has_line = Config::kExact || (piece.has_middle(column) && row % 4 < last_q);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       other[e] = 0.0f;
-      if (Config::kFours || column < Config::kMiddleQ) other[e] = line[e * kHeadStep];
+      if (has_line && piece.has_head(e)) other[e] = line[e * piece.head_step()];
     }
   }
 
@@ -168,18 +181,25 @@ template <typename Config>
 __device__ __forceinline__ void add_last_pair(const Piece<Config>& piece, int32_t slice,
                                               int first_r, const float (&d)[2][4]) {
   const int column = threadIdx.x % 4;
-  float* const to = piece.table->last_grad +
-                    static_cast<size_t>(static_cast<uint32_t>(slice)) * (4 * Config::kRank) +
-                    (column % 2 * 2 * Config::kRank + first_r);
-  add_four(to, make_float4(d[0][0], d[0][2], d[1][0], d[1][2]));
-  add_four(to + Config::kRank, make_float4(d[0][1], d[0][3], d[1][1], d[1][3]));
+  const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+  if (!Config::kExact && first_r >= last_r) return;
+  float* const to =
+      piece.table->last_grad +
+      static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +
+      (column % 2 * 2 * last_r + first_r);
+  if (Config::kExact || column % 2 * 2 < last_q) {
+    add_four(to, make_float4(d[0][0], d[0][2], d[1][0], d[1][2]));
+  }
+  if (Config::kExact || column % 2 * 2 + 1 < last_q) {
+    add_four(to + last_r, make_float4(d[0][1], d[0][3], d[1][1], d[1][3]));
+  }
 }
 
 // As gradient_ids_ahead; gradients of the last core are added in memory.
 template <typename Config>
 __device__ __forceinline__ void gradient_pairs(const TileInput& in, const Piece<Config>& piece,
-                                               const float* core, IdLane id, float* prefix,
-                                               int begin, int end, TwoIds<Config>& two) {
+                                               IdLane id, float* prefix, int begin, int end,
+                                               TwoIds<Config>& two) {
   static_assert(Config::kProducts == 1);
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   float sums[4][4] = {};
@@ -190,7 +210,7 @@ __device__ __forceinline__ void gradient_pairs(const TileInput& in, const Piece<
     const int limit = min(32, end - base);
     if (base > begin) {
       id.read(in, UnstagedIds{}, base + lane, lane < limit);
-      two.read(in, id, core, 0, limit);
+      two.read(in, piece, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 2) {
@@ -218,7 +238,7 @@ __device__ __forceinline__ void gradient_pairs(const TileInput& in, const Piece<
       }
       const int mine = from + column / 2;
       const int32_t slice = __shfl_sync(kAllLanes, id.last, min(mine, limit - 1));
-      if (from + 2 < limit) two.read(in, id, core, from + 2, limit);
+      if (from + 2 < limit) two.read(in, piece, id, from + 2, limit);
       if (mine < limit) add_last_pair(piece, slice, row / 2 * 4 + row % 2 * 16, d);
     }
   }

@@ -12,12 +12,16 @@ namespace torchrec_hkv::tensor_train::cuda {
 struct FourRowsByColumn {
   float4 low, high;
 
-  __device__ __forceinline__ void read(const TileInput& in, const IdLane& id, int from, int limit) {
-    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  template <typename Config>
+  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+                                       const IdLane& id, int from, int limit) {
+    const int column = threadIdx.x % 4;
     const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + column, limit - 1));
-    const float* const at = unit_row(in, source) + 4 * row;
-    low = *reinterpret_cast<const float4*>(at);
-    high = *reinterpret_cast<const float4*>(at + 32);
+    const RowPlace<Config> place(piece);
+    const int32_t last_q = piece.last_q();
+    const float* const at = unit_row(in, source) + place.first;
+    low = load_row<Config>(at, place.width, place.has_first ? last_q : 0);
+    high = load_row<Config>(at + place.step, place.width, place.has_second ? last_q : 0);
   }
   // Of the first of the four, `left` exist; others are set to zero. first: its distinct id.
   __device__ __forceinline__ void finish(const float* factors, int first, int left) {
@@ -34,12 +38,19 @@ struct FourRowsByColumn {
 struct FourRowsByRow {
   float2 other[4];
 
-  __device__ __forceinline__ void read(const TileInput& in, const IdLane& id, int from, int limit) {
+  template <typename Config>
+  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+                                       const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + row / 2, limit - 1));
-    const float* const at = unit_row(in, source) + (4 * column + row % 2 * 2);
+    const float* const at = unit_row(in, source) + (column * piece.middle_step() + row % 2 * 2);
+    const int left = piece.has_middle(column) ? piece.last_q() - row % 2 * 2 : 0;
+    const int width = Config::kExact ? 4 : piece.row_width;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) other[e] = *reinterpret_cast<const float2*>(at + 16 * e);
+    for (int e = 0; e < 4; ++e) {
+      other[e] =
+          load_row_pair<Config>(at + e * piece.head_step(), width, piece.has_head(e) ? left : 0);
+    }
   }
   __device__ __forceinline__ void finish(const float* factors, int first, int left) {
     const int row = threadIdx.x % 32 / 4;
@@ -58,15 +69,18 @@ struct FourRowsByRow {
 };
 
 // The first eight distinct ids of a prefix on their way, and those behind them.
-template <typename Rows>
+template <typename Config, typename Rows>
 struct RowsAhead {
+  const Piece<Config>& piece;
   Rows first, second;
+
+  __device__ __forceinline__ explicit RowsAhead(const Piece<Config>& of) : piece(of) {}
 
   // count: ids of the prefix, of which the first 32 are in `id`.
   __device__ __forceinline__ void start(const TileInput& in, const IdLane& id, int count) {
     const int limit = min(32, count);
-    if (limit > 0) first.read(in, id, 0, limit);
-    if (limit > 4) second.read(in, id, 4, limit);
+    if (limit > 0) first.read(in, piece, id, 0, limit);
+    if (limit > 4) second.read(in, piece, id, 4, limit);
   }
 
   // Runs `use` on the distinct ids [begin, end), four at a time, after start.
@@ -86,23 +100,24 @@ struct RowsAhead {
       for (int from = 0; from < limit; from += 8) {
         first.finish(in.factors, base + from, limit - from);
         use(first, id, from, limit);
-        if (from + 8 < limit) first.read(in, id, from + 8, limit);
+        if (from + 8 < limit) first.read(in, piece, id, from + 8, limit);
         if (from + 4 >= limit) break;
         second.finish(in.factors, base + from + 4, limit - from - 4);
         use(second, id, from + 4, limit);
-        if (from + 12 < limit) second.read(in, id, from + 12, limit);
+        if (from + 12 < limit) second.read(in, piece, id, from + 12, limit);
       }
     }
   }
 };
 
-// A slice of ranks of the last core in shared memory, [lasts][4][32]. 16-byte units are swizzled by
-// the last column, and lanes of different columns read different last columns at a time, so that
-// they read different banks whatever their ids are.
+// A slice of ranks of the last core in shared memory, [lasts][4][32]; columns that do not exist are
+// 0. 16-byte units are swizzled by the last column, and lanes of different columns read different
+// last columns at a time, so that they read different banks whatever their ids are.
 template <typename Config>
 struct LastSlice {
   static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
   const float* values;
+  int32_t count;  // ranks of the slice
 
   __device__ __forceinline__ static int place_of(int unit) {
     return unit ^ (unit / (Config::kSlice / 4) % 4 * 2);
@@ -114,7 +129,10 @@ struct LastSlice {
     const int at = slice * 128 + (column * 32 | (row ^ column * 2) * 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      to[e] = *reinterpret_cast<const float4*>(values + (at ^ (e * 32 | e * 8)));
+      to[e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (Config::kExact || 4 * row < count) {
+        to[e] = *reinterpret_cast<const float4*>(values + (at ^ (e * 32 | e * 8)));
+      }
     }
   }
 };
@@ -132,7 +150,8 @@ __device__ __forceinline__ float4 by_column(float4 v) {
 template <typename Config>
 __device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& id, int begin,
                                             int end, const LastSlice<Config>& last,
-                                            RowsAhead<FourRowsByColumn>& rows, float* prefix) {
+                                            RowsAhead<Config, FourRowsByColumn>& rows,
+                                            float* prefix) {
   constexpr int kProducts = Config::kProducts;
   const int column = threadIdx.x % 4;
   float sums[4][4] = {};
@@ -151,7 +170,7 @@ __device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& i
 template <typename Config, typename LastGrad>
 __device__ __forceinline__ void last_grads(const TileInput& in, const IdLane& id, int begin,
                                            int end, const float* prefix,
-                                           RowsAhead<FourRowsByRow>& rows,
+                                           RowsAhead<Config, FourRowsByRow>& rows,
                                            const LastGrad& last_grad) {
   constexpr int kProducts = Config::kProducts;
   const int row = threadIdx.x % 32 / 4;

@@ -95,6 +95,7 @@ struct LastGradInBlock {
   static constexpr int kTouched = 2;
   float* values;
   int* locks;
+  int32_t count;  // ranks of the slice
 
   // A word is taken with acquire and given back with release. Fences would be slower: they wait for
   // what is being read of the next ids too.
@@ -114,7 +115,11 @@ struct LastGradInBlock {
       got = __shfl_sync(kAllLanes, got, leader);
       __syncwarp();  // orders the leader's acquire before the lanes' reads
       if (got != 0) {
-        float4 v[4] = {*low, *high, low[kNextLine], high[kNextLine]};
+        const bool has_low = Config::kExact || 4 * column < count;
+        const bool has_high = Config::kExact || 4 * column + 16 < count;
+        float4 v[4] = {};
+        if (has_low) v[0] = *low, v[2] = low[kNextLine];
+        if (has_high) v[1] = *high, v[3] = high[kNextLine];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           v[i].x += d[0][i];
@@ -122,10 +127,8 @@ struct LastGradInBlock {
           v[i].z += d[2][i];
           v[i].w += d[3][i];
         }
-        *low = v[0];
-        *high = v[1];
-        low[kNextLine] = v[2];
-        high[kNextLine] = v[3];
+        if (has_low) *low = v[0], low[kNextLine] = v[2];
+        if (has_high) *high = v[1], high[kNextLine] = v[3];
         waits = false;
       }
       __syncwarp();
@@ -158,7 +161,7 @@ struct LastGradInBlock {
 // its gradient. Block b has slice b % kSlices of ranks.
 template <typename Config, int kSubs>
 __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(TileInput in) {
-  static_assert(Config::kFours && Config::kSlice == 32 && Config::kPrefixes == Config::kWarps);
+  static_assert(Config::kVectors && Config::kSlice == 32 && Config::kPrefixes == Config::kWarps);
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
   constexpr int kThreads = Config::kThreads * kSubs;
   constexpr int kSubValues = Config::kMiddleValues + Config::kHeadValues + Config::kSliceStep;
@@ -185,11 +188,32 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   float4* const last_units = memory + kSubs * kSubValues / 4;
   int* const locks = reinterpret_cast<int*>(last_units + lasts * Config::kSlice);
   const int units = lasts * Config::kSlice;
+  Piece<Config> piece;
+  piece.table = &table;
+  piece.middle = -1;
+  piece.first_head_column = 0;
+  piece.first_middle_column = 0;
+  piece.find_row_width(in.unit);
+  const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+  const int32_t ranks = min(last_r - slice * Config::kSlice, Config::kSlice);
+  // Where unit i of shared memory, (slice of the core, last column, unit), lies in the last core
+  // and in its gradient, in units; negative where it does not exist.
+  auto unit_in_core = [&](int i) -> int64_t {
+    const int line = i / kLine, unit = i % kLine;
+    if constexpr (Config::kExact) {
+      return static_cast<int64_t>(line) * (Config::kRank / 4) + slice * kLine + unit;
+    } else {
+      if (line % 4 >= last_q || 4 * unit >= ranks) return -1;
+      return static_cast<int64_t>(line / 4 * last_q + line % 4) * (last_r / 4) + slice * kLine +
+             unit;
+    }
+  };
 #pragma unroll 4
   for (int i = threadIdx.x; i < units; i += kThreads) {
-    last_units[LastSlice<Config>::place_of(i)] =
-        __ldg(static_cast<const float4*>(table.last) +
-              (static_cast<size_t>(i / kLine) * (Config::kRank / 4) + slice * kLine + i % kLine));
+    const int64_t from = unit_in_core(i);
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (Config::kExact || from >= 0) v = __ldg(static_cast<const float4*>(table.last) + from);
+    last_units[LastSlice<Config>::place_of(i)] = v;
   }
   find_share<Config, true>(in, counts, static_cast<int>(blockIdx.x) / Config::kSlices * kSubs + sub,
                            static_cast<int>(gridDim.x) / Config::kSlices * kSubs, thread,
@@ -198,13 +222,8 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   auto wait = [&] {
     asm volatile("bar.sync %0, %1;" ::"r"(sub + 1), "n"(Config::kThreads) : "memory");
   };
-  Piece<Config> piece;
-  piece.table = &table;
-  piece.middle = -1;
-  piece.first_head_column = 0;
-  piece.first_middle_column = 0;
   {
-    const LastSlice<Config> last = {reinterpret_cast<const float*>(last_units)};
+    const LastSlice<Config> last = {reinterpret_cast<const float*>(last_units), ranks};
     MiddleGrad<Config> middle_grad;
     middle_grad.clear();
     TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
@@ -216,7 +235,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       wait_for_copies();
       const IdLane id = walk.next_ids.get(walk.warp());
       const int begin = walk.begin(), stop = walk.stop();
-      RowsAhead<FourRowsByColumn> rows;
+      RowsAhead<Config, FourRowsByColumn> rows(piece);
       rows.start(in, id, stop - begin);
       if (prefixes[0].z != piece.middle) {
         if (piece.middle >= 0) {
@@ -244,7 +263,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   }
 
   __syncthreads();  // the last core is done with
-  const LastGradInBlock<Config> last_grad = {reinterpret_cast<float*>(last_units), locks};
+  const LastGradInBlock<Config> last_grad = {reinterpret_cast<float*>(last_units), locks, ranks};
   for (int i = threadIdx.x; i < units; i += kThreads) {
     last_units[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
@@ -260,7 +279,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       const IdLane id = walk.next_ids.get(walk.warp());
       const bool mine = walk.mine();
       const int begin = walk.begin(), stop = walk.stop();
-      RowsAhead<FourRowsByRow> rows;
+      RowsAhead<Config, FourRowsByRow> rows(piece);
       rows.start(in, id, stop - begin);
       if (walk.prefixes()[0].z != piece.middle) {
         piece.middle = walk.prefixes()[0].z;
@@ -268,7 +287,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       }
       walk.head_load.store(thread, heads);
       wait();  // all warps are done with the products
-      multiply_prefixes<Config>(thread, heads, middle, products, Config::kPrefixes);
+      multiply_prefixes<Config>(thread, piece, heads, middle, products, Config::kPrefixes);
       wait();
       walk.move_on(0);
       if (mine) last_grads<Config>(in, id, begin, stop, product, rows, last_grad);
@@ -287,11 +306,11 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
     const int at = i + shift < units ? i + shift : i + shift - units;
     const int line = at / kLine;  // (slice of the core, last column)
     const int unit = at % kLine;
+    const int64_t to = unit_in_core(at);
+    if (!Config::kExact && to < 0) continue;
     const float4 v = last_units[line * kLine + (unit ^ (line % 4 / 2 * 4))];
     if (v.x == 0.0f && v.y == 0.0f && v.z == 0.0f && v.w == 0.0f) continue;
-    add_four(table.last_grad + static_cast<size_t>(line) * Config::kRank + slice * Config::kSlice +
-                 unit * 4,
-             v);
+    add_four(table.last_grad + 4 * to, v);
   }
 }
 

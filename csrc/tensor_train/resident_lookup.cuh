@@ -18,16 +18,22 @@ struct LastInBlock {
     return unit ^ (unit / (Config::kRank / 4) % 2 * 4);
   }
 
-  __device__ __forceinline__ void read(const Piece<Config>&, bool /*exists*/, int32_t slice,
+  __device__ __forceinline__ void read(const Piece<Config>& piece, bool /*exists*/, int32_t slice,
                                        int32_t last_column, int, LastValues* to) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* line = values + (slice * 4 + last_column + half * 2 + row % 2) * Config::kRank;
       const int first = (column ^ (row % 2 * 4)) * 4;
-      *reinterpret_cast<float4*>(to->b[half]) = *reinterpret_cast<const float4*>(line + first);
-      *reinterpret_cast<float4*>(to->b[half] + 4) =
-          *reinterpret_cast<const float4*>(line + (first ^ 16));
+      float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
+      if (Config::kExact || column * 4 < piece.last_r()) {
+        low = *reinterpret_cast<const float4*>(line + first);
+      }
+      if (Config::kExact || column * 4 + 16 < piece.last_r()) {
+        high = *reinterpret_cast<const float4*>(line + (first ^ 16));
+      }
+      *reinterpret_cast<float4*>(to->b[half]) = low;
+      *reinterpret_cast<float4*>(to->b[half] + 4) = high;
     }
   }
 };
@@ -35,7 +41,7 @@ struct LastInBlock {
 // kSubs groups of Config::kThreads work on prefixes of their own.
 template <typename Config, int kSubs>
 __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(TileInput in) {
-  static_assert(Config::kFours && Config::kRank == 32 && Config::kSlices == 1);
+  static_assert(Config::kVectors && Config::kRank == 32 && Config::kSlices == 1);
   static_assert(Config::kPrefixes == Config::kWarps);
   constexpr int kThreads = Config::kThreads * kSubs;
   constexpr int kSubValues = Config::kMiddleValues + Config::kHeadValues + Config::kSliceStep;
@@ -64,10 +70,22 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
   float4* const last_units = memory + kSubs * kSubValues / 4;
   const LastInBlock<Config> last = {reinterpret_cast<const float*>(last_units)};
   const int units = static_cast<int>(table.lasts) * LastInBlock<Config>::kUnits;
+  Piece<Config> piece;
+  piece.table = &table;
+  piece.middle = -1;
+  piece.first_head_column = 0;
+  piece.first_middle_column = 0;
+  piece.find_row_width(in.unit);
+  const int32_t last_q = piece.last_q(), last_r = piece.last_r();
 #pragma unroll 4
   for (int i = threadIdx.x; i < units; i += kThreads) {
-    last_units[LastInBlock<Config>::place_of(i)] =
-        __ldg(static_cast<const float4*>(table.last) + i);
+    const int line = i / (Config::kRank / 4), unit = i % (Config::kRank / 4);
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (Config::kExact || (line % 4 < last_q && 4 * unit < last_r)) {
+      v = __ldg(static_cast<const float4*>(table.last) +
+                ((line / 4 * last_q + line % 4) * (last_r / 4) + unit));
+    }
+    last_units[LastInBlock<Config>::place_of(i)] = v;
   }
   find_share<Config, true>(in, counts, blockIdx.x * kSubs + sub, gridDim.x * kSubs, thread,
                            all_bounds[sub]);
@@ -76,11 +94,6 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
     asm volatile("bar.sync %0, %1;" ::"r"(sub + 1), "n"(Config::kThreads) : "memory");
   };
 
-  Piece<Config> piece;
-  piece.table = &table;
-  piece.middle = -1;
-  piece.first_head_column = 0;
-  piece.first_middle_column = 0;
   TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
   walk.start(all_bounds[sub][0], all_bounds[sub][1], true, 0, wait);
   wait_for_kernel_before();  // the output is clear
@@ -96,7 +109,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_lookup(Ti
     const bool mine = walk.mine();
     const int begin = walk.begin(), stop = walk.stop();
     wait();  // all warps are done with the products
-    multiply_prefixes<Config>(thread, heads, middle, products, Config::kPrefixes);
+    multiply_prefixes<Config>(thread, piece, heads, middle, products, Config::kPrefixes);
     wait();
     walk.move_on(0);
     if (mine) {

@@ -22,7 +22,7 @@ constexpr bool kOfHalves = Config::kProducts == 3;
 // kPairs: distinct ids are taken two at a time instead of four.
 template <typename Config, bool kBackward, bool kPairs>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_kernel(TileInput in) {
-  static_assert(Config::kKnown && Config::kRank == 32 && Config::kSlices == 1);
+  static_assert(Config::kVectors && Config::kRank == 32 && Config::kSlices == 1);
   static_assert(Config::kPrefixes == Config::kWarps);
   static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
   constexpr bool kHalf = kOfHalves<Config>;
@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   piece.middle = -1;
   piece.first_head_column = 0;
   piece.first_middle_column = 0;
+  piece.find_row_width(in.unit);
   std::conditional_t<kHalf, typename Half::MiddleGrad, MiddleGrad<Config>> middle_grad;
   if constexpr (kBackward) middle_grad.clear();
   auto wait = [] { __syncthreads(); };
@@ -86,6 +87,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       __syncthreads();
       copy_view(in.tables[number], &table);
       __syncthreads();
+      piece.find_row_width(in.unit);
       walk.read_heads();
     }
     if (prefixes[0].z != piece.middle) {
@@ -116,14 +118,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       if constexpr (kHalf) {
         Half::multiply_prefixes(thread, half_heads, half_middle, half_products, run);
       } else {
-        multiply_prefixes<Config>(thread, heads, middle, products, run);
+        multiply_prefixes<Config>(thread, piece, heads, middle, products, run);
       }
     };
     if constexpr (kBackward) {
       std::conditional_t<kPairs, TwoIds<Config>, FourIds<Config>> first;
-      const float* const core = static_cast<const float*>(table.last) + (kPairs ? 0 : lane / 4 * 4);
       auto read = [&] {
-        if (mine) first.read(in, id, core, 0, min(32, stop - begin));
+        if (mine) first.read(in, piece, id, 0, min(32, stop - begin));
       };
       if (!waits) read();
       multiply();
@@ -135,16 +136,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       __syncthreads();
       if (mine) {
         if constexpr (kHalf) {
-          const int e = gradient_pairs(in, piece, core, id, half_product,
+          const int e = gradient_pairs(in, piece, id, half_product,
                                        Half::prefix_exponent(scales, warp, middle_exponent), begin,
                                        stop, first);
           if (lane == 0) scales.grads[warp] = e;
         } else if constexpr (kPairs) {
-          gradient_pairs(in, piece, core, id, products + warp * Config::kPrefixStep, begin, stop,
-                         first);
+          gradient_pairs(in, piece, id, products + warp * Config::kPrefixStep, begin, stop, first);
         } else {
-          gradient_ids_ahead(in, piece, core, id, products + warp * Config::kPrefixStep, begin,
-                             stop, LastGradInMemory<Config>{}, 0, first);
+          gradient_ids_ahead(in, piece, id, products + warp * Config::kPrefixStep, begin, stop,
+                             LastGradInMemory<Config>{}, 0, first);
         }
       }
       walk.move_on(number);

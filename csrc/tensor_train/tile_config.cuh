@@ -16,11 +16,11 @@
 
 namespace torchrec_hkv::tensor_train::cuda {
 
-// What a kernel takes for granted. kRanks: head_r = last_r = kRank, last_q is a multiple of 4 and
-// all cores are of type kType; what exists is read 4 values at a time. kNarrow: also q = 4, 2, 4,
-// which is what 32 columns have. kWhole: as kRanks, and the other q are multiples of 4 too, so that
-// nothing is checked. kFours: also all q are 4. Known q save registers.
-enum class Fit { kAny, kRanks, kNarrow, kWhole, kFours };
+// What a kernel takes for granted. kAny: nothing. kVectors: cores are float32 and ranks are
+// multiples of 4, at most kRank, so that cores are read 4 values at a time. kWhole: head_r = last_r
+// = kRank, all q are multiples of 4, cores are of type kType and rows are aligned, so that there
+// are no bounds to check. kFours: as kWhole, and all q are 4. Known shapes save registers.
+enum class Fit { kAny, kVectors, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
           RowType kType_, int kMinBlocks_, bool kFixedPoint_ = false>
@@ -33,9 +33,6 @@ struct TileConfig {
   static constexpr bool kVectors = kFit_ != Fit::kAny;
   static constexpr bool kFours = kFit_ == Fit::kFours;
   static constexpr bool kExact = kFours || kFit_ == Fit::kWhole;
-  // Whether q is known: 4, kMiddleQ, 4. Rows are then one block of columns.
-  static constexpr bool kKnown = kFours || kFit_ == Fit::kNarrow;
-  static constexpr int kMiddleQ = kFours ? 4 : 2;
   static constexpr RowType kType = kType_;
   static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor
   // Gradients are added up as integers, which gives the same bits in any order: see FixedPoint.
@@ -104,29 +101,40 @@ struct Piece {
   int32_t middle;
   int32_t first_head_column;    // of 4
   int32_t first_middle_column;  // likewise
+  // How many neighbouring values of a row are aligned to their size: 4, 2 or 1.
+  int32_t row_width;
 
-  __device__ __forceinline__ int32_t head_q() const { return Config::kKnown ? 4 : table->head_q; }
-  __device__ __forceinline__ int32_t middle_q() const {
-    return Config::kKnown ? Config::kMiddleQ : table->middle_q;
+  // rows_unit: TileInput::unit.
+  __device__ __forceinline__ void find_row_width(int32_t rows_unit) {
+    const int32_t last_q = table->last_q;
+    row_width = rows_unit == 1 ? 1 : last_q % 4 == 0 ? 4 : last_q % 2 == 0 ? 2 : 1;
   }
-  __device__ __forceinline__ int32_t last_q() const { return Config::kKnown ? 4 : table->last_q; }
+  __device__ __forceinline__ int32_t head_q() const { return Config::kFours ? 4 : table->head_q; }
+  __device__ __forceinline__ int32_t middle_q() const {
+    return Config::kFours ? 4 : table->middle_q;
+  }
+  __device__ __forceinline__ int32_t last_q() const { return Config::kFours ? 4 : table->last_q; }
   __device__ __forceinline__ int32_t head_r() const {
-    return Config::kVectors ? Config::kRank : table->head_r;
+    return Config::kExact ? Config::kRank : table->head_r;
   }
   __device__ __forceinline__ int32_t last_r() const {
-    return Config::kVectors ? Config::kRank : table->last_r;
+    return Config::kExact ? Config::kRank : table->last_r;
+  }
+  // Ranks up to the next multiple of 8: behind them, heads and the middle are not read.
+  __device__ __forceinline__ int32_t head_depth() const {
+    return Config::kExact ? Config::kRank : (table->head_r + 7) / 8 * 8;
   }
   __device__ __forceinline__ int32_t head_column() const {
-    return Config::kKnown ? 0 : first_head_column;
+    return Config::kFours ? 0 : first_head_column;
   }
   __device__ __forceinline__ int32_t middle_column() const {
-    return Config::kKnown ? 0 : first_middle_column;
+    return Config::kFours ? 0 : first_middle_column;
   }
   // Values between neighbouring head columns, and middle columns, in a row of the table.
   __device__ __forceinline__ int32_t head_step() const { return middle_q() * last_q(); }
   __device__ __forceinline__ int32_t middle_step() const { return last_q(); }
   __device__ __forceinline__ bool has_head(int32_t column) const {
-    return Config::kExact || Config::kKnown || head_column() + column < head_q();
+    return Config::kExact || head_column() + column < head_q();
   }
   __device__ __forceinline__ bool has_middle(int32_t column) const {
     return Config::kExact || middle_column() + column < middle_q();
@@ -162,9 +170,9 @@ __device__ __forceinline__ float4 load_four(const void* core, RowType type, size
   }
 }
 
-// Adds to four neighbouring values, of which `count` exist.
+// Adds to four neighbouring values of the gradient of a core, of which `count` exist.
 template <typename Config>
-__device__ __forceinline__ void add_row(float* to, float4 v, int count) {
+__device__ __forceinline__ void add_to_core(float* to, float4 v, int count) {
   if constexpr (Config::kVectors) {
     if (Config::kExact || count > 0) add_four(to, v);
   } else {
@@ -200,7 +208,7 @@ __device__ __forceinline__ void add_to_four([[maybe_unused]] const Piece<Config>
     if (count > 2) add_fixed(piece, part, to + 2, v.z);
     if (count > 3) add_fixed(piece, part, to + 3, v.w);
   } else {
-    add_row<Config>(to, v, count);
+    add_to_core<Config>(to, v, count);
   }
 }
 template <typename Config>
@@ -218,26 +226,82 @@ __device__ __forceinline__ void add_to_two([[maybe_unused]] const Piece<Config>&
   }
 }
 
-// Four neighbouring values of the output's gradient, or of a row, of which `count` exist.
+// Four neighbouring values of the output's gradient, or of a row, of which `count` exist; the
+// others are 0. width: Piece::row_width. Where it is 2, count is even.
 template <typename Config>
-__device__ __forceinline__ float4 load_row(const float* from, int count) {
-  if constexpr (Config::kVectors) {
-    if (!Config::kExact && count <= 0) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    return *reinterpret_cast<const float4*>(from);
+__device__ __forceinline__ float4 load_row(const float* from, int width, int count) {
+  if constexpr (Config::kExact) return *reinterpret_cast<const float4*>(from);
+  float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (width == 4) {
+    if (count > 0) v = *reinterpret_cast<const float4*>(from);
+  } else if (width == 2) {
+    if (count > 0) *reinterpret_cast<float2*>(&v.x) = *reinterpret_cast<const float2*>(from);
+    if (count > 2) *reinterpret_cast<float2*>(&v.z) = *reinterpret_cast<const float2*>(from + 2);
   } else {
-    return make_float4(count > 0 ? from[0] : 0.0f, count > 1 ? from[1] : 0.0f,
-                       count > 2 ? from[2] : 0.0f, count > 3 ? from[3] : 0.0f);
+    if (count > 0) v.x = from[0];
+    if (count > 1) v.y = from[1];
+    if (count > 2) v.z = from[2];
+    if (count > 3) v.w = from[3];
   }
+  return v;
 }
 template <typename Config>
-__device__ __forceinline__ void store_row(float* to, float4 v, int count) {
-  if constexpr (Config::kVectors) {
+__device__ __forceinline__ float2 load_row_pair(const float* from, int width, int count) {
+  if constexpr (Config::kExact) return *reinterpret_cast<const float2*>(from);
+  float2 v = make_float2(0.0f, 0.0f);
+  if (width >= 2) {
+    if (count > 0) v = *reinterpret_cast<const float2*>(from);
+  } else {
+    if (count > 0) v.x = from[0];
+    if (count > 1) v.y = from[1];
+  }
+  return v;
+}
+template <typename Config>
+__device__ __forceinline__ void store_row(float* to, float4 v, int width, int count) {
+  if (Config::kExact || width == 4) {
     if (Config::kExact || count > 0) *reinterpret_cast<float4*>(to) = v;
+  } else if (width == 2) {
+    if (count > 0) *reinterpret_cast<float2*>(to) = make_float2(v.x, v.y);
+    if (count > 2) *reinterpret_cast<float2*>(to + 2) = make_float2(v.z, v.w);
   } else {
     if (count > 0) to[0] = v.x;
     if (count > 1) to[1] = v.y;
     if (count > 2) to[2] = v.z;
     if (count > 3) to[3] = v.w;
+  }
+}
+template <typename Config>
+__device__ __forceinline__ void store_row_pair(float* to, float2 v, int width, int count) {
+  if (Config::kExact || width >= 2) {
+    if (count > 0) *reinterpret_cast<float2*>(to) = v;
+  } else {
+    if (count > 0) to[0] = v.x;
+    if (count > 1) to[1] = v.y;
+  }
+}
+// Adds to values of the output.
+template <typename Config>
+__device__ __forceinline__ void add_row_pair(float* to, float2 v, int width, int count) {
+  if (Config::kExact || width >= 2) {
+    if (count > 0) add_two(to, v.x, v.y);
+  } else {
+    if (count > 0) add_one(to, v.x);
+    if (count > 1) add_one(to + 1, v.y);
+  }
+}
+template <typename Config>
+__device__ __forceinline__ void add_row(float* to, float4 v, int width, int count) {
+  if (Config::kExact || width == 4) {
+    if (Config::kExact || count > 0) add_four(to, v);
+  } else if (width == 2) {
+    if (count > 0) add_two(to, v.x, v.y);
+    if (count > 2) add_two(to + 2, v.z, v.w);
+  } else {
+    if (count > 0) add_one(to, v.x);
+    if (count > 1) add_one(to + 1, v.y);
+    if (count > 2) add_one(to + 2, v.z);
+    if (count > 3) add_one(to + 3, v.w);
   }
 }
 

@@ -27,8 +27,9 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
   const size_t first =
       (static_cast<size_t>(piece.middle) * head_r * middle_q + piece.middle_column()) * last_r +
       slice * Config::kSlice;
+  const int quads = piece.head_depth() * Config::kSlice;
 #pragma unroll 1
-  for (int base = 0; base < kMine; base += kTogether) {
+  for (int base = 0; base < kMine && base * Config::kThreads < quads; base += kTogether) {
     float4 values[kTogether];
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
@@ -37,18 +38,11 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
       const int quad = i % Config::kSlice;
       const int column = quad / (Config::kSlice / 4);
       const int within = quad % (Config::kSlice / 4) * 4;
-      if (Config::kVectors || core != nullptr) {
-        const bool exists = (Config::kVectors || r < head_r) && piece.has_middle(column);
-        const int count = exists ? last_r - slice * Config::kSlice - within : 0;
-        values[k] = load_four<Config>(
-            core, type, first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
-            count);
-      } else {  // the identity
-        const int at = r - slice * Config::kSlice - within;
-        const bool here = column == 0 && r < head_r;
-        values[k] = make_float4(here && at == 0 ? 1.0f : 0.0f, here && at == 1 ? 1.0f : 0.0f,
-                                here && at == 2 ? 1.0f : 0.0f, here && at == 3 ? 1.0f : 0.0f);
-      }
+      const bool exists = (Config::kExact || r < head_r) && piece.has_middle(column);
+      const int count = exists ? last_r - slice * Config::kSlice - within : 0;
+      values[k] = load_four<Config>(
+          core, type, first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
+          count);
     }
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
@@ -114,8 +108,9 @@ struct HeadLoad {
 // want different lines of one bank.
 // Of `count` prefixes; what is left of others is not used.
 template <typename Config>
-__device__ __forceinline__ void multiply_prefixes(int thread, const float* heads,
-                                                  const float* middle, float* prefixes, int count) {
+__device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config>& piece,
+                                                  const float* heads, const float* middle,
+                                                  float* prefixes, int count) {
   constexpr int kProducts = Config::kProducts;
   constexpr int kRowTiles = Config::kRows / 16;
   constexpr int kRowGroups = kRowTiles >= 4 && Config::kWarps >= 8 ? 2 : 1;
@@ -134,8 +129,9 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const float* heads
   const float* const its_middle =
       middle + 2 * column * Config::kMiddleStep + warp * kMyColumns * 8 + kVector * row;
   float sums[kMine][kMyColumns][4] = {};
+  const int depth = piece.head_depth();
 #pragma unroll 4
-  for (int k = 0; k < Config::kRank; k += 8) {
+  for (int k = 0; k < depth; k += 8) {
     Operand<kProducts> b[kMyColumns][2];
 #pragma unroll
     for (int j = 0; j < kMyColumns; j += kVector) {
@@ -188,6 +184,52 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const float* heads
     }
   }
 }
+
+// Prefixes of a table of two cores: its head slices.
+template <typename Config>
+struct HeadPrefixes {
+  static constexpr int kLine = Config::kSlice / 4;  // units of 4 values
+  static constexpr int kUnits = 16 * kLine;         // of a prefix
+
+  // Runs `use` on the units of `count` prefixes: use(element of the head, where it is among the
+  // prefixes in shared memory, how many values exist).
+  template <typename Use>
+  static __device__ __forceinline__ void each(int thread, const Piece<Config>& piece, int slice,
+                                              const int4* prefixes, int count, const Use& use) {
+    const int32_t last_r = piece.last_r();
+    for (int i = thread; i < count * kUnits; i += Config::kThreads) {
+      const int prefix = i / kUnits, row = i % kUnits / kLine, within = i % kLine * 4;
+      const int head_column = row / 4, middle_column = row % 4;
+      const size_t line = (static_cast<size_t>(prefixes[prefix].w) * piece.head_q() +
+                           piece.head_column() + head_column) *
+                              piece.middle_q() +
+                          piece.middle_column() + middle_column;
+      const bool exists = piece.has_head(head_column) && piece.has_middle(middle_column);
+      const int r = slice * Config::kSlice + within;
+      use(line * last_r + r,
+          prefix * Config::kPrefixStep + head_column * Config::kRowStep +
+              middle_column * Config::kColumnStep + within,
+          exists ? last_r - r : 0);
+    }
+  }
+  static __device__ __forceinline__ void load(int thread, const Piece<Config>& piece, int slice,
+                                              const int4* prefixes, int count, float* to) {
+    const TableView& table = *piece.table;
+    each(thread, piece, slice, prefixes, count, [&](size_t element, int at, int left) {
+      *reinterpret_cast<float4*>(to + at) = prepared<Config::kProducts>(
+          load_four<Config>(table.head, table.head_type, element, left));
+    });
+  }
+  static __device__ __forceinline__ void add_grads(int thread, const Piece<Config>& piece,
+                                                   int slice, const int4* prefixes, int count,
+                                                   const float* grads) {
+    float* const head_grad = piece.table->head_grad;
+    each(thread, piece, slice, prefixes, count, [&](size_t element, int at, int left) {
+      add_to_four<Config>(piece, kHeadPart, head_grad + element,
+                          *reinterpret_cast<const float4*>(grads + at), left);
+    });
+  }
+};
 
 // A part of the gradient of a middle slice, in registers of a block: kTiles tiles of 16 rows from
 // row first_row on, of [kRank][kColumns] = heads^T grads. Rows are ranks in the order in which
@@ -276,7 +318,7 @@ struct MiddleGrad {
               (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
               piece.middle_column() + middle_column;
           const bool exists =
-              piece.has_middle(middle_column) && (Config::kVectors || head < piece.head_r());
+              piece.has_middle(middle_column) && (Config::kExact || head < piece.head_r());
           float* const to = piece.table->middle_grad + line * last_r + r;
           const int left = exists ? last_r - r : 0;
           const int i = 2 * half;
@@ -305,10 +347,9 @@ struct MiddleGrad {
 template <typename Config>
 __device__ __forceinline__ void add_middle_grad(int thread, const Piece<Config>& piece, int slice,
                                                 const float* heads, const float* grads, int count) {
-  if (!Config::kVectors && piece.table->middle_grad == nullptr) return;
   using Grad = MiddleGrad<Config>;
 #pragma unroll 1
-  for (int first_row = 0; first_row < Config::kRank; first_row += 16 * Grad::kTiles) {
+  for (int first_row = 0; first_row < piece.head_r(); first_row += 16 * Grad::kTiles) {
     Grad grad;
     grad.clear();
     grad.add(thread, first_row, heads, grads, count);
@@ -332,7 +373,7 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
   const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
   const int row_tile = warp % kRowTiles;
   const int first = warp / kRowTiles * kMine;
-  if (row_tile * 4 >= count) return;
+  if (row_tile * 4 >= count || first * 8 >= head_r) return;
   float chains[kChains][kMine][4] = {};
   const int lane = thread % 32;
   const float* const its_grads =
@@ -341,6 +382,7 @@ __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& p
       middle + (first * 8 + lane % 8) * Config::kMiddleStep + lane / 8 * 4;
 #pragma unroll 1
   for (int middle_column = 0; middle_column < 4; ++middle_column) {
+    if (!piece.has_middle(middle_column)) break;
 #pragma unroll 2
     for (int k = 0; k < Config::kSlice; k += 16) {
       float a[2][4];

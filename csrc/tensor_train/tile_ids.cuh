@@ -93,7 +93,7 @@ struct LastInMemory {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = last_column + half * 2 + row % 2;
-      if (!exists || !(Config::kVectors || at < piece.last_q())) {
+      if (!exists || !(Config::kExact || at < piece.last_q())) {
         *reinterpret_cast<float4*>(to->b[half]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         *reinterpret_cast<float4*>(to->b[half] + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         continue;
@@ -136,7 +136,8 @@ __device__ __forceinline__ void add_rows(float (&sums)[2][4],
 template <typename Config>
 struct RowPlace {
   int32_t first;
-  int32_t step;  // to the second
+  int32_t step;   // to the second
+  int32_t width;  // of what is aligned
   bool has_first;
   bool has_second;
 
@@ -145,6 +146,7 @@ struct RowPlace {
     first = (piece.head_column() + row / 4) * piece.head_step() +
             (piece.middle_column() + row % 4) * piece.middle_step();
     step = 2 * piece.head_step();
+    width = Config::kExact ? 4 : piece.row_width;
     has_first = piece.has_head(row / 4) && piece.has_middle(row % 4);
     has_second = piece.has_head(row / 4 + 2) && piece.has_middle(row % 4);
   }
@@ -165,8 +167,8 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
   if (gather || (source & kSlotBit) != 0) {
     const uint32_t slot = gather ? static_cast<uint32_t>(distinct) : source & ~kSlotBit;
     float* to = in.slot_rows + static_cast<size_t>(slot) * in.widest + place.first + last_column;
-    store_row<Config>(to, first, first_count);
-    store_row<Config>(to + place.step, second, second_count);
+    store_row<Config>(to, first, place.width, first_count);
+    store_row<Config>(to + place.step, second, place.width, second_count);
   } else {
     float* to = in.out + static_cast<size_t>(source) * in.unit + place.first + last_column;
     if (in.factors != nullptr) {
@@ -175,11 +177,11 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
       second = scaled(second, factor);
     }
     if (in.store) {
-      store_row<Config>(to, first, first_count);
-      store_row<Config>(to + place.step, second, second_count);
+      store_row<Config>(to, first, place.width, first_count);
+      store_row<Config>(to + place.step, second, place.width, second_count);
     } else {
-      add_row<Config>(to, first, first_count);
-      add_row<Config>(to + place.step, second, second_count);
+      add_row<Config>(to, first, place.width, first_count);
+      add_row<Config>(to + place.step, second, place.width, second_count);
     }
   }
 }
@@ -250,7 +252,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
 template <typename Config>
 __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t source) {
   const bool slot = (source & kSlotBit) != 0;
-  const size_t step = slot ? in.widest : Config::kVectors ? 4 : in.unit;
+  const size_t step = slot ? in.widest : Config::kExact ? 4 : in.unit;
   return (slot ? in.slot_grads : in.grad) + static_cast<size_t>(source & ~kSlotBit) * step;
 }
 
@@ -267,7 +269,7 @@ struct LastGradInMemory {
                 last_column * last_r + r;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int left = Config::kVectors || last_column + half < piece.last_q() ? last_r - r : 0;
+      const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
       float* line = to + half * last_r;
       add_to_four<Config>(
           piece, kLastPart, line,
@@ -298,8 +300,8 @@ struct FourGrads {
     low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (has_low) {
       const float* at = grad_row<Config>(in, source) + last_column + place.first;
-      low = load_row<Config>(at, Config::kExact || place.has_first ? count : 0);
-      high = load_row<Config>(at + place.step, Config::kExact || place.has_second ? count : 0);
+      low = load_row<Config>(at, place.width, place.has_first ? count : 0);
+      high = load_row<Config>(at + place.step, place.width, place.has_second ? count : 0);
     }
     const float* line = grad_row<Config>(in, other_source) + last_column +
                         piece.head_column() * piece.head_step() +
@@ -307,14 +309,10 @@ struct FourGrads {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float* at = line + e * piece.head_step();
-      if constexpr (Config::kVectors) {
-        const bool exists =
-            has_other && (Config::kExact || (piece.has_head(e) && piece.has_middle(column)));
-        other[e] = exists ? *reinterpret_cast<const float2*>(at) : make_float2(0.0f, 0.0f);
-      } else {
-        const int left =
-            has_other && piece.has_head(e) && piece.has_middle(column) ? count - row % 2 * 2 : 0;
-        other[e] = make_float2(left > 0 ? at[0] : 0.0f, left > 1 ? at[1] : 0.0f);
+      other[e] = make_float2(0.0f, 0.0f);
+      if (has_other) {
+        const int left = piece.has_head(e) && piece.has_middle(column) ? count - row % 2 * 2 : 0;
+        other[e] = load_row_pair<Config>(at, place.width, left);
       }
     }
     if (in.factors == nullptr) return;
@@ -345,7 +343,7 @@ struct FourLasts {
         last_column * last_r + first_r + row * 4;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const bool exists = Config::kVectors || last_column + e < last_q;
+      const bool exists = Config::kExact || last_column + e < last_q;
       b[e] = load_four<Config>(table.last, table.last_type, at + e * last_r,
                                exists ? last_r - first_r - row * 4 : 0);
     }

@@ -93,23 +93,29 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
       piece.middle = prefixes[first].z;
       piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
       piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
+      piece.find_row_width(in.unit);
       const int4* mine = prefixes + first;
+      const bool has_middle = Config::kExact || table.middle != nullptr;
       const int slices =
-          Config::kVectors ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
+          Config::kExact ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
 #pragma unroll 1
       for (int slice = 0; slice < slices; ++slice) {
         __syncthreads();  // what was in shared memory is done with
-        HeadLoad<Config> head_load;
-        if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
-        load_middle<Config>(thread, piece, slice, middle);
-        if (slice == 0) {
-          if constexpr (!HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
-          head_load.store(thread, heads);
-        }
-        if (thread == 0) next = 0;
-        __syncthreads();
         float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
-        multiply_prefixes<Config>(thread, heads, middle, to, run);
+        if (thread == 0) next = 0;
+        if (has_middle) {
+          HeadLoad<Config> head_load;
+          if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+          load_middle<Config>(thread, piece, slice, middle);
+          if (slice == 0) {
+            if constexpr (!HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+            head_load.store(thread, heads);
+          }
+          __syncthreads();
+          multiply_prefixes<Config>(thread, piece, heads, middle, to, run);
+        } else {
+          HeadPrefixes<Config>::load(thread, piece, slice, mine, run, to);
+        }
         if (!kBackward && slice + 1 < slices) continue;
         if (waits) wait_for_kernel_before();
         waits = false;
@@ -131,8 +137,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
         }
         if constexpr (kBackward) {
           __syncthreads();
-          add_middle_grad<Config>(thread, piece, slice, heads, products, run);
-          add_head_grad<Config, 2>(thread, piece, mine, run, middle, products);
+          if (has_middle) {
+            add_middle_grad<Config>(thread, piece, slice, heads, products, run);
+            add_head_grad<Config, 2>(thread, piece, mine, run, middle, products);
+          } else {
+            HeadPrefixes<Config>::add_grads(thread, piece, slice, mine, run, products);
+          }
         }
       }
     }
@@ -183,10 +193,12 @@ void run_shapes(const TileRun& run, const TileInput& in) {
 
 template <template <int, Fit, RowType> typename Shapes, int kProducts>
 void run_class(const TileRun& run, const TileInput& in) {
-  if (!run.kernel.vectors) {
-    run_shapes<Shapes<kProducts, Fit::kAny, RowType::kFloat32>>(run, in);
-  } else if (!run.kernel.exact) {
-    run_shapes<Shapes<kProducts, Fit::kRanks, RowType::kFloat32>>(run, in);
+  if (!run.kernel.exact) {
+    if (run.kernel.vectors) {
+      run_shapes<Shapes<kProducts, Fit::kVectors, RowType::kFloat32>>(run, in);
+    } else {
+      run_shapes<Shapes<kProducts, Fit::kAny, RowType::kFloat32>>(run, in);
+    }
   } else if (run.kernel.type == RowType::kBFloat16) {
     run_shapes<Shapes<kProducts, Fit::kWhole, RowType::kBFloat16>>(run, in);
   } else if (run.kernel.fours) {

@@ -17,14 +17,14 @@ struct Shapes32 {
   using ManyBackward = TileConfig<32, 32, 16, 8, kProducts, kFit, kType, kLean ? 3 : 2>;
 };
 
-template <int kProducts>
-using Resident32 = TileConfig<32, 32, 8, 8, kProducts, Fit::kFours, RowType::kFloat32, 1>;
+template <int kProducts, Fit kFit>
+using Resident32 = TileConfig<32, 32, 8, 8, kProducts, kFit, RowType::kFloat32, 1>;
 
 // Launches the kernel for many ids a prefix, if there is one for the table; whether it did.
-template <int kProducts>
+template <int kProducts, Fit kFit>
 bool launch_dense(const TileRun& run, const TileInput& in) {
-  return run.backward ? launch_resident<Resident32<kProducts>, 2>(run, in)
-                      : launch_resident_lookup<Resident32<kProducts>, 2>(run, in);
+  return run.backward ? launch_resident<Resident32<kProducts, kFit>, 2>(run, in)
+                      : launch_resident_lookup<Resident32<kProducts, kFit>, 2>(run, in);
 }
 
 template <int kProducts>
@@ -49,21 +49,28 @@ void run_shares(const TileRun& run, const TileInput& in) {
 }  // namespace
 
 bool has_dense_gradients_32(int64_t only_lasts) {
-  return fits_resident<Resident32<1>, 2>(only_lasts);  // of any precision
+  return fits_resident<Resident32<1, Fit::kFours>, 2>(only_lasts);  // of any precision
 }
 
 void run_tiles_32(const TileRun& run, const TileInput& input) {
   if (run.backward && run.deterministic) return run_fixed_point<Repeatable32>(run, input);
   const bool tf32 = run.precision == Precision::kTf32;
   TileInput in = input;
-  if (run.may_be_dense && run.kernel.fours) {
-    in.leaves_dense = tf32 ? launch_dense<1>(run, in) : launch_dense<3>(run, in);
-  }
-  if (!run.shares) return run_rank<Shapes32>(run, in);
+  const bool dense = run.may_be_dense && run.kernel.small && in.unit == 4;
   if (run.kernel.fours) {
+    if (dense) {
+      in.leaves_dense =
+          tf32 ? launch_dense<1, Fit::kFours>(run, in) : launch_dense<3, Fit::kFours>(run, in);
+    }
+    if (!run.shares) return run_rank<Shapes32>(run, in);
     return tf32 ? run_shares<1, Fit::kFours>(run, in) : run_shares<3, Fit::kFours>(run, in);
   }
-  return tf32 ? run_shares<1, Fit::kNarrow>(run, in) : run_shares<3, Fit::kNarrow>(run, in);
+  if (dense) {
+    in.leaves_dense =
+        tf32 ? launch_dense<1, Fit::kVectors>(run, in) : launch_dense<3, Fit::kVectors>(run, in);
+  }
+  if (!run.shares) return run_rank<Shapes32>(run, in);
+  return tf32 ? run_shares<1, Fit::kVectors>(run, in) : run_shares<3, Fit::kVectors>(run, in);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -15,8 +15,14 @@ struct Shapes64 {
   using ManyBackward = TileConfig<64, 32, 16, 8, kProducts, kFit, kType, kBlocks>;
 };
 
-template <int kProducts>
-using Resident64 = TileConfig<64, 32, 16, 16, kProducts, Fit::kFours, RowType::kFloat32, 1>;
+template <int kProducts, Fit kFit>
+using Resident64 = TileConfig<64, 32, 16, 16, kProducts, kFit, RowType::kFloat32, 1>;
+
+template <Fit kFit>
+bool launch_dense(const TileRun& run, const TileInput& in) {
+  return run.precision == Precision::kTf32 ? launch_resident<Resident64<1, kFit>, 1>(run, in)
+                                           : launch_resident<Resident64<3, kFit>, 1>(run, in);
+}
 
 template <int kProducts>
 using Repeatable64 = TileConfig<64, 32, 8, 8, kProducts, Fit::kAny, RowType::kFloat32, 1, true>;
@@ -24,16 +30,15 @@ using Repeatable64 = TileConfig<64, 32, 8, 8, kProducts, Fit::kAny, RowType::kFl
 }  // namespace
 
 bool has_dense_gradients_64(int64_t only_lasts) {
-  return fits_resident<Resident64<1>, 1>(only_lasts);  // of any precision
+  return fits_resident<Resident64<1, Fit::kFours>, 1>(only_lasts);  // of any precision
 }
 
 void run_tiles_64(const TileRun& run, const TileInput& input) {
   if (run.backward && run.deterministic) return run_fixed_point<Repeatable64>(run, input);
   TileInput in = input;
-  if (run.backward && run.may_be_dense && run.kernel.fours) {
-    in.leaves_dense = run.precision == Precision::kTf32
-                          ? launch_resident<Resident64<1>, 1>(run, in)
-                          : launch_resident<Resident64<3>, 1>(run, in);
+  if (run.backward && run.may_be_dense && run.kernel.small && in.unit == 4) {
+    in.leaves_dense = run.kernel.fours ? launch_dense<Fit::kFours>(run, in)
+                                       : launch_dense<Fit::kVectors>(run, in);
   }
   run_rank<Shapes64>(run, in);
 }
