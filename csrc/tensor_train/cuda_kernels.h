@@ -38,12 +38,18 @@ enum class Precision : int32_t {
 // Which kernel runs a table; plan_tables says it.
 struct KernelClass {
   int32_t rank = 0;  // of the kernel: 32, 64, 128 or 256
-  bool vectors =
-      false;           // cores are float32, ranks multiples of 4: cores are read 4 values at a time
-  bool exact = false;  // ranks equal to `rank`, all q multiples of 4: no bounds to check
-  bool fours = false;  // exact, all q are 4 and cores are float32
-  bool small = false;  // vectors, and each q is at most 4: a row is one block of columns
+  // Cores are float32, ranks multiples of 4 and the last q even: cores are read 4 values at a time,
+  // rows at least 2.
+  bool vectors = false;
+  bool whole = false;   // vectors, and ranks equal to `rank`, which is at most 128
+  bool ranks = false;   // whole, and the last q a multiple of 4
+  bool narrow = false;  // ranks, `rank` is 32 and q = 4, 2, 4
+  bool exact = false;   // ranks equal to `rank`, all q multiples of 4: no bounds to check
+  bool fours = false;   // exact, all q are 4 and cores are float32
+  bool small = false;   // vectors, and each q is at most 4: a row is one block of columns
   RowType type = RowType::kFloat32;  // of exact tables; other kernels look it up
+
+  bool operator==(const KernelClass&) const = default;
 };
 
 // A table as kernels see it, in the memory of the device.
@@ -78,7 +84,7 @@ struct TableView {
   uint64_t first_key;  // keys of its ids are first_key + (middle * heads + head) * lasts + last
 };
 
-constexpr int kMaxClasses = 24;
+constexpr int kMaxClasses = 36;
 
 // What launches need to know of a group of tables, on the host.
 struct Plan {

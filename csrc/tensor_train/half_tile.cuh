@@ -54,11 +54,11 @@ struct HalfTile {
     for (int k = 0; k < kLines; ++k) {
       const int line = thread / 4 + k * (Config::kThreads / 4);
       low[k] = high[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (Config::kExact || (line / 4 < head_r && line % 4 < middle_q)) {
+      if ((Config::kKnownRanks || line / 4 < head_r) && line % 4 < middle_q) {
         const auto* const at =
             reinterpret_cast<const float4*>(from + (line / 4 * middle_q + line % 4) * last_r);
-        if (Config::kExact || within * 8 < last_r) low[k] = __ldg(at);
-        if (Config::kExact || within * 8 + 4 < last_r) high[k] = __ldg(at + 1);
+        if (Config::kKnownRanks || within * 8 < last_r) low[k] = __ldg(at);
+        if (Config::kKnownRanks || within * 8 + 4 < last_r) high[k] = __ldg(at + 1);
       }
     }
     float most = 0.0f;
@@ -249,12 +249,12 @@ struct HalfTile {
           first[q] = behind ? other : a;
           second[q] = behind ? b : other;
         }
-        if (!Config::kExact && first_row + half * 8 >= head_r) continue;
+        if (!Config::kKnownRanks && first_row + half * 8 >= head_r) continue;
         float* const line = to + half * 8 * step;
-        if (Config::kExact || first_r < last_r) {
+        if (Config::kKnownRanks || first_r < last_r) {
           add_four(line, make_float4(first[0], first[1], first[2], first[3]));
         }
-        if (Config::kExact || first_r + 16 < last_r) {
+        if (Config::kKnownRanks || first_r + 16 < last_r) {
           add_four(line + 16, make_float4(second[0], second[1], second[2], second[3]));
         }
       }
@@ -300,7 +300,7 @@ struct HalfTile {
         const int of = 2 * half + i;
         values[i] = (sums[2][of] + (sums[0][of] + sums[1][of])) * unit;
       }
-      if (Config::kExact || first + 2 * column < head_r) {
+      if (Config::kKnownRanks || first + 2 * column < head_r) {
         add_two(piece.table->head_grad + line * head_r + first + 2 * column, values[0], values[1]);
       }
     }

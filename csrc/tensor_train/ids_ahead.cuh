@@ -76,7 +76,7 @@ struct FourIds {
          row * 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const bool exists = Config::kExact || (e < last_q && row * 4 < last_r);
+      const bool exists = Config::kKnownQ || (e < last_q && row * 4 < last_r);
       lasts[e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (exists) lasts[e] = __ldg(reinterpret_cast<const float4*>(slice + e * last_r));
     }

@@ -34,10 +34,17 @@ KernelClass class_of(const TableView& table) {
     alike = alike && aligned(pointer);
   }
   const bool fp32 = table.head_type == RowType::kFloat32;
-  kernel.vectors = alike && fp32 && table.head_r % 4 == 0 && table.last_r % 4 == 0;
-  kernel.exact = alike && table.middle != nullptr && kernel.rank <= kMostExactRank &&
-                 table.head_r == kernel.rank && table.last_r == kernel.rank &&
-                 table.head_q % 4 == 0 && table.middle_q % 4 == 0 && table.last_q % 4 == 0;
+  // Values of rows whose last q is odd are read one by one, for which kernels of any shape are
+  // faster.
+  kernel.vectors =
+      alike && fp32 && table.head_r % 4 == 0 && table.last_r % 4 == 0 && table.last_q % 2 == 0;
+  const bool whole = alike && table.middle != nullptr && kernel.rank <= kMostExactRank &&
+                     table.head_r == kernel.rank && table.last_r == kernel.rank;
+  kernel.whole = kernel.vectors && whole;
+  kernel.ranks = kernel.whole && table.last_q % 4 == 0;
+  kernel.narrow = kernel.ranks && kernel.rank == 32 && table.head_q == 4 && table.middle_q == 2 &&
+                  table.last_q == 4;
+  kernel.exact = whole && table.head_q % 4 == 0 && table.middle_q % 4 == 0 && table.last_q % 4 == 0;
   if (kernel.exact) kernel.type = table.head_type;
   kernel.small = kernel.vectors && table.middle != nullptr && table.head_q <= 4 &&
                  table.middle_q <= 4 && table.last_q <= 4;
@@ -54,12 +61,7 @@ uint32_t inverse_of(int64_t slices) {
 
 int32_t number_of(Plan* plan, const KernelClass& kernel) {
   for (int32_t i = 0; i < plan->num_classes; ++i) {
-    const KernelClass& other = plan->classes[i];
-    if (other.rank == kernel.rank && other.vectors == kernel.vectors &&
-        other.exact == kernel.exact && other.fours == kernel.fours && other.small == kernel.small &&
-        other.type == kernel.type) {
-      return i;
-    }
+    if (plan->classes[i] == kernel) return i;
   }
   plan->classes[plan->num_classes] = kernel;
   return plan->num_classes++;

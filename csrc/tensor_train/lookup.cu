@@ -20,7 +20,9 @@ constexpr int64_t kMostShared = int64_t{1} << 18;
 // Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
 bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
   const KernelClass& kernel = plan.classes[0];
-  const bool has_kernel = kernel.rank == 32 && kernel.small;
+  // Where ranks are known but q is not, tiles of known ranks are as fast.
+  const bool faster = kernel.fours || kernel.narrow || !kernel.ranks;
+  const bool has_kernel = kernel.rank == 32 && kernel.small && faster;
   if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
   if (plan.num_tables != 1 && batch.num_ids > kMostShared) return false;
   return !(backward && batch.deterministic);
@@ -72,8 +74,10 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.stream = stream;
   for (int32_t i = 0; i < plan.num_classes; ++i) {
     run.kernel = plan.classes[i];
-    run.kernel.exact = run.kernel.exact && in.unit == 4;
-    run.kernel.fours = run.kernel.fours && in.unit == 4;
+    if (in.unit != 4) {  // rows are not aligned
+      run.kernel.vectors = run.kernel.whole = run.kernel.ranks = run.kernel.narrow = false;
+      run.kernel.exact = run.kernel.fours = run.kernel.small = false;
+    }
     run.blocks = plan.blocks[i];
     in.kernel = i;
     switch (run.kernel.rank) {

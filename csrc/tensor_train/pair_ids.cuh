@@ -24,7 +24,7 @@ struct LastPair {
         static_cast<const float*>(piece.table->last) +
         static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +
         (row % 4 * last_r + column * 8));
-    const int left = Config::kExact ? 8 : row % 4 < last_q ? last_r - column * 8 : 0;
+    const int left = Config::kKnownQ ? 8 : row % 4 < last_q ? last_r - column * 8 : 0;
     low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (left > 0) low = __ldg(at);
     if (left > 4) high = __ldg(at + 1);
@@ -135,12 +135,12 @@ struct TwoIds {
       rows[i] = unit_row(in, __shfl_sync(kAllLanes, id.source, numbers[i]));
       const int32_t slice = __shfl_sync(kAllLanes, id.last, numbers[i]);
       const float* const at = rows[i] + (place.first + column);
-      const bool has_column = Config::kExact || column < last_q;
+      const bool has_column = Config::kKnownQ || column < last_q;
       low[i] = high[i] = 0.0f;
       if (Config::kExact || (has_column && place.has_first)) low[i] = at[0];
       if (Config::kExact || (has_column && place.has_second)) high[i] = at[place.step];
       lasts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (Config::kExact || (has_column && row * 4 < last_r)) {
+      if (Config::kKnownQ || (has_column && row * 4 < last_r)) {
         lasts[i] = __ldg(
             reinterpret_cast<const float4*>(core +
                                             static_cast<size_t>(static_cast<uint32_t>(slice)) *
@@ -182,15 +182,15 @@ __device__ __forceinline__ void add_last_pair(const Piece<Config>& piece, int32_
                                               int first_r, const float (&d)[2][4]) {
   const int column = threadIdx.x % 4;
   const int32_t last_q = piece.last_q(), last_r = piece.last_r();
-  if (!Config::kExact && first_r >= last_r) return;
+  if (!Config::kKnownQ && first_r >= last_r) return;
   float* const to =
       piece.table->last_grad +
       static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +
       (column % 2 * 2 * last_r + first_r);
-  if (Config::kExact || column % 2 * 2 < last_q) {
+  if (Config::kKnownQ || column % 2 * 2 < last_q) {
     add_four(to, make_float4(d[0][0], d[0][2], d[1][0], d[1][2]));
   }
-  if (Config::kExact || column % 2 * 2 + 1 < last_q) {
+  if (Config::kKnownQ || column % 2 * 2 + 1 < last_q) {
     add_four(to + last_r, make_float4(d[0][1], d[0][3], d[1][1], d[1][3]));
   }
 }

@@ -17,10 +17,12 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 // What a kernel takes for granted. kAny: nothing. kVectors: cores are float32 and ranks are
-// multiples of 4, at most kRank, so that cores are read 4 values at a time. kWhole: head_r = last_r
-// = kRank, all q are multiples of 4, cores are of type kType and rows are aligned, so that there
-// are no bounds to check. kFours: as kWhole, and all q are 4. Known shapes save registers.
-enum class Fit { kAny, kVectors, kWhole, kFours };
+// multiples of 4, at most kRank, so that cores are read 4 values at a time. kRanks: also head_r =
+// last_r = kRank, the last q is a multiple of 4 and rows are aligned. kNarrow: as kRanks, and q =
+// 4, 2, 4, which 32 columns have. kWhole: as kRanks, but all q are multiples of 4 and cores are of
+// type kType, so that there are no bounds to check. kFours: as kWhole, and all q are 4. Known
+// shapes save registers.
+enum class Fit { kAny, kVectors, kRanks, kNarrow, kWhole, kFours };
 
 template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
           RowType kType_, int kMinBlocks_, bool kFixedPoint_ = false>
@@ -32,7 +34,11 @@ struct TileConfig {
   static constexpr int kProducts = kProducts_;  // of a multiply-add, see tensor_core.cuh
   static constexpr bool kVectors = kFit_ != Fit::kAny;
   static constexpr bool kFours = kFit_ == Fit::kFours;
+  static constexpr bool kNarrow = kFit_ == Fit::kNarrow;
   static constexpr bool kExact = kFours || kFit_ == Fit::kWhole;
+  static constexpr bool kKnownRanks = kExact || kNarrow || kFit_ == Fit::kRanks;
+  static constexpr bool kKnownQ = kFours || kNarrow;  // 4, kMiddleQ, 4
+  static constexpr int kMiddleQ = kNarrow ? 2 : 4;
   static constexpr RowType kType = kType_;
   static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor
   // Gradients are added up as integers, which gives the same bits in any order: see FixedPoint.
@@ -109,32 +115,32 @@ struct Piece {
     const int32_t last_q = table->last_q;
     row_width = rows_unit == 1 ? 1 : last_q % 4 == 0 ? 4 : last_q % 2 == 0 ? 2 : 1;
   }
-  __device__ __forceinline__ int32_t head_q() const { return Config::kFours ? 4 : table->head_q; }
+  __device__ __forceinline__ int32_t head_q() const { return Config::kKnownQ ? 4 : table->head_q; }
   __device__ __forceinline__ int32_t middle_q() const {
-    return Config::kFours ? 4 : table->middle_q;
+    return Config::kKnownQ ? Config::kMiddleQ : table->middle_q;
   }
-  __device__ __forceinline__ int32_t last_q() const { return Config::kFours ? 4 : table->last_q; }
+  __device__ __forceinline__ int32_t last_q() const { return Config::kKnownQ ? 4 : table->last_q; }
   __device__ __forceinline__ int32_t head_r() const {
-    return Config::kExact ? Config::kRank : table->head_r;
+    return Config::kKnownRanks ? Config::kRank : table->head_r;
   }
   __device__ __forceinline__ int32_t last_r() const {
-    return Config::kExact ? Config::kRank : table->last_r;
+    return Config::kKnownRanks ? Config::kRank : table->last_r;
   }
   // Ranks up to the next multiple of 8: behind them, heads and the middle are not read.
   __device__ __forceinline__ int32_t head_depth() const {
-    return Config::kExact ? Config::kRank : (table->head_r + 7) / 8 * 8;
+    return Config::kKnownRanks ? Config::kRank : (table->head_r + 7) / 8 * 8;
   }
   __device__ __forceinline__ int32_t head_column() const {
-    return Config::kFours ? 0 : first_head_column;
+    return Config::kKnownQ ? 0 : first_head_column;
   }
   __device__ __forceinline__ int32_t middle_column() const {
-    return Config::kFours ? 0 : first_middle_column;
+    return Config::kKnownQ ? 0 : first_middle_column;
   }
   // Values between neighbouring head columns, and middle columns, in a row of the table.
   __device__ __forceinline__ int32_t head_step() const { return middle_q() * last_q(); }
   __device__ __forceinline__ int32_t middle_step() const { return last_q(); }
   __device__ __forceinline__ bool has_head(int32_t column) const {
-    return Config::kExact || head_column() + column < head_q();
+    return Config::kExact || Config::kKnownQ || head_column() + column < head_q();
   }
   __device__ __forceinline__ bool has_middle(int32_t column) const {
     return Config::kExact || middle_column() + column < middle_q();

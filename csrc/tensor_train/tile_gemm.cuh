@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
       const int quad = i % Config::kSlice;
       const int column = quad / (Config::kSlice / 4);
       const int within = quad % (Config::kSlice / 4) * 4;
-      const bool exists = (Config::kExact || r < head_r) && piece.has_middle(column);
+      const bool exists = (Config::kKnownRanks || r < head_r) && piece.has_middle(column);
       const int count = exists ? last_r - slice * Config::kSlice - within : 0;
       values[k] = load_four<Config>(
           core, type, first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
@@ -318,7 +318,7 @@ struct MiddleGrad {
               (static_cast<size_t>(piece.middle) * piece.head_r() + head) * middle_q +
               piece.middle_column() + middle_column;
           const bool exists =
-              piece.has_middle(middle_column) && (Config::kExact || head < piece.head_r());
+              piece.has_middle(middle_column) && (Config::kKnownRanks || head < piece.head_r());
           float* const to = piece.table->middle_grad + line * last_r + r;
           const int left = exists ? last_r - r : 0;
           const int i = 2 * half;

@@ -93,7 +93,7 @@ struct LastInMemory {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = last_column + half * 2 + row % 2;
-      if (!exists || !(Config::kExact || at < piece.last_q())) {
+      if (!exists || !(Config::kKnownRanks || at < piece.last_q())) {
         *reinterpret_cast<float4*>(to->b[half]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         *reinterpret_cast<float4*>(to->b[half] + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         continue;
@@ -146,7 +146,7 @@ struct RowPlace {
     first = (piece.head_column() + row / 4) * piece.head_step() +
             (piece.middle_column() + row % 4) * piece.middle_step();
     step = 2 * piece.head_step();
-    width = Config::kExact ? 4 : piece.row_width;
+    width = Config::kKnownRanks ? 4 : piece.row_width;
     has_first = piece.has_head(row / 4) && piece.has_middle(row % 4);
     has_second = piece.has_head(row / 4 + 2) && piece.has_middle(row % 4);
   }
@@ -252,7 +252,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
 template <typename Config>
 __device__ __forceinline__ const float* grad_row(const TileInput& in, uint32_t source) {
   const bool slot = (source & kSlotBit) != 0;
-  const size_t step = slot ? in.widest : Config::kExact ? 4 : in.unit;
+  const size_t step = slot ? in.widest : Config::kKnownRanks ? 4 : in.unit;
   return (slot ? in.slot_grads : in.grad) + static_cast<size_t>(source & ~kSlotBit) * step;
 }
 
@@ -269,7 +269,7 @@ struct LastGradInMemory {
                 last_column * last_r + r;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int left = Config::kExact || last_column + half < piece.last_q() ? last_r - r : 0;
+      const int left = Config::kKnownRanks || last_column + half < piece.last_q() ? last_r - r : 0;
       float* line = to + half * last_r;
       add_to_four<Config>(
           piece, kLastPart, line,
@@ -343,7 +343,7 @@ struct FourLasts {
         last_column * last_r + first_r + row * 4;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const bool exists = Config::kExact || last_column + e < last_q;
+      const bool exists = Config::kKnownRanks || last_column + e < last_q;
       b[e] = load_four<Config>(table.last, table.last_type, at + e * last_r,
                                exists ? last_r - first_r - row * 4 : 0);
     }

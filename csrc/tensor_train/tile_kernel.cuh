@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
       piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
       piece.find_row_width(in.unit);
       const int4* mine = prefixes + first;
-      const bool has_middle = Config::kExact || table.middle != nullptr;
-      const int slices =
-          Config::kExact ? Config::kSlices : (table.last_r + Config::kSlice - 1) / Config::kSlice;
+      const bool has_middle = Config::kKnownRanks || table.middle != nullptr;
+      const int slices = Config::kKnownRanks ? Config::kSlices
+                                             : (table.last_r + Config::kSlice - 1) / Config::kSlice;
 #pragma unroll 1
       for (int slice = 0; slice < slices; ++slice) {
         __syncthreads();  // what was in shared memory is done with
@@ -194,7 +194,9 @@ void run_shapes(const TileRun& run, const TileInput& in) {
 template <template <int, Fit, RowType> typename Shapes, int kProducts>
 void run_class(const TileRun& run, const TileInput& in) {
   if (!run.kernel.exact) {
-    if (run.kernel.vectors) {
+    if (run.kernel.ranks) {
+      run_shapes<Shapes<kProducts, Fit::kRanks, RowType::kFloat32>>(run, in);
+    } else if (run.kernel.vectors) {
       run_shapes<Shapes<kProducts, Fit::kVectors, RowType::kFloat32>>(run, in);
     } else {
       run_shapes<Shapes<kProducts, Fit::kAny, RowType::kFloat32>>(run, in);
