@@ -321,13 +321,13 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin ? std::optional<int64_t>(pin->number()) : std::nullopt);
   const auto enqueue = [&] {
-    HKV_ON_DEVICE(group.device(),
-                  hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr),
-                                                  group.aging(), placement, out, nullptr, threads),
-                  hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch,
-                                                   call.clock(), call.tick(), group.aging(),
-                                                   nullptr, placement, out, nullptr, nullptr,
-                                                   /*notes=*/nullptr, scratch.data_ptr(), stream))
+    HKV_ON_DEVICE(
+        group.device(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
+                                        placement, out, nullptr, threads),
+        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
+                                         call.tick(), group.aging(), nullptr, placement, out,
+                                         nullptr, nullptr, scratch.data_ptr(), stream))
   };
   if (pin && group.has_frames()) {
     // The pin holds the rows that get frames, until they have come there.

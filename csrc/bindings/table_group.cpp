@@ -92,8 +92,6 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     const int64_t width = state_width_of(config);
     shape_.four_wide = shape_.four_wide && config.dim % 4 == 0 && (width <= 1 || width % 4 == 0);
     shape_.float32_rows = shape_.float32_rows && config.row_type == RowType::kFloat32;
-    shape_.rows_in_hbm =
-        shape_.rows_in_hbm && !memory_.back().rows_on_host(memory_.back().full_slots());
     shape_.row_classes |= 1u << hash_table::row_class_of(static_cast<int32_t>(config.dim),
                                                          config.row_type == RowType::kFloat32);
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));

@@ -231,13 +231,13 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const at::Tensor scratch = insert_scratch(group, ids, placement, given_scores != nullptr);
   const CountedCall call(group.clock(), std::nullopt);
   group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
-    HKV_ON_DEVICE(group.device(),
-                  hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
-                                                  group.aging(), placement, out, there, threads),
-                  hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch,
-                                                   call.clock(), call.tick(), group.aging(),
-                                                   given_scores, placement, out, there, writes,
-                                                   /*notes=*/nullptr, scratch.data_ptr(), stream));
+    HKV_ON_DEVICE(
+        group.device(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
+                                        group.aging(), placement, out, there, threads),
+        hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
+                                         call.tick(), group.aging(), given_scores, placement, out,
+                                         there, writes, scratch.data_ptr(), stream));
     keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });

@@ -28,12 +28,6 @@ struct UpdateHint {
   uint32_t hot_slots;        // 1: a slot had a large part of a feature's positions
 };
 
-// What a lookup on a GPU has seen of 32 neighbouring positions of its batch, a bit each.
-struct TouchNotes {
-  uint32_t again;   // another position of the call has touched the slot before
-  uint32_t absent;  // the id had no slot before the call: nothing is known of it
-};
-
 namespace cpu {
 
 // slots[i] = the slot of ids[i] in its group, or kNoSlot. Changes nothing.
@@ -163,11 +157,10 @@ size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool 
 
 // Counts first: `clock` is the visit's. there[i], writer[i], where wanted: whether the id was there
 // before; whether this position is the one of all its positions whose row write_rows is to write.
-// notes, [(num_ids + 31) / 32], where wanted: placement.spread is set and nothing believed then.
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
                     Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
                     const Placement& placement, int64_t* slots, bool* there, bool* writer,
-                    TouchNotes* notes, void* scratch, cudaStream_t stream);
+                    void* scratch, cudaStream_t stream);
 
 // What `tick` says: one step on, or none, and the pins.
 void tick(Clock* clock, const Tick& tick, cudaStream_t stream);

@@ -147,11 +147,14 @@ struct GroupShape {
   int32_t widest;  // columns of the widest table
   bool four_wide;  // dims and state widths are multiples of four, or states have one value or none
   bool float32_rows;           // of all tables
-  bool rows_in_hbm;            // of a GPU's tables, also at their full capacities
   int32_t features_apart = 0;  // features, where each has a table of its own; 0: some share one
   int64_t most_slots = 0;      // of one table, at its full capacity
   bool keeps_scores = false;   // of some table; the others evict by LRU
   uint32_t row_classes = 0;    // of its tables, a bit each: row_class_of
+
+  bool rows_of_16_bits() const {  // of all tables
+    return row_classes != 0 && (row_classes & ((1u << kWidthClasses) - 1)) == 0;
+  }
 };
 
 // How low an entry ranks: the lowest leaves a full bucket.

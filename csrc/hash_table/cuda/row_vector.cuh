@@ -51,6 +51,14 @@ struct Columns {
     }
     return c;
   }
+  // kWidth columns of more, from `first` on.
+  template <int kMore>
+  __device__ __forceinline__ static Columns part_of(const Columns<kMore>& columns, int first) {
+    Columns c;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) c.v[k] = columns.v[first + k];
+    return c;
+  }
   // Columns of a stored row of any type, the first of which is a multiple of kWidth.
   __device__ __forceinline__ static Columns load(RowType type, const char* row, int32_t column) {
     if (type == RowType::kFloat32) return load(reinterpret_cast<const float*>(row) + column);
@@ -106,13 +114,17 @@ struct Columns {
   __device__ __forceinline__ static Columns initial(const InitialRows& init, int64_t id,
                                                     int32_t column) {
     Columns c;
-    if (kWidth == 4 && column % 4 == 0) {  // one block of the generator
-      const InitialBits bits = block_bits(id_bits(init, id), static_cast<uint32_t>(column) >> 2);
+    if (kWidth % 4 == 0 && column % 4 == 0) {  // whole blocks of the generator
       const bool uniform = init.distribution == Distribution::kUniform;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        const uint32_t draw = draw_of(bits, k);
-        c.v[k] = uniform ? scale_uniform(init, draw) : scale_normal(init, draw);
+      for (int block = 0; block < kWidth / 4; ++block) {
+        const InitialBits bits =
+            block_bits(id_bits(init, id), (static_cast<uint32_t>(column) >> 2) + block);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint32_t draw = draw_of(bits, k);
+          c.v[4 * block + k] = uniform ? scale_uniform(init, draw) : scale_normal(init, draw);
+        }
       }
       return c;
     }

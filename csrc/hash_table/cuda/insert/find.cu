@@ -308,11 +308,6 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     if (kTouch && found.there != nullptr) found.there[at] = there;
     if (kTouch && found.writer != nullptr) found.writer[at] = first;
   }
-  if (kTouch && found.notes != nullptr) {
-    const unsigned again = __ballot_sync(kAllLanes, there && !first);
-    const unsigned absent = __ballot_sync(kAllLanes, listed);
-    if (given && threadIdx.x % kWarp == 0) found.notes[at / kWarp] = TouchNotes{again, absent};
-  }
   if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
 }
 

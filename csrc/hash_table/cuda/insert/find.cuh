@@ -12,9 +12,8 @@ namespace torchrec_hkv::hash_table::cuda {
 
 // What a find that touches says of each position besides its slot. Null: not wanted.
 struct Found {
-  bool* there;        // whether the id is in the table
-  bool* writer;       // whether it is, and this position is the first of the id's to touch it
-  TouchNotes* notes;  // both, of 32 positions each; only where ids are spread
+  bool* there;   // whether the id is in the table
+  bool* writer;  // whether it is, and this position is the first of the id's to touch it
 };
 
 // As find, and touches what it finds; of what is missing, kMissingFromFull tells apart what can

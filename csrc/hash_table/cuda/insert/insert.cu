@@ -306,7 +306,7 @@ size_t find_or_insert_scratch(int64_t num_ids, const Placement& placement, bool 
 void find_or_insert(const TableView* tables, const TableView* only, const Batch& batch,
                     Clock* clock, const Tick& tick, const Aging& aging, const uint64_t* scores,
                     const Placement& placement, int64_t* slots, bool* there, bool* writer,
-                    TouchNotes* notes, void* scratch, cudaStream_t stream) {
+                    void* scratch, cudaStream_t stream) {
   const Visit visit{clock, scores};
   if (batch.num_ids == 0) {
     cuda::tick(clock, tick, stream);
@@ -330,7 +330,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);
   if (placement.believed == nullptr) {
-    find_and_touch(tables, only, batch, visit, slots, Found{there, writer, notes}, missing,
+    find_and_touch(tables, only, batch, visit, slots, Found{there, writer}, missing,
                    placement.spread, placement.keeps_scores,
                    /*begun=*/aging.expire_after == nullptr, stream);
   } else {

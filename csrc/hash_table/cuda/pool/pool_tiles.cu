@@ -1,8 +1,9 @@
-// Pooling by tiles: as many lanes as a row has vectors of four columns work on neighbouring bags of
-// one feature. A lane looks up the address of one position's row, for all positions of a chunk at
-// once. Rows then come to shared memory in groups, some of which are under way at any time, across
-// the borders of chunks and bags, and hold no registers meanwhile. They come through L1, which
-// serves hot ones. Each lane copies what it adds up itself, so lanes don't wait for each other.
+// Pooling by tiles: as many lanes as a row has vectors of 16 bytes work on neighbouring bags of one
+// feature. A vector holds four columns, or eight where all rows of the group have 16-bit columns. A
+// lane looks up the address of one position's row, for all positions of a chunk at once. Rows then
+// come to shared memory in groups, some of which are under way at any time, across the borders of
+// chunks and bags, and hold no registers meanwhile. They come through L1, which serves hot ones.
+// Each lane copies what it adds up itself, so lanes don't wait for each other.
 //
 // Where batches have a hot id, at a large part of a feature's positions, a tile looks whether its
 // first chunk has one. The row then stays in registers, is not copied, and is added where its
@@ -21,10 +22,17 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
+// What a kernel knows of the columns of all rows: they are float32, or all have 16 bits; or
+// neither.
+enum class Storage { kFloat32, k16Bits, kAny };
+
+constexpr int columns_of_lane(Storage storage) { return storage == Storage::k16Bits ? 8 : 4; }
+
 constexpr int kPoolThreads = 128;
-constexpr int kPoolBlocks = 5;  // of a multiprocessor
-constexpr int kGroup = 4;       // rows
-constexpr int kGroups = 3;      // under way; more take L1 from hot rows
+// Blocks of a multiprocessor. Eight columns a lane take more registers.
+constexpr int pool_blocks(Storage storage) { return storage == Storage::k16Bits ? 4 : 5; }
+constexpr int kGroup = 4;   // rows
+constexpr int kGroups = 3;  // under way; more take L1 from hot rows
 // Of a tile, where all run at once and take three quarters of the room.
 constexpr int kChunksTogether = 4;
 constexpr int kTags = 64;  // of the chunk and of the groups under way
@@ -45,16 +53,26 @@ struct alignas(16) PoolRing {
 static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
 static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
 
-// Four columns of a row, as they are stored. kStay: they leave the second-level cache last.
-template <bool kFloat32, bool kStay>
-__device__ __forceinline__ void copy_columns(float4* to, const char* from, RowType type) {
+// The lane's columns of a row, as they are stored. kStay: they leave the second-level cache last.
+// columns, of rows of 16 bits: 8, or 4 at the end of a row; together: rows are multiples of 16
+// bytes.
+template <Storage kStorage, bool kStay>
+__device__ __forceinline__ void copy_columns(float4* to, const char* from, RowType type,
+                                             int columns, bool together) {
   if constexpr (kStay) {
-    static_assert(kFloat32);
-    copy_async_cached<4 * sizeof(float)>(to, from, evict_last());
-  } else if (kFloat32 || type == RowType::kFloat32) {
-    copy_async_cached<4 * sizeof(float)>(to, from);
+    static_assert(kStorage == Storage::kFloat32);
+    copy_async_cached<16>(to, from, evict_last());
+  } else if constexpr (kStorage == Storage::k16Bits) {
+    if (together) {
+      copy_async_cached<16>(to, from);
+    } else {
+      copy_async_cached<8>(to, from);
+      if (columns == 8) copy_async_cached<8>(reinterpret_cast<char*>(to) + 8, from + 8);
+    }
+  } else if (kStorage == Storage::kFloat32 || type == RowType::kFloat32) {
+    copy_async_cached<16>(to, from);
   } else {
-    copy_async_cached<4 * sizeof(uint16_t)>(to, from);
+    copy_async_cached<8>(to, from);
   }
 }
 
@@ -136,14 +154,16 @@ constexpr TileLength length_of(Rows rows) {
   }
 }
 
-// kFloat32, kFloat32Out: whether rows, and outputs, are of that type. Otherwise of any.
-template <int kLanes, bool kScaled, bool kFloat32, bool kFloat32Out, Rows kRows>
-__global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
+// kFloat32Out: outputs are float32; otherwise of any type.
+template <int kLanes, bool kScaled, Storage kStorage, bool kFloat32Out, Rows kRows>
+__global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
     pool_tiles_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                       const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
                       const __grid_constant__ Output<char> out,
                       const __grid_constant__ BagTiling tiling) {
-  using Row = Columns<4>;
+  constexpr int kColumns = columns_of_lane(kStorage);
+  constexpr bool kFloat32 = kStorage == Storage::kFloat32;
+  using Row = Columns<kColumns>;
   constexpr bool kHot = kRows == Rows::kHot, kStay = kRows == Rows::kOnce;
   static_assert(kRows == Rows::kAny || (kFloat32 && kFloat32Out && !kScaled));
   __shared__ PoolRing<kLanes, kScaled> rings[kPoolThreads / kLanes];
@@ -162,18 +182,27 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
   const char* const homes = table.rows.homes;
   const RowType type = kFloat32 ? RowType::kFloat32 : table.rows.type;
   const int32_t dim = table.dim();
-  const int32_t row_bytes = dim * element_size(type);
+  const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);
+  const int32_t row_bytes = dim * column_bytes;
+  const bool together = row_bytes % 16 == 0;
   const RowType out_type = kFloat32Out ? RowType::kFloat32 : out.type;
   const uint32_t stride = static_cast<uint32_t>(batch.output_stride(range.feature, out.stride)) *
                           element_size(out_type);
   char* const outputs = out.at(batch.output_of(range.feature, range.sample, out.stride));
 
-  for (int32_t column = lane * 4; column - lane * 4 < dim; column += kLanes * 4) {
+  for (int32_t column = lane * kColumns; column - lane * kColumns < dim;
+       column += kLanes * kColumns) {
     const bool mine = column < dim;
-    const int32_t row_offset = column * element_size(type);
+    const int columns = min(kColumns, dim - column);
+    const int32_t row_offset = column * column_bytes;
     char* const my_outputs = outputs + column * element_size(out_type);
     const auto write = [&](uint32_t bag, const Row& row) {
-      if (mine) row.store(out_type, my_outputs + static_cast<uint64_t>(bag) * stride, 0);
+      if (!mine) return;
+      char* const to = my_outputs + static_cast<uint64_t>(bag) * stride;
+#pragma unroll
+      for (int k = 0; k < kColumns; k += 4) {  // outputs are aligned to four columns
+        if (k < columns) Columns<4>::part_of(row, k).store(out_type, to, k);
+      }
     };
     Row sum = Row::zero();
     HotSlot<kLanes> hot;
@@ -189,19 +218,39 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
       float4 four_scales = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
       if (kScaled) four_scales = *reinterpret_cast<const float4*>(&ring.scales[its_tags]);
       const float scales[kGroup] = {four_scales.x, four_scales.y, four_scales.z, four_scales.w};
-      Row rows[kGroup];
-#pragma unroll
-      for (int k = 0; k < kGroup; ++k) {
-        const float4* const from = &ring.rows[its_place][k][lane];
-        if (kFloat32 || (tags[k] & kTagInitial)) {
-          rows[k] = Row::load(reinterpret_cast<const float*>(from));
-        } else {
-          rows[k] = Row::load(type, reinterpret_cast<const char*>(from), 0);
+      const uint32_t all_tags = four_tags.x | four_tags.y | four_tags.z | four_tags.w;
+      if (kStorage == Storage::k16Bits && (all_tags & kTagInitial)) {
+        // Instead of an initial row its id is there. Not unrolled, since this takes registers.
+#pragma unroll 1
+        for (int k = 0; k < kGroup; ++k) {
+          const float4* const from = &ring.rows[its_place][k][lane];
+          const uint32_t tag = ring.tags[its_tags + k];
+          Row row;
+          if (tag & kTagInitial) {
+            row = Row::initial(table.initial_rows, *reinterpret_cast<const int64_t*>(from),
+                               table.column_offset + column);
+          } else {
+            row = Row::load(type, reinterpret_cast<const char*>(from), 0);
+          }
+          sum.add(kScaled ? ring.scales[its_tags + k] : 1.0f, row);
+          if ((tag & ~kTagInitial) == 0) continue;
+          write((tag & ~kTagInitial) - 1, sum);
+          sum = Row::zero();
         }
+        return;
       }
-      if ((four_tags.x | four_tags.y | four_tags.z | four_tags.w) == 0) {  // the quick case
+      float4 stored[kGroup];
 #pragma unroll
-        for (int k = 0; k < kGroup; ++k) sum.add(kScaled ? scales[k] : 1.0f, rows[k]);
+      for (int k = 0; k < kGroup; ++k) stored[k] = ring.rows[its_place][k][lane];
+      const auto row_of = [&](int k) {
+        if (kFloat32 || (kStorage == Storage::kAny && (tags[k] & kTagInitial))) {
+          return Row::load(reinterpret_cast<const float*>(&stored[k]));
+        }
+        return Row::load(type, reinterpret_cast<const char*>(&stored[k]), 0);
+      };
+      if (all_tags == 0) {  // the quick case
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) sum.add(kScaled ? scales[k] : 1.0f, row_of(k));
         return;
       }
 #pragma unroll
@@ -210,7 +259,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
 #pragma unroll 1
           for (uint32_t times = tags[k] >> kTagBagBits; times > 0; --times) sum.add(1.0f, hot_row);
         }
-        sum.add(kScaled ? scales[k] : 1.0f, rows[k]);
+        sum.add(kScaled ? scales[k] : 1.0f, row_of(k));
         const uint32_t end = kHot       ? tags[k] & ((1u << kTagBagBits) - 1)
                              : kFloat32 ? tags[k]
                                         : tags[k] & ~kTagInitial;
@@ -311,23 +360,30 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
               if (kHot) {
                 copy_or_clear(&rows[k][lane], from[k] + row_offset, first + k < items.number);
               } else {
-                copy_columns<kFloat32, kStay>(&rows[k][lane], from[k] + row_offset, type);
+                copy_columns<kStorage, kStay>(&rows[k][lane], from[k] + row_offset, type, columns,
+                                              together);
               }
             }
           }
         } else {
 #pragma unroll 1
           for (int k = 0; k < kGroup; ++k) {
-            Row row = Row::zero();
+            float4* const to = &rows[k][lane];
             if (mine && missing >> (first + k) & 1) {
-              row = Row::initial(table.initial_rows, batch.ids[chunk.at + first + k],
-                                 table.column_offset + column);
+              const int64_t id = batch.ids[chunk.at + first + k];
+              if constexpr (kStorage == Storage::k16Bits) {
+                // Initial rows are not rounded to 16 bits, so they have no room here.
+                *reinterpret_cast<int64_t*>(to) = id;
+              } else {
+                Row::initial(table.initial_rows, id, table.column_offset + column)
+                    .store(reinterpret_cast<float*>(to));
+              }
             } else if (mine && first + k < chunk.count) {
-              copy_columns<kFloat32, kStay>(&rows[k][lane], ring.addresses[first + k] + row_offset,
-                                            type);
-              continue;
+              copy_columns<kStorage, kStay>(to, ring.addresses[first + k] + row_offset, type,
+                                            columns, together);
+            } else {
+              *to = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             }
-            row.store(reinterpret_cast<float*>(&rows[k][lane]));
           }
         }
         end_copies();
@@ -353,8 +409,9 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
   int device = 0, processors = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  constexpr int kTilesOfProcessor = kPoolBlocks * kPoolThreads / kLanes;
-  const int64_t at_once = int64_t{kTilesOfProcessor} * processors * kLanes;  // positions
+  constexpr Storage kFloat32 = Storage::kFloat32, k16Bits = Storage::k16Bits;
+  const int blocks_at_once = pool_blocks(shape.rows_of_16_bits() ? k16Bits : kFloat32);
+  const int64_t at_once = int64_t{blocks_at_once} * processors * kPoolThreads;  // positions
   const int64_t together =
       std::max<int64_t>(1, (batch.num_ids * 4 + at_once * 3 - 1) / (at_once * 3));
   const bool scaled = pooling.mean || pooling.weights != nullptr;
@@ -369,12 +426,15 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
           : std::clamp<int64_t>(batch.num_ids / (at_once * length.rounds), 1, length.most);
   const BagTiling tiling(batch, chunks * kLanes, chunks * kLanes);
   const auto kernel =
-      !shape.float32_rows   ? pool_tiles_kernel<kLanes, true, false, false, Rows::kAny>
-      : !float32_out        ? pool_tiles_kernel<kLanes, true, true, false, Rows::kAny>
-      : scaled              ? pool_tiles_kernel<kLanes, true, true, true, Rows::kAny>
-      : rows == Rows::kOnce ? pool_tiles_kernel<kLanes, false, true, true, Rows::kOnce>
-      : rows == Rows::kHot  ? pool_tiles_kernel<kLanes, false, true, true, Rows::kHot>
-                            : pool_tiles_kernel<kLanes, false, true, true, Rows::kAny>;
+      shape.rows_of_16_bits()
+          ? (scaled || !float32_out ? pool_tiles_kernel<kLanes, true, k16Bits, false, Rows::kAny>
+                                    : pool_tiles_kernel<kLanes, false, k16Bits, true, Rows::kAny>)
+      : !shape.float32_rows ? pool_tiles_kernel<kLanes, true, Storage::kAny, false, Rows::kAny>
+      : !float32_out        ? pool_tiles_kernel<kLanes, true, kFloat32, false, Rows::kAny>
+      : scaled              ? pool_tiles_kernel<kLanes, true, kFloat32, true, Rows::kAny>
+      : rows == Rows::kOnce ? pool_tiles_kernel<kLanes, false, kFloat32, true, Rows::kOnce>
+      : rows == Rows::kHot  ? pool_tiles_kernel<kLanes, false, kFloat32, true, Rows::kHot>
+                            : pool_tiles_kernel<kLanes, false, kFloat32, true, Rows::kAny>;
   const int64_t threads = tiling.tiles(batch) * kLanes;
   const auto blocks = static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads);
   launch_chained(kernel, blocks, kPoolThreads, stream, tables, batch, slots, pooling, out, tiling);
@@ -385,9 +445,10 @@ void launch(const TableView* tables, const Batch& batch, const int64_t* slots, P
 void pool_four_wide(const TableView* tables, const Batch& batch, const int64_t* slots,
                     Pooling pooling, Output<char> out, const GroupShape& shape, bool hot,
                     cudaStream_t stream) {
-  if (shape.widest <= 32) {
+  const int32_t lanes_four_wide = shape.widest / (shape.rows_of_16_bits() ? 2 : 1);
+  if (lanes_four_wide <= 32) {
     launch<8>(tables, batch, slots, pooling, out, shape, hot, stream);
-  } else if (shape.widest <= 64) {
+  } else if (lanes_four_wide <= 64) {
     launch<16>(tables, batch, slots, pooling, out, shape, hot, stream);
   } else {
     launch<32>(tables, batch, slots, pooling, out, shape, hot, stream);
