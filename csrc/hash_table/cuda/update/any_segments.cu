@@ -13,6 +13,7 @@
 #include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
+#include "hash_table/cuda/update/sorted_chunk.cuh"
 #include "hash_table/cuda/update/update.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -122,41 +123,24 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
   bool carried = false;  // the chunk begins in a segment that the tile has begun
   bool open = false;     // the segment has a sum already
   while (at < n) {
-    // Which of the chunk's positions are the tile's, and at which of them segments end.
-    const uint64_t key = sorted.key_of(place.pair);
-    const bool begins = place.before != key;
-    const unsigned begin_mask = Lanes::ballot(begins);
-    const unsigned long_mask = Lanes::ballot(begins && place.far == key);
-    const unsigned begun = begin_mask & ((2u << lane) - 1);
-    const int from = 31 - __clz(static_cast<int>(begun));  // where the position's segment begins
-    bool mine = at + lane < n && key != update.no_slot &&
-                (begun == 0 ? carried : !(long_mask >> from & 1) && at + from < tile_end);
-    // What the lane's position needs.
-    Share share{};
-    const TableView* view = tables;
-    if (mine) {
-      share = share_of(update, scratch.bags, sorted.value_of(place.pair));
-      view = &tables[share.table];
-      mine = row_class == kAllRowClasses ||
-             row_class_of(view->dim(), view->rows.type == RowType::kFloat32) == row_class;
-    }
-    const bool ends = mine && place.after != key;
+    const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, tile_end, carried,
+                                    row_class);
+    const Share& share = chunk.share;
     char* row = nullptr;
     float* state = nullptr;
     RowOnce once{};
-    if (ends) {
-      const int64_t slot = static_cast<int64_t>(key) - view->first_slot;
-      const int64_t frame = frame_to_write(view->frames, slot, true);
-      row = view->rows.at(slot, frame);
-      state = reinterpret_cast<float*>(view->states.at(slot, frame));
-      once = load_once_values(*view, slot, state, optimizer);
+    if (chunk.ends) {
+      const RowPlace to(*chunk.table, chunk.key);
+      row = to.row;
+      state = to.state;
+      once = load_once_values(*chunk.table, to.slot, state, optimizer);
     }
     const char* const gradient = update.grad.at(share.gradient);
-    const int32_t dim = view->dim();
-    const RowType row_type = view->rows.type;
-    unsigned to_begin = Lanes::ballot(mine), to_finish = to_begin;
-    const unsigned end_mask = Lanes::ballot(ends);
-    carried = (to_begin >> (kLanes - 1) & 1) != 0 && (end_mask >> (kLanes - 1) & 1) == 0;
+    const int32_t dim = chunk.table->dim();
+    const RowType row_type = chunk.table->rows.type;
+    unsigned to_begin = chunk.mask, to_finish = chunk.mask;
+    const unsigned end_mask = Lanes::ballot(chunk.ends);
+    carried = chunk.goes_on;
     const auto of_lane = [&](auto value, int source) { return Lanes::of_lane(value, source); };
     const auto pointer_of_lane = [&](auto* pointer, int source) {
       return reinterpret_cast<decltype(pointer)>(
@@ -231,7 +215,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
       }
       begin(arrived);
     }
-    if (ends) store_once_values(once, dim, state, optimizer);
+    if (chunk.ends) store_once_values(once, dim, state, optimizer);
     if (!carried) return;
     at += kLanes;
     place = SortedPlace::load(sorted, at + lane, n);
@@ -272,10 +256,7 @@ __global__ void __launch_bounds__(kPieceThreads, 8)
     const TableView& table = tables[Lanes::of_lane(share.table, 0)];
     const int32_t dim = table.dim();
     if (first >= dim) continue;
-    if (row_class != kAllRowClasses &&
-        row_class_of(dim, table.rows.type == RowType::kFloat32) != row_class) {
-      continue;
-    }
+    if (!is_of_class(table, row_class)) continue;
     const auto column_of = [&](int v) { return first + (lane + v * kWarp) * kWidth; };
     Columns<kWidth> sum[kVectors];
 #pragma unroll

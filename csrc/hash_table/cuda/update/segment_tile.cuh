@@ -1,0 +1,332 @@
+// What a tile of lanes does in segments.cu: it adds up pieces of long segments, and updates the
+// rows of other segments.
+//
+// Gradients and rows of some positions are on their way to shared memory at any time, and take no
+// registers meanwhile. Each lane copies the columns that it works on, so that lanes don't wait for
+// each other.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "hash_table/cuda/update/row_updater.cuh"
+#include "hash_table/cuda/update/sorted_chunk.cuh"
+#include "hash_table/cuda/update/update.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// What one position needs, or several of a piece with the same gradient.
+struct alignas(16) Item {
+  const char* gradient;
+  union {
+    char* row;       // where the segment ends
+    uint64_t times;  // of a piece: how often the gradient is added
+  };
+};
+
+// The shared memory of a tile. Bytes.
+template <int kLanes, int kStates>
+struct TileMemory {
+  // Arrays with a value for each position of a chunk of segments.
+  static constexpr int32_t kScales = kLanes * sizeof(Item);
+  static constexpr int32_t kSquares = kScales + kLanes * sizeof(float);
+  static constexpr int32_t kRenewed = kSquares + kLanes * sizeof(float);
+  static constexpr int32_t kStatePlaces = kRenewed + kLanes * sizeof(float);
+  static constexpr int32_t kOfSegments = kStatePlaces + (kStates > 0 ? kLanes * sizeof(float*) : 0);
+  // Arrays with a value for each position of a piece; they share the memory of those above.
+  static constexpr int32_t kChunk = kLanes < 16 ? 16 : kLanes;  // positions looked up at once
+  static constexpr int32_t kPieceScales = 2 * kChunk * sizeof(Item);
+  static constexpr int32_t kOfPiece = kPieceScales + 2 * kChunk * sizeof(float);
+  static constexpr int32_t kPlaces =
+      ((kOfSegments > kOfPiece ? kOfSegments : kOfPiece) + 15) / 16 * 16;
+
+  int32_t row;       // in a place, behind the gradient
+  int32_t states;    // behind the row
+  int32_t of_state;  // from one column state to the next, and of a gradient
+  int32_t of_place;  // of a position under way
+  int32_t of_tile;
+
+  // columns: of the widest row. places: of positions under way, and of gradients of a piece.
+  TileMemory(int32_t columns, int32_t element_bytes, int places, int gradients) {
+    const auto aligned = [](int32_t bytes) { return (bytes + 15) / 16 * 16; };
+    const int32_t of_row = aligned(columns * element_bytes);
+    // Vectors of 16-bit rows may end behind their last columns.
+    of_state = std::max(aligned(columns * static_cast<int32_t>(sizeof(float))), 2 * of_row);
+    if (element_bytes == sizeof(float)) of_state = of_row;
+    row = of_state;
+    states = row + of_row;
+    of_place = states + kStates * of_state;
+    of_tile = kPlaces + std::max(places * of_place, gradients * of_state);
+  }
+};
+
+// The number of a piece's gradients that are copied at once, in the memory that holds `depth`
+// positions of segments.
+template <typename Element>
+constexpr int pieces_depth(int depth) {
+  return sizeof(Element) == sizeof(float) ? 2 * depth : depth + depth / 2;
+}
+
+// kDepth: positions under way.
+template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth>
+struct SegmentTile {
+  using Lanes = Tile<kLanes>;
+  using Updater = RowUpdater<kKind, Element, kLanes, kVectors>;
+  using Own = typename Updater::Own;
+  using Memory = TileMemory<kLanes, column_states(kKind)>;
+
+  const TableView* __restrict__ tables;
+  const Update& update;
+  const Scratch& scratch;
+  const Memory& memory;
+  const int32_t row_class;  // of the tables to update, or kAllRowClasses
+  const int lane;
+  char* const own;     // the tile's shared memory
+  char* const places;  // of what is under way, there
+  const float rate;
+  const RowType gradient_type;
+  const bool scaled;
+  Updater updater;
+  uint32_t held = ~0u;  // the updater's table
+
+  __device__ __forceinline__ SegmentTile(const TableView* __restrict__ of_tables,
+                                         const Update& of_update, const Scratch& of_scratch,
+                                         const Memory& of_memory, int32_t of_class, char* shared)
+      : tables(of_tables),
+        update(of_update),
+        scratch(of_scratch),
+        memory(of_memory),
+        row_class(of_class),
+        lane(Lanes::lane()),
+        own(shared + threadIdx.x / kLanes * memory.of_tile),
+        places(own + Memory::kPlaces),
+        rate(*update.learning_rate),
+        gradient_type(update.grad.type),
+        scaled(update.pooling.mean || update.pooling.weights != nullptr) {}
+
+  __device__ __forceinline__ Item* items() const { return reinterpret_cast<Item*>(own); }
+  __device__ __forceinline__ float* floats(int32_t at) const {
+    return reinterpret_cast<float*>(own + at);
+  }
+  __device__ __forceinline__ void hold(uint32_t table) {
+    if (table == held) return;
+    held = table;
+    updater.begin(tables[table], update.optimizer, rate);
+  }
+
+  // Adds up a piece. long_segments.cu takes the sum for the row. Neighbouring positions with the
+  // same gradient, as those of an id that a bag has several times, read it once.
+  __device__ __forceinline__ void add_piece(uint32_t piece) {
+    constexpr int kGradients = pieces_depth<Element>(kDepth);  // under way
+    constexpr int kBatches = Memory::kChunk / kLanes;
+    char* const last_place = places + (kGradients - 1) * memory.of_state;
+    const LongSegments& longs = scratch.long_segments;
+    const LongSegment segment = longs.segments[longs.segment_of[piece]];
+    uint32_t chunk =
+        segment.first + (piece - segment.first_piece) * static_cast<uint32_t>(kPieceSize);
+    const uint32_t end =
+        min(segment.first + segment.length, chunk + static_cast<uint32_t>(kPieceSize));
+    Item* const its_items = items();
+    float* const scales = floats(Memory::kPieceScales);
+    Share shares[kBatches];  // of the chunk's positions
+    const auto look = [&] {
+#pragma unroll
+      for (int b = 0; b < kBatches; ++b) {
+        const uint32_t at = chunk + b * kLanes + lane;
+        shares[b] =
+            at < end ? share_of(update, scratch.bags, scratch.pairs.pairs.value(at)) : Share{};
+      }
+    };
+    look();
+    const uint32_t table = Lanes::of_lane(shares[0].table, 0);
+    if (!is_of_class(tables[table], row_class)) return;
+    hold(table);
+    // Items are written to a ring of two chunks, the next chunk's when all others are under way.
+    constexpr uint32_t kItemMask = 2 * Memory::kChunk - 1;
+    static_assert(kGradients + Memory::kChunk <= 2 * Memory::kChunk);
+    uint32_t written = 0, begun = 0;
+    const auto write_items = [&] {
+      __syncwarp(Lanes::mask());  // all have read what the items were before
+#pragma unroll
+      for (int b = 0; b < kBatches; ++b) {
+        written += write_batch(shares[b], chunk + b * kLanes + lane < end, written, kItemMask);
+      }
+      __syncwarp(Lanes::mask());
+      chunk += Memory::kChunk;
+      look();
+    };
+    const auto begin = [&](char* to) {
+      if (begun == written && chunk < end) write_items();
+      if (begun < written) {
+        updater.copy_gradient(to, its_items[begun++ & kItemMask].gradient, gradient_type);
+      }
+      end_copies();
+    };
+    Own sum;
+    sum.clear();
+    char* arrived = places;
+#pragma unroll 1
+    for (int k = 0; k < kGradients; ++k) {
+      begin(arrived);
+      arrived = arrived == last_place ? places : arrived + memory.of_state;
+    }
+#pragma unroll 1
+    for (uint32_t i = 0; i < written; ++i) {
+      wait_for_copies<kGradients - 1>();
+      const Own gradient = updater.load(gradient_type, arrived);
+      const float scale = scaled ? scales[i & kItemMask] : 1.0f;
+      const auto times = static_cast<int>(its_items[i & kItemMask].times);
+      begin(arrived);
+#pragma unroll 1
+      for (int k = 0; k < times; ++k) sum.add(scale, gradient);
+      arrived = arrived == last_place ? places : arrived + memory.of_state;
+    }
+    updater.store(longs.sums + static_cast<int64_t>(piece) * longs.widest, sum);
+  }
+
+  // Updates the rows of the segments that begin at the tile's positions of a warp's 32, from
+  // `first` on.
+  __device__ __forceinline__ void update_segments(uint32_t first) {
+    const auto n = static_cast<uint32_t>(update.batch.num_ids);
+    const Pairs& sorted = scratch.pairs.pairs;
+    SortedPlace place = SortedPlace::load(sorted, first + lane, n);
+    Own sum;
+    sum.clear();
+    bool carried = false;
+    uint32_t at = first;
+    do {
+      const SortedChunk<kLanes> chunk(tables, update, scratch, place, at, first + kLanes, carried,
+                                      row_class);
+      carried = chunk.goes_on;
+      at += kLanes;
+      if (carried) place = SortedPlace::load(sorted, at + lane, n);  // on its way meanwhile
+      update_chunk(chunk, &sum);
+    } while (carried);
+  }
+
+ private:
+  // Writes an item for each run of equal gradients among the positions of the lanes. Returns the
+  // number of items.
+  __device__ __forceinline__ uint32_t write_batch(const Share& share, bool there, uint32_t written,
+                                                  uint32_t item_mask) const {
+    const int64_t before = __shfl_up_sync(Lanes::mask(), share.gradient, 1, kLanes);
+    const float scale_before = __shfl_up_sync(Lanes::mask(), share.scale, 1, kLanes);
+    const bool fresh =
+        there && (lane == 0 || before != share.gradient || scale_before != share.scale);
+    const unsigned there_mask = Lanes::ballot(there), fresh_mask = Lanes::ballot(fresh);
+    if (fresh) {
+      const uint32_t number = (written + __popc(fresh_mask & ((1u << lane) - 1))) & item_mask;
+      const unsigned later = fresh_mask & ~((2u << lane) - 1);
+      const int stop = later != 0 ? __ffs(static_cast<int>(later)) - 1 : __popc(there_mask);
+      items()[number].gradient = update.grad.at(share.gradient);
+      items()[number].times = stop - lane;
+      floats(Memory::kPieceScales)[number] = share.scale;
+    }
+    return __popc(fresh_mask);
+  }
+
+  // sum: of the segment that goes on.
+  __device__ __forceinline__ void update_chunk(const SortedChunk<kLanes>& chunk, Own* sum) {
+    char* row = nullptr;
+    float* state = nullptr;
+    float square = 0.0f;
+    if (chunk.ends) {
+      const RowPlace to(*chunk.table, chunk.key);
+      row = to.row;
+      state = to.state;
+      if (update.optimizer.kind == Optimizer::kRowWiseAdagrad) square = *state;
+    }
+    float* const scales = floats(Memory::kScales);
+    float* const squares = floats(Memory::kSquares);
+    float* const renewed = floats(Memory::kRenewed);
+    auto* const states = reinterpret_cast<float**>(own + Memory::kStatePlaces);
+    unsigned left = chunk.mask;
+    while (left != 0) {
+      // Neighbours of one table, numbered from 0.
+      const uint32_t table = Lanes::of_lane(chunk.share.table, __ffs(static_cast<int>(left)) - 1);
+      const bool mine = (left >> lane & 1) != 0 && chunk.share.table == table;
+      const unsigned active = Lanes::ballot(mine);
+      left &= ~active;
+      const int count = __popc(active);
+      const int number = __popc(active & ((1u << lane) - 1));
+      hold(table);
+      __syncwarp(Lanes::mask());  // all have read what the items were before
+      if (mine) {
+        items()[number] = {update.grad.at(chunk.share.gradient), row};
+        scales[number] = chunk.share.scale;
+        if constexpr (Updater::kStates > 0) states[number] = state;
+      }
+      const unsigned ends = __reduce_or_sync(Lanes::mask(), mine && chunk.ends ? 1u << number : 0u);
+      __syncwarp(Lanes::mask());
+      const bool adapts = kKind == Optimizer::kSgd && updater.adapts;
+      update_items(count, ends, sum, [&] {
+        if (!adapts) return;
+        if (mine && chunk.ends) squares[number] = square;
+        __syncwarp(Lanes::mask());
+      });
+      if (adapts) {
+        __syncwarp(Lanes::mask());
+        if (mine && chunk.ends) *state = renewed[number];
+      }
+    }
+  }
+
+  // Adds up `count` items of one table, and updates the rows of those whose bit is set in `ends`.
+  // meanwhile: what is to be done once the first copies are under way.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void update_items(int count, unsigned ends, Own* sum,
+                                               const Meanwhile& meanwhile) {
+    char* const last_place = places + (kDepth - 1) * memory.of_place;
+    const float* const scales = floats(Memory::kScales);
+    const float* const squares = floats(Memory::kSquares);
+    float* const renewed = floats(Memory::kRenewed);
+    auto* const states = reinterpret_cast<float* const*>(own + Memory::kStatePlaces);
+    const auto next_place = [&](char* it) {
+      return it == last_place ? places : it + memory.of_place;
+    };
+    int begun = 0;
+    // Begins to copy what the next item needs, if there is one; a group of copies in any case.
+    const auto begin = [&](char* to) {
+      if (begun < count) {
+        const Item item = items()[begun];
+        updater.copy_gradient(to, item.gradient, gradient_type);
+        if (ends >> begun & 1) {
+          updater.copy_row(to + memory.row, item.row);
+          if constexpr (Updater::kStates > 0) {
+            const float* const its = states[begun];
+#pragma unroll
+            for (int s = 0; s < Updater::kStates; ++s) {
+              updater.template copy_floats<true>(to + memory.states + s * memory.of_state,
+                                                 its + s * updater.dim);
+            }
+          }
+        }
+        ++begun;
+      }
+      end_copies();
+    };
+    char* arrived = places;
+#pragma unroll 1
+    for (int k = 0; k < kDepth; ++k) {
+      begin(arrived);
+      arrived = next_place(arrived);
+    }
+    meanwhile();
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      wait_for_copies<kDepth - 1>();
+      sum->add(scaled ? scales[i] : 1.0f, updater.load(gradient_type, arrived));
+      if (ends >> i & 1) {
+        const float its = updater.update(update.optimizer, *sum, arrived + memory.row,
+                                         arrived + memory.states, memory.of_state, items()[i].row,
+                                         Updater::kStates > 0 ? states[i] : nullptr, squares[i]);
+        if (kKind == Optimizer::kSgd && lane == 0) renewed[i] = its;
+        sum->clear();
+      }
+      begin(arrived);
+      arrived = next_place(arrived);
+    }
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table::cuda

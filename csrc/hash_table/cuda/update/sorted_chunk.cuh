@@ -1,0 +1,71 @@
+// What a tile of lanes knows of neighbouring positions of the sorted order, one a lane.
+#pragma once
+
+#include <cstdint>
+
+#include "hash_table/cuda/frames.cuh"
+#include "hash_table/cuda/tile.cuh"
+#include "hash_table/cuda/update/update.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// Whether a kernel for tables of this row class, or of all, updates the rows of a table.
+__device__ __forceinline__ bool is_of_class(const TableView& table, int32_t row_class) {
+  return row_class == kAllRowClasses ||
+         row_class_of(table.dim(), table.rows.type == RowType::kFloat32) == row_class;
+}
+
+// A chunk of the segments that a tile updates: those that begin at its first kLanes positions, and
+// are not long. The last one may go on for some chunks.
+template <int kLanes>
+struct SortedChunk {
+  using Lanes = Tile<kLanes>;
+
+  uint64_t key;  // of the lane's position
+  Share share;   // of the lane's position, if it is the tile's
+  const TableView* table;
+  bool ends;      // a segment of the tile ends at the position
+  unsigned mask;  // of the lanes whose positions are the tile's
+  bool goes_on;   // the last segment goes on in the next chunk
+
+  // at: the chunk's first position. tile_end: the end of the tile's first chunk. carried: the chunk
+  // before goes on.
+  __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables, const Update& update,
+                                         const Scratch& scratch, const SortedPlace& place,
+                                         uint32_t at, uint32_t tile_end, bool carried,
+                                         int32_t row_class)
+      : key(scratch.pairs.pairs.key_of(place.pair)), share{}, table(tables) {
+    const int lane = Lanes::lane();
+    const bool begins = place.before != key;
+    const unsigned begin_mask = Lanes::ballot(begins);
+    const unsigned long_mask = Lanes::ballot(begins && place.far == key);
+    const unsigned begun = begin_mask & ((2u << lane) - 1);
+    const int from = 31 - __clz(static_cast<int>(begun));  // where the position's segment begins
+    bool mine = at + lane < static_cast<uint32_t>(update.batch.num_ids) && key != update.no_slot &&
+                (begun == 0 ? carried : !(long_mask >> from & 1) && at + from < tile_end);
+    if (mine) {
+      share = share_of(update, scratch.bags, scratch.pairs.pairs.value_of(place.pair));
+      table = &tables[share.table];
+      mine = is_of_class(*table, row_class);
+    }
+    ends = mine && place.after != key;
+    mask = Lanes::ballot(mine);
+    goes_on = (mask >> (kLanes - 1) & 1) != 0 && (Lanes::ballot(ends) >> (kLanes - 1) & 1) == 0;
+  }
+};
+
+// The row at whose position a segment ends, and its states. Marks a frame as written.
+struct RowPlace {
+  int64_t slot;  // in the table
+  char* row;
+  float* state;
+
+  __device__ __forceinline__ RowPlace(const TableView& table, uint64_t key)
+      : slot(static_cast<int64_t>(key) - table.first_slot) {
+    const int64_t frame = frame_to_write(table.frames, slot, true);
+    row = table.rows.at(slot, frame);
+    state = reinterpret_cast<float*>(table.states.at(slot, frame));
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table::cuda
