@@ -138,6 +138,8 @@ def extension():
         "-g" if is_set("TORCHREC_HKV_DEBUG") else "-g0",
     ]
     cxx += ["-Wall", "-Wextra", *system]
+    # torch's headers then include those operators that they use, not all.
+    cxx.append("-DAT_PER_OPERATOR_HEADERS")
     if arch := cpu_arch():
         cxx.append(f"-march={arch}")
     sanitizer = sanitizer_flags()

@@ -1,13 +1,12 @@
 // The ids of a call, checked.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <cstdint>
 #include <optional>
 #include <vector>
 
 #include "bindings/table_group.h"
+#include "bindings/tensor.h"
 
 namespace torchrec_hkv::bindings {
 

@@ -1,7 +1,7 @@
 // Checks of what a caller hands to an op: one sentence that names the value and what is allowed.
 #pragma once
 
-#include <ATen/ATen.h>
+#include "bindings/tensor.h"
 
 namespace torchrec_hkv::bindings {
 

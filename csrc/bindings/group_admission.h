@@ -1,12 +1,11 @@
 // What the tables of a group admit, and the memory in which they count.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "bindings/tensor.h"
 #include "hash_table/admission.h"
 
 namespace torchrec_hkv::bindings {

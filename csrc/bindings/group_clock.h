@@ -2,8 +2,6 @@
 // to tell the device. The step itself is on the device (csrc/hash_table/clock.h).
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <array>
 #include <atomic>
 #include <memory>
@@ -11,6 +9,7 @@
 #include <optional>
 
 #include "bindings/stream_order.h"
+#include "bindings/tensor.h"
 #include "hash_table/clock.h"
 
 namespace torchrec_hkv::bindings {

@@ -1,13 +1,12 @@
 // What a lookup of a group is made of, for the ops and for their autograd formulas.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <memory>
 #include <optional>
 
 #include "bindings/batch.h"
 #include "bindings/table_group.h"
+#include "bindings/tensor.h"
 
 namespace torchrec_hkv::bindings {
 

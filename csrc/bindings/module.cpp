@@ -2,7 +2,7 @@
 #include "bindings/tensor_train/module.h"
 
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "bindings/optimizer_config.h"
 #include "bindings/table_group.h"

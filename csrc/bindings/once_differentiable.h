@@ -1,11 +1,12 @@
 // Gradients that have no derivative.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <memory>
 #include <string>
+
+#include "bindings/tensor.h"
 
 namespace torchrec_hkv::bindings {
 

@@ -4,12 +4,11 @@
 // given is a count of at least 0. All other scores are kept as they are.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <optional>
 #include <vector>
 
 #include "bindings/table_group.h"
+#include "bindings/tensor.h"
 
 namespace torchrec_hkv::bindings {
 

@@ -1,8 +1,6 @@
 // The tables of a group with their memory: what kernels see as TableView, as a Python object.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -16,6 +14,7 @@
 #include "bindings/stream_order.h"
 #include "bindings/table_config.h"
 #include "bindings/table_memory.h"
+#include "bindings/tensor.h"
 #include "common/optimizers.h"
 #include "hash_table/aging.h"
 #include "hash_table/table_view.h"

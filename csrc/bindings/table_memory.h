@@ -1,14 +1,13 @@
 // The arrays of one table, of as many slots as it has at present.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "bindings/growing_memory.h"
+#include "bindings/tensor.h"
 #include "hash_table/geometry.h"
 
 namespace torchrec_hkv::bindings {

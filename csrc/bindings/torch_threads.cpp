@@ -1,11 +1,11 @@
 #include "bindings/torch_threads.h"
 
-#include <ATen/ATen.h>
 #include <ATen/TensorIterator.h>
 
 #include <algorithm>
 #include <functional>
 
+#include "bindings/tensor.h"
 #include "common/parallel.h"
 
 namespace torchrec_hkv::bindings {

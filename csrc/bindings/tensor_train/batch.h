@@ -1,12 +1,11 @@
 // The arguments that the Tensor-Train ops share, checked.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "bindings/tensor.h"
 #include "bindings/tensor_train/group.h"
 #include "tensor_train/tables_cpu.h"
 

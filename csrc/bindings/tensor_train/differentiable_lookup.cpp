@@ -1,5 +1,7 @@
 #include "bindings/tensor_train/differentiable_lookup.h"
 
+#include <ATen/TensorOperators.h>
+
 #include <vector>
 
 #include "bindings/tensor_train/group.h"

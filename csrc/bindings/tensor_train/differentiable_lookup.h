@@ -1,9 +1,9 @@
 // The lookup of Tensor-Train tables in plain torch operations, for derivatives of derivatives.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <optional>
+
+#include "bindings/tensor.h"
 
 namespace torchrec_hkv::bindings {
 

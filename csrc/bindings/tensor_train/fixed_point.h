@@ -6,10 +6,9 @@
 
 #ifdef TORCHREC_HKV_CUDA
 
-#include <ATen/ATen.h>
-
 #include <optional>
 
+#include "bindings/tensor.h"
 #include "bindings/tensor_train/group.h"
 #include "tensor_train/cuda_kernels.h"
 

@@ -1,6 +1,6 @@
 #include "bindings/tensor_train/group.h"
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <limits>
 #include <mutex>

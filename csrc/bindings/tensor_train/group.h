@@ -2,13 +2,12 @@
 // the caller's. Ops name a group by its handle.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "bindings/tensor.h"
 #include "bindings/tensor_train/plan.h"
 #include "common/optimizers.h"
 #include "tensor_train/tables_cpu.h"

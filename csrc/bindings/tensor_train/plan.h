@@ -3,14 +3,13 @@
 
 #ifdef TORCHREC_HKV_CUDA
 
-#include <ATen/ATen.h>
-
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "bindings/stream_order.h"
+#include "bindings/tensor.h"
 #include "tensor_train/cuda_kernels.h"
 
 namespace torchrec_hkv::bindings {

@@ -16,13 +16,17 @@ __device__ __forceinline__ uint16_t narrow(RowType type, float value) {
 }
 // Two neighbouring columns of 16 bits in one word, the first one in the lower half.
 __device__ __forceinline__ float2 widen_pair(RowType type, uint32_t bits) {
-  if (type == RowType::kFloat16) return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+  if (type == RowType::kFloat16) {
+    return make_float2(from_float16(static_cast<uint16_t>(bits)),
+                       from_float16(static_cast<uint16_t>(bits >> 16)));
+  }
   return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
 }
 __device__ __forceinline__ uint32_t narrow_pair(RowType type, float first, float second) {
   if (type == RowType::kFloat16) {
-    const __half2 pair = __floats2half2_rn(first, second);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
   }
   return static_cast<uint32_t>(to_bfloat16(second)) << 16 | to_bfloat16(first);
 }

@@ -1,4 +1,7 @@
 // Rows at slots that a find gave: read and written. Groups of one table have kernels of their own.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
