@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchrec_hkv.replay import LogError, open_log
+from torchrec_hkv.replay.text import TextLog
 
 N = 3000
 LEAST, MOST = -(2**63), 2**63 - 1
@@ -76,12 +77,11 @@ def test_text(tmp_path, ids, separator, end, header):
     same(open_log([str(path)]), ids, None if header else ["0", "1"])
 
 
-def test_blocks_of_text_end_anywhere(tmp_path, ids, monkeypatch):
+def test_blocks_of_text_end_anywhere(tmp_path, ids):
     path = tmp_path / "log.csv"
     path.write_text(lines(ids)[:-1])  # the last line has no end
     for size in (64, 1000, 4097):
-        monkeypatch.setattr("torchrec_hkv.replay.text._BLOCK", size)
-        same(open_log([str(path)]), ids)
+        same(TextLog(path, block=size), ids)
 
 
 def test_gzip_and_several_files(tmp_path, ids):

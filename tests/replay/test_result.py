@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from torchrec_hkv.replay import Curve, Point, Policy, Replayed
-from torchrec_hkv.replay.result import standard_error
 
 
 def point(rows, hit_rate):
@@ -47,11 +46,3 @@ def test_policies_that_meet_a_target():
     assert [c.policy.eviction for c, _ in table.meeting(0.745)] == ["lru"]
     assert table.meeting(0.9) == []
     assert table.best is lfu
-
-
-def test_the_error_is_that_of_a_sum_over_drawn_groups():
-    assert standard_error([5, 5, 5, 5], 0.1, 1000) == 0
-    # Four groups of 4, 6, 4, 6: the variance of their sum is 4 * 4/3; a tenth of the ids.
-    expected = (4 * 4 / 3 * 0.9) ** 0.5 / (0.1 * 1000)
-    assert standard_error([4, 6, 4, 6], 0.1, 1000) == pytest.approx(expected)
-    assert standard_error([4, 6, 4, 6], 1.0, 1000) == 0

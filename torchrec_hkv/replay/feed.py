@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchrec_hkv.replay.counting import FrequentIds
 from torchrec_hkv.replay.log import Ids, Part
-from torchrec_hkv.replay.sample import Sample
+from torchrec_hkv.replay.sample import Sample, groups_of, mixed
+from torchrec_hkv.replay.windows import Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Steps:
     Attributes:
         first: the number of the first step.
         ids: int64 ``[n]``, of all steps.
-        groups: int64 ``[n]``, see :meth:`Sample.taken`; None where all ids are replayed.
+        groups: int64 ``[n]``, see :func:`groups_of`; None where all ids are replayed.
         ends: where the ids of each step end.
     """
 
@@ -47,6 +48,7 @@ class Feed:
         self._ids = torch.empty(0, dtype=torch.int64)
         self._groups = None if sample.is_all else self._ids
         self.frequent = None if sample.is_all else FrequentIds()
+        self.windows = None if sample.is_all else Windows(sample)
         self.lookups = 0
         self.bounds: tuple[int, int] | None = None
 
@@ -59,8 +61,13 @@ class Feed:
         ids = self._merged([part.columns[name] for name in self._columns])
         self._see(ids.values)
         values, samples, groups = ids.values, ids.samples, None
-        if not self._sample.is_all:
-            at, groups = self._sample.taken(values)
+        if self.windows is not None:
+            bits = mixed(values)
+            counted = self.windows.counted.taken(bits)
+            bits = bits[counted]
+            ours = self._sample.taken(bits)
+            self.windows.see(bits, counted, ours, values.numel())
+            at, groups = counted[ours], groups_of(bits[ours])
             values = values[at]
             samples = at if samples is None else samples[at]
         first = self._samples // self._batch_size

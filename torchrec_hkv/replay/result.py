@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.replay.policy import Policy
@@ -133,19 +132,3 @@ class Replayed:
     def best(self) -> Curve:
         """The policy of the highest hit rates, on average over the points."""
         return max(self.curves, key=lambda curve: sum(point.hit_rate for point in curve.points))
-
-
-def standard_error(misses: Sequence[int], rate: float, lookups: int) -> float:
-    """Of a hit rate, from how the misses of a sample's groups of ids differ.
-
-    Args:
-        misses: of each group.
-        rate: share of ids that was replayed.
-        lookups: of the whole log.
-    """
-    groups = len(misses)
-    if groups < 2 or lookups == 0:
-        return 0.0
-    mean = sum(misses) / groups
-    variance = sum((count - mean) ** 2 for count in misses) * groups / (groups - 1)
-    return math.sqrt(variance * (1.0 - rate)) / (rate * lookups)

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from torchrec_hkv.hash_table import table_memory
 from torchrec_hkv.replay.counting import IdCounter, frequencies
 from torchrec_hkv.replay.feed import Feed, Steps
 from torchrec_hkv.replay.log import Log, LogError, Part
 from torchrec_hkv.replay.policy import Policy
-from torchrec_hkv.replay.result import Curve, Point, Replayed, standard_error
+from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.replay.sample import Sample
 from torchrec_hkv.replay.tables import CountedIds, Counts, ReplayedTables, Setting
+from torchrec_hkv.replay.windows import corrected
 
 #: Rows of a table that a sample must leave: with fewer, hit rates are off by more than .005
 #: (docs/replay.md).
@@ -165,7 +167,7 @@ class _Running:
             name=self.name,
             lookups=lookups,
             distinct=seen.num_ids,
-            unlimited_hit_rate=_rate(self.counted.misses, self._sample.rate, lookups),
+            unlimited_hit_rate=self._hit_rate(self.counted.misses)[0],
             frequencies=seen,
             curves=tuple(
                 Curve(
@@ -179,14 +181,26 @@ class _Running:
             ),
         )
 
+    def _hit_rate(self, misses: Tensor) -> tuple[float, float]:
+        """The hit rate and its standard error."""
+        lookups, error = self.feed.lookups, 0.0
+        if self.feed.windows is None:
+            missed = int(misses.sum()) / lookups
+        else:
+            missed, error = corrected(misses, self.feed.windows, lookups)
+        return min(max(1.0 - missed, 0.0), 1.0), error
+
     def _point(self, setting: Setting, counts: Counts) -> Point:
         counters, rate = counts.counters, self._sample.rate
         placed = counts.distinct_placed
         if placed is None:
             placed = self.counted.counter.distinct
         scaled = {key: round(value / rate) for key, value in counters.items()}
-        misses = counters["lookups"] - counters["hits"]
-        errors = counts.misses_of_groups.tolist()
+        if self._sample.is_all:
+            misses = torch.tensor([counters["lookups"] - counters["hits"]])
+        else:
+            misses = counts.misses_of_groups
+        hit_rate, error = self._hit_rate(misses)
         memory = table_memory(
             setting.rows,
             self._table.dim,
@@ -197,8 +211,8 @@ class _Running:
         )
         return Point(
             rows=setting.rows,
-            hit_rate=_rate(misses, rate, self.feed.lookups),
-            error=2 * standard_error(errors, rate, self.feed.lookups),
+            hit_rate=hit_rate,
+            error=2 * error,
             evicted=scaled["evicted"],
             returned=round(max(counters["inserted"] - placed, 0) / rate),
             refused=scaled["refused"],
@@ -207,12 +221,6 @@ class _Running:
             size=scaled["size"],
             bytes=memory.bytes,
         )
-
-
-def _rate(misses: int, rate: float, lookups: int) -> float:
-    """Hits over all lookups, of which the log has so many: a sample with more or fewer than its
-    share has more or fewer of ids that are looked up often, and these hit (SHARDS-adj)."""
-    return min(max(1.0 - misses / (rate * lookups), 0.0), 1.0)
 
 
 def _lanes(running: Sequence[_Running], workers: int) -> list[list[tuple[int, _Seeing]]]:

@@ -109,9 +109,8 @@ class ReplayedTables:
             return
         found = torch.cat(all_before, dim=1) >= 0
         if steps.groups is not None:
-            missed = torch.where(found, GROUPS, steps.groups)
-            for misses, groups in zip(self._misses, missed, strict=True):
-                misses += torch.bincount(groups, minlength=GROUPS + 1)[:GROUPS]
+            for misses, hits in zip(self._misses, found, strict=True):
+                misses += missed_of_groups(hits, steps.groups)
         for at, placed in self._placed.items():
             slots = torch.cat([part[at] for part in all_after])
             placed.find_or_insert_slots(steps.ids[(slots >= 0) & ~found[at]])
@@ -130,6 +129,18 @@ class ReplayedTables:
         ]
 
 
+def missed_of_groups(found: Tensor, groups: Tensor | None) -> Tensor:
+    """Misses of each group, int64 ``[GROUPS]``; where there are no groups, ``[1]``.
+
+    Args:
+        found: bool ``[n]``, whether an id was there.
+        groups: int64 ``[n]``, of the ids.
+    """
+    if groups is None:
+        return (~found).sum().unsqueeze(0)
+    return torch.bincount(torch.where(found, GROUPS, groups), minlength=GROUPS + 1)[:GROUPS]
+
+
 class CountedIds:
     """Counts ids, and hits if none ever had to leave.
 
@@ -140,12 +151,13 @@ class CountedIds:
 
     def __init__(self, counter: IdCounter, sample: Sample) -> None:
         self.counter, self._sample = counter, sample
-        self.misses = 0
+        self.misses = torch.zeros(1 if sample.is_all else GROUPS, dtype=torch.int64)
 
     def see(self, steps: Steps) -> None:
         """Lookups of steps."""
-        begin, found = 0, 0
+        begin, found = 0, []
         for end in steps.ends:
-            found += int(self.counter.count(steps.ids[begin:end]).sum())
+            found.append(self.counter.count(steps.ids[begin:end]))
             begin = end
-        self.misses += begin - found
+        if found:
+            self.misses += missed_of_groups(torch.cat(found), steps.groups)

@@ -24,7 +24,6 @@ from torchrec_hkv.replay.log import Ids, Log, LogError, Part, check_file
 
 Kind = Literal["integer", "text", "hexadecimal"]
 
-_BLOCK = 1 << 23
 _SEPARATORS = ("\t", "::", ",", ";", "|", " ")
 _NEWLINE, _RETURN, _QUOTE, _MINUS, _PLUS = b'\n\r"-+'
 _INTEGER = re.compile(r"[-+]?[0-9]{1,20}")
@@ -68,6 +67,7 @@ class TextLog(Log):
             fields is a number. Without names columns are ``0``, ``1``, ..., and ``ids`` where there
             is one.
         criteo: the fields are those of Criteo's click logs, whose ids are hexadecimal.
+        block: bytes that are read at a time.
 
     Raises:
         LogError: there is no such file, or it holds nothing.
@@ -79,12 +79,13 @@ class TextLog(Log):
         separator: str | None = None,
         header: bool | None = None,
         criteo: bool = False,
+        block: int = 1 << 23,
     ) -> None:
         self.name = "the standard input" if path is None else str(path)
         self.is_repeatable = path is not None
         if path is not None:
             check_file(path)
-        self._path = path
+        self._path, self._block = path, block
         with self._reading():
             self._blocks = self._read()
             first = next(self._blocks, b"")
@@ -125,7 +126,7 @@ class TextLog(Log):
         """Blocks of whole lines."""
         with self._opened() as file:
             rest = b""
-            while data := file.read(_BLOCK):
+            while data := file.read(self._block):
                 data = rest + data
                 cut = data.rfind(b"\n") + 1
                 rest = data[cut:]
