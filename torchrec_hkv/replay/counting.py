@@ -137,8 +137,11 @@ def frequencies(
     others = counts[~torch.isin(ids, hot)]
     histogram: list[tuple[int, float]] = []
     if others.numel():
+        # All lookups are known: what frequent ids have not is that of the others.
+        left = lookups - float(hot_counts.sum())
+        scale = max(left * sample.rate / float(others.sum()), 0.5)
         for number, each in IdFrequencies.of_counts(others).histogram:
-            histogram.append((max(1, round(number / sample.rate)), each))
+            histogram.append((max(1, round(number / sample.rate)), scale * each))
     if hot.numel():
         histogram += IdFrequencies.of_counts(hot_counts).histogram
     return IdFrequencies(tuple(histogram), *bounds)

@@ -19,11 +19,11 @@ from torchrec_hkv.replay.policy import Policy
 from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.replay.sample import Sample
 from torchrec_hkv.replay.tables import CountedIds, Counts, ReplayedTables, Setting
-from torchrec_hkv.replay.windows import corrected
+from torchrec_hkv.replay.windows import corrected, uncrowded
 
 #: Rows of a table that a sample must leave: with fewer, hit rates are off by more than .005
 #: (docs/replay.md).
-LEAST_SAMPLED_ROWS = 256
+LEAST_SAMPLED_ROWS = 500
 #: Work of counting an id, in that of replaying it in one table.
 _COUNTING = 1.5
 
@@ -172,14 +172,30 @@ class _Running:
             curves=tuple(
                 Curve(
                     policy,
-                    tuple(
-                        self._point(Setting(policy, rows), counts[Setting(policy, rows)])
-                        for rows in sorted(set(self._table.rows))
+                    self._points(
+                        [
+                            (setting, counts[setting])
+                            for setting in (
+                                Setting(policy, rows) for rows in sorted(set(self._table.rows))
+                            )
+                        ]
                     ),
                 )
                 for policy in self._table.policies
             ),
         )
+
+    def _points(self, counted: Sequence[tuple[Setting, Counts]]) -> tuple[Point, ...]:
+        """Of one policy."""
+        points = [self._point(setting, counts) for setting, counts in counted]
+        if self.feed.windows is not None:
+            rows = [point.rows for point in points]
+            rates = uncrowded([point.hit_rate for point in points], rows, self.feed.windows)
+            points = [
+                dataclasses.replace(point, hit_rate=rate)
+                for point, rate in zip(points, rates, strict=True)
+            ]
+        return tuple(points)
 
     def _hit_rate(self, misses: Tensor) -> tuple[float, float]:
         """The hit rate and its standard error."""

@@ -9,6 +9,7 @@ regression of misses on these numbers, over groups of ids, tells what it means f
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -30,7 +31,9 @@ _RIDGE = 1e-3
 
 
 class Windows:
-    """Counts lookups, and different ids in windows, over all ids and over the groups of a sample.
+    """Counts different ids in windows, over all ids and over the groups of a sample.
+
+    Lookups are no help: a single id may have a large share of them, and none of the misses.
 
     Args:
         sample: the ids that are replayed.
@@ -43,8 +46,6 @@ class Windows:
     ) -> None:
         self.sample = sample
         self.counted = Sample(min(1.0, _TIMES * sample.rate))
-        self._seen = 0
-        self._lookups = torch.zeros(GROUPS, dtype=torch.float64)
         self._small = [_Small(length, self.counted) for length in small]
         self._large = [_Large(length, self.counted) for length in (*large, None)]
 
@@ -58,16 +59,14 @@ class Windows:
             length: lookups of the part.
         """
         ours, places = bits[sampled], at[sampled]
-        self._lookups += torch.bincount(groups_of(ours), minlength=GROUPS)
         for small in self._small:
             small.see(bits, at, ours, places, length)
         for large in self._large:
             large.see(bits, at, ours, places, length)
-        self._seen += length
 
     @functools.cached_property
     def covariates(self) -> tuple[Tensor, Tensor]:
-        """Lookups, and different ids in windows of each length, when the log has ended.
+        """Different ids in windows of each length, when the log has ended.
 
         Returns:
             float64 ``[numbers, GROUPS]`` of the sample's groups, and ``[numbers]`` of all ids.
@@ -75,9 +74,25 @@ class Windows:
         for window in self._large:
             window.close()
         windows = [*self._small, *self._large]
-        of_groups = torch.stack([self._lookups, *(window.of_groups for window in windows)])
-        of_all = [float(self._seen), *(window.counted / self.counted.rate for window in windows)]
+        of_groups = torch.stack([window.of_groups for window in windows])
+        of_all = [window.counted / self.counted.rate for window in windows]
         return of_groups, torch.tensor(of_all, dtype=torch.float64)
+
+    def crowding(self, rows: int) -> float:
+        """The logarithm of how many times its share of different ids the sample has.
+
+        Args:
+            rows: different ids of the windows that are meant: as many as a table has rows.
+        """
+        of_groups, of_all = self.covariates
+        ratios = (of_groups.sum(1) / (self.sample.rate * of_all)).clamp(min=1e-9).log()
+        windows = [*self._small, *self._large]
+        sizes = [float(n) / window.number for n, window in zip(of_all, windows, strict=True)]
+        known = sorted(zip(sizes, ratios.tolist(), strict=True))
+        for (low, before), (high, after) in itertools.pairwise(known):
+            if low <= rows < high:
+                return before + math.log(rows / low) / math.log(high / low) * (after - before)
+        return known[0][1] if rows < known[0][0] else known[-1][1]
 
 
 class _Small:
@@ -86,7 +101,7 @@ class _Small:
     def __init__(self, length: int, counted: Sample) -> None:
         self._length = length
         self._cells = _cells(length * counted.rate)
-        self.counted = 0.0
+        self.counted, self.number = 0.0, 0
         self.of_groups = torch.zeros(GROUPS, dtype=torch.float64)
 
     def see(self, bits: Tensor, at: Tensor, ours: Tensor, places: Tensor, length: int) -> None:
@@ -95,6 +110,7 @@ class _Small:
         cells.index_fill_(0, (at // self._length) * self._cells + (bits & (self._cells - 1)), 1)
         taken = cells.view(number, self._cells).count_nonzero(dim=1)
         self.counted += float(_distinct(taken, self._cells).sum())
+        self.number += number
         # Of several lookups of an id in a window one counts.
         keys, order = (ours ^ (places // self._length * _ODD)).sort()
         is_first = torch.ones(keys.numel(), dtype=torch.bool)
@@ -111,7 +127,8 @@ class _Large:
         self._cells = _cells(_MOST_CELLS if length is None else length * counted.rate)
         self._taken: Tensor | None = None
         self._ids: HashTable | None = None
-        self.counted = 0.0
+        self._is_open = False
+        self.counted, self.number = 0.0, 0
         self.of_groups = torch.zeros(GROUPS, dtype=torch.float64)
 
     def see(self, bits: Tensor, at: Tensor, ours: Tensor, places: Tensor, length: int) -> None:
@@ -137,6 +154,7 @@ class _Large:
         if self._taken is None or self._ids is None:
             self._taken = torch.zeros(self._cells, dtype=torch.uint8)
             self._ids = growing_table("windows", 1 / 16)
+        self._is_open = True
         self._taken.index_fill_(0, bits & (self._cells - 1), 1)
         ours = ours.unique()
         is_new = ~self._ids.find_or_insert_slots(ours)[1]
@@ -144,8 +162,10 @@ class _Large:
 
     def close(self) -> None:
         """The window ends."""
-        if self._taken is None or self._ids is None:
+        if self._taken is None or self._ids is None or not self._is_open:
             return
+        self._is_open = False
+        self.number += 1
         taken = self._taken.count_nonzero()
         self.counted += float(_distinct(taken, self._cells))
         self._taken.zero_()
@@ -188,3 +208,31 @@ def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, fl
     explained = float((fitted**2).sum()) * GROUPS / (GROUPS - 1) * rate / larger
     variance = unexplained * (1 - rate) + explained * (1 - larger)
     return total / (rate * lookups), math.sqrt(max(variance, 0.0)) / (rate * lookups)
+
+
+def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows) -> list[float]:
+    """Hit rates of a policy's tables, if the sample had no more and no fewer ids than its share.
+
+    Where it has some more, its tables are as tables of some fewer rows would be for all ids.
+
+    Args:
+        hit_rates: of the tables.
+        rows: of the tables, ascending.
+        windows: that saw the same ids.
+    """
+    if len(rows) < 2:
+        return list(hit_rates)
+    slopes = [
+        (high - low) / math.log(more / fewer)
+        for (low, high), (fewer, more) in zip(
+            itertools.pairwise(hit_rates), itertools.pairwise(rows), strict=True
+        )
+    ]
+    told = []
+    for at, (hit_rate, count) in enumerate(zip(hit_rates, rows, strict=True)):
+        crowding = windows.crowding(count)
+        # The tables that are wanted have more rows where it is crowded.
+        towards = at if crowding > 0 else at - 1
+        slope = slopes[min(max(towards, 0), len(slopes) - 1)]
+        told.append(min(max(hit_rate + max(slope, 0.0) * crowding, 0.0), 1.0))
+    return told
