@@ -57,10 +57,10 @@ def test_hit_rates_are_those_of_the_whole_log(log, full):
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_an_id_of_many_lookups_changes_nothing(ids, is_sampled):
     """A quarter of all lookups; whether the sample has it says nothing of the others."""
-    bits = mixed(torch.arange(100))
+    bits = mixed(torch.arange(1, 101))  # the stream has none of these
     inside = torch.zeros(100, dtype=torch.bool)
     inside[Sample(0.1).taken(bits)] = True
-    hot = int((inside == is_sampled).nonzero()[0])
+    hot = 1 + int((inside == is_sampled).nonzero()[0])
     stream_with = ids.clone()
     stream_with[::4] = hot
     log = ArrayLog("log", {"ids": stream_with.numpy()})
