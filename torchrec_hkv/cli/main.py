@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torchrec_hkv import __version__
-from torchrec_hkv.cli import calibrate, env, plan
+from torchrec_hkv.cli import calibrate, env, plan, replay
 
-_VERBS = {"calibrate": calibrate, "env": env, "plan": plan}
+_VERBS = {"calibrate": calibrate, "env": env, "plan": plan, "replay": replay}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the process by default.
 
     Returns:
-        0; 1 where the answer is no (a plan that does not fit). Bad input exits with 2, Ctrl-C with
-        130.
+        0; 1 where the answer is no (a plan that does not fit, a hit rate out of reach). Bad input
+        exits with 2, Ctrl-C with 130.
     """
     parser = _Parser(
         prog="torchrec-hkv",
-        description="Looks at an installation and plans tables of torchrec_hkv.",
+        description="Looks at an installation, plans tables and replays logs of ids.",
     )
     parser.add_argument("--version", action="version", version=f"torchrec-hkv {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)

@@ -1,0 +1,192 @@
+"""Rows of ids for the quality benchmark: hash tables, TorchRec's managed collisions, static tables.
+
+All have the same columns, initial rows of one distribution and row-wise Adagrad in the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+from torchrec import JaggedTensor
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
+
+from torchrec_hkv import HKVOptions
+from torchrec_hkv.hash_table import RowWiseAdagrad, TableGroup, TableSpec, Uniform
+from torchrec_hkv.replay import evictions
+
+DIM = 16
+RATE = 0.1
+_BOUND = 0.01
+_CPU = torch.device("cpu")
+
+_MCH = {
+    "MCH, LRU": LRU_EvictionPolicy,
+    "MCH, LFU": LFU_EvictionPolicy,
+    "MCH, DistanceLFU": DistanceLFU_EvictionPolicy,
+}
+HASHED, UNLIMITED = "hashed", "unlimited"
+
+
+def methods() -> list[str]:
+    """What is compared, by name: each policy that ``HKVOptions`` takes and that needs no more than
+    ids, TorchRec's, ids modulo the rows, and a row for each id."""
+    hkv = [f"hkv, {name}" for name in evictions() if not name.startswith("epoch")]
+    return [*hkv, *_MCH, HASHED, UNLIMITED]
+
+
+class Rows(nn.Module):
+    """Looks ids up, ``[batch]`` of each feature to ``[batch, features, DIM]``; trains the rows."""
+
+    def forward(self, ids: Mapping[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def hit_rate(self) -> float:
+        """Of a hash table: the share of lookups whose id was there; NaN for others."""
+        return float("nan")
+
+
+class HashRows(Rows):
+    """Hash tables, as the backend ``hkv`` trains them."""
+
+    def __init__(self, rows: Mapping[str, int], options: HKVOptions, seed: int) -> None:
+        super().__init__()
+        specs = [
+            TableSpec(
+                name=name,
+                capacity=count,
+                dim=DIM,
+                eviction=options.eviction,
+                admission=options.admission,
+                seed=seed,
+                initializer=Uniform(-_BOUND, _BOUND),
+            )
+            for name, count in rows.items()
+        ]
+        self._group = TableGroup(specs, range(len(specs)), RowWiseAdagrad(eps=1e-8))
+        self._anchor = torch.zeros(1, requires_grad=True)
+        self._rate = torch.tensor(RATE)
+
+    def forward(self, ids: Mapping[str, Tensor]) -> Tensor:
+        values = torch.cat(list(ids.values()))
+        batch = values.numel() // len(ids)
+        offsets = torch.arange(values.numel() + 1)
+        out = self._group.train_lookup(
+            self._anchor, values, offsets, None, batch, False, self._rate
+        )
+        return out.view(batch, len(ids), DIM)
+
+    def hit_rate(self) -> float:
+        counters = self._group.counters()
+        return sum(c["hits"] for c in counters) / sum(c["lookups"] for c in counters)
+
+
+class StaticRows(Rows):
+    """FBGEMM's fused tables, whose rows ids are mapped to.
+
+    Args:
+        rows: of each feature's table.
+        mapped: makes row numbers of a feature's ids, and names rows that start anew.
+        seed: of the initial rows.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, int],
+        mapped: Callable[[str, Tensor], tuple[Tensor, Tensor | None]],
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self._tables = SplitTableBatchedEmbeddingBagsCodegen(
+            [(count, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for count in rows.values()],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=RATE,
+            eps=1e-8,
+            pooling_mode=PoolingMode.SUM,
+            device=_CPU,
+        )
+        self._mapped = mapped
+        self._generator = torch.Generator().manual_seed(seed)
+        self._weights = self._tables.split_embedding_weights()
+        self._sums = [state[0] for state in self._tables.split_optimizer_states()]
+        for weight in self._weights:
+            weight.data.uniform_(-_BOUND, _BOUND, generator=self._generator)
+
+    def forward(self, ids: Mapping[str, Tensor]) -> Tensor:
+        numbers = []
+        for at, (name, values) in enumerate(ids.items()):
+            mapped, anew = self._mapped(name, values)
+            if anew is not None and anew.numel():
+                fresh = torch.empty(anew.numel(), DIM)
+                fresh.uniform_(-_BOUND, _BOUND, generator=self._generator)
+                self._weights[at].data[anew] = fresh
+                self._sums[at].data[anew] = 0
+            numbers.append(mapped)
+        values = torch.cat(numbers)
+        out = self._tables(values, torch.arange(values.numel() + 1))
+        return out.view(-1, len(ids), DIM)
+
+
+def _managed(module: ManagedCollisionModule, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows of ids by one of TorchRec's modules, as its sharded collections call them."""
+    lengths = torch.ones(values.numel(), dtype=torch.int64)
+    features = module.preprocess({"feature": JaggedTensor(values=values, lengths=lengths)})
+    features = module.remap(module.profile(features))
+    return features["feature"].values(), module.evict()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def rows_of(method: str, rows: Mapping[str, int], ids: Mapping[str, Tensor], seed: int) -> Rows:
+    """The tables of a method.
+
+    Args:
+        method: one of :func:`methods`.
+        rows: of each feature's table; a method with a row for each id has more.
+        ids: of the whole stream, by feature.
+        seed: of the initial rows.
+    """
+    if method.startswith("hkv, "):
+        return HashRows(rows, HKVOptions(eviction=method.removeprefix("hkv, ")), seed)
+    if method == HASHED:
+        return StaticRows(rows, lambda name, values: (values.abs() % rows[name], None), seed)
+    if method == UNLIMITED:
+        known = {name: values.unique() for name, values in ids.items()}
+        count = {name: values.numel() for name, values in known.items()}
+        return StaticRows(
+            count, lambda name, values: (torch.searchsorted(known[name], values), None), seed
+        )
+    with _quiet():
+        modules = {
+            name: MCHManagedCollisionModule(
+                zch_size=count,
+                device=_CPU,
+                eviction_policy=_MCH[method](),
+                eviction_interval=1,
+            )
+            for name, count in rows.items()
+        }
+    return StaticRows(rows, lambda name, values: _managed(modules[name], values), seed)

@@ -1,0 +1,107 @@
+"""What a sample of the ids tells of the whole log."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.ids import hashed, power_law
+from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.replay import Policy, TableSettings, replay
+from torchrec_hkv.replay.arrays import ArrayLog
+from torchrec_hkv.replay.sample import GROUPS, Sample, groups_of, mixed
+
+ROWS = (5_000, 20_000, 60_000)
+TABLES = {"t": TableSettings(("ids",), ROWS, (Policy("lru"), Policy("lfu")))}
+
+
+def stream(n, ids, power, seed=0):
+    """A power law whose positions get new ids, a tenth of them in each tenth of the stream."""
+    torch.manual_seed(seed)
+    parts = []
+    for tenth in range(10):
+        position = power_law(n // 10, ids, power, torch.device("cpu"))
+        parts.append(hashed(position + ids * ((position * 2654435761 % 1000003 + tenth) // 10)))
+    return torch.cat(parts)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return stream(2_000_000, 200_000, 0.9)
+
+
+@pytest.fixture(scope="module")
+def log(ids):
+    return ArrayLog("log", {"ids": ids.numpy()})
+
+
+@pytest.fixture(scope="module")
+def full(log):
+    return replay(log, TABLES, batch_size=2000)["t"]
+
+
+def test_hit_rates_are_those_of_the_whole_log(log, full):
+    sampled = replay(log, TABLES, batch_size=2000, sample=0.1)["t"]
+    assert sampled.lookups == full.lookups
+    assert sampled.distinct == pytest.approx(full.distinct, rel=0.02)
+    assert sampled.unlimited_hit_rate == pytest.approx(full.unlimited_hit_rate, abs=0.005)
+    for curve, whole in zip(sampled.curves, full.curves, strict=True):
+        for point, expected in zip(curve.points, whole.points, strict=True):
+            assert point.hit_rate == pytest.approx(expected.hit_rate, abs=0.005)
+            assert 0 < point.error < 0.01
+            assert point.bytes == expected.bytes
+            for name in ("evicted", "returned", "size"):
+                assert getattr(point, name) == pytest.approx(getattr(expected, name), rel=0.06)
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_an_id_of_many_lookups_changes_nothing(ids, is_sampled):
+    """A quarter of all lookups; whether the sample has it says nothing of the others."""
+    bits = mixed(torch.arange(1, 101))  # the stream has none of these
+    inside = torch.zeros(100, dtype=torch.bool)
+    inside[Sample(0.1).taken(bits)] = True
+    hot = 1 + int((inside == is_sampled).nonzero()[0])
+    stream_with = ids.clone()
+    stream_with[::4] = hot
+    log = ArrayLog("log", {"ids": stream_with.numpy()})
+    whole = replay(log, TABLES, batch_size=2000)["t"]
+    sampled = replay(log, TABLES, batch_size=2000, sample=0.1)["t"]
+    assert sampled.frequencies.share_of(1) == pytest.approx(0.25, abs=0.01)
+    for curve, expected in zip(sampled.curves, whole.curves, strict=True):
+        for point, other in zip(curve.points, expected.points, strict=True):
+            assert point.hit_rate == pytest.approx(other.hit_rate, abs=0.005)
+
+
+def test_frequencies_of_a_sample(ids, log):
+    whole = IdFrequencies.of_ids(ids)
+    seen = replay(log, TABLES, batch_size=2000, sample=0.1)["t"].frequencies
+    assert (seen.lowest, seen.highest) == (whole.lowest, whole.highest)
+    assert seen.lookups == pytest.approx(whole.lookups, rel=0.01)
+    for rows in (10, 1000, 20_000, 100_000):
+        assert seen.share_of(rows) == pytest.approx(whole.share_of(rows), abs=0.02)
+    for lookups in (100, 10_000, 300_000):
+        assert seen.distinct(lookups) == pytest.approx(whole.distinct(lookups), rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["sequential", "strided", "hashed", "fields"])
+@pytest.mark.parametrize("rate", [0.01, 0.25])
+def test_a_sample_is_a_fair_share_of_any_ids(name, rate):
+    index = torch.arange(400_000)
+    streams = {
+        "sequential": index - 200_000,
+        "strided": index << 24,
+        "hashed": hashed(index),
+        "fields": (index % 64 << 48) | index // 64,
+    }
+    bits = mixed(streams[name])
+    at = Sample(rate).taken(bits)
+    groups = groups_of(bits[at])
+    assert at.numel() == pytest.approx(400_000 * rate, rel=4 / (400_000 * rate) ** 0.5)
+    counts = torch.bincount(groups, minlength=GROUPS).double()
+    expected = at.numel() / GROUPS
+    assert float(((counts - expected) ** 2 / expected).sum()) < 210  # chi-square, 127 degrees
+
+
+def test_too_small_a_sample_is_refused(log):
+    with pytest.raises(ValueError, match=r"a sample of 0\.01 leaves 50 of 5,000 rows, but must"):
+        replay(log, TABLES, sample=0.01)

@@ -1,0 +1,30 @@
+"""Replays logs of ids through hash tables on a CPU: which rows and policy reach which hit rate.
+
+Knows the backend ``hkv`` and its tables; nothing of sharding and planning.
+"""
+
+from torchrec_hkv.replay.log import Ids, Log, LogError, Part
+from torchrec_hkv.replay.open_log import FORMATS, open_log
+from torchrec_hkv.replay.policy import Policy, Rule, evictions
+from torchrec_hkv.replay.result import Curve, Point, Replayed
+from torchrec_hkv.replay.run import TableSettings, replay
+from torchrec_hkv.replay.saved import Capacity, ReplayedLog
+
+__all__ = [
+    "FORMATS",
+    "Capacity",
+    "Curve",
+    "Ids",
+    "Log",
+    "LogError",
+    "Part",
+    "Point",
+    "Policy",
+    "Replayed",
+    "ReplayedLog",
+    "Rule",
+    "TableSettings",
+    "evictions",
+    "open_log",
+    "replay",
+]

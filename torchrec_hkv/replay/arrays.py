@@ -1,0 +1,140 @@
+"""Logs of integers as they lie in memory: ``.npy``, ``.npz``, and int64 without any header."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from torchrec_hkv.replay.log import Ids, Log, LogError, Part, check_file
+
+#: Samples that are read at a time.
+PART_SAMPLES = 1 << 20
+
+
+class ArrayLog(Log):
+    """Integer arrays by name; a row of each is a sample.
+
+    Args:
+        name: of the file.
+        arrays: of one dimension, or of two: then each column of it is a column, ``name_0`` and so
+            on. Others, and those that are not of integers, are left out.
+
+    Raises:
+        LogError: the arrays are of different lengths.
+    """
+
+    def __init__(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        self.name = name
+        self._columns: dict[str, np.ndarray] = {}
+        for key, array in arrays.items():
+            if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+                continue
+            if array.ndim == 1:
+                self._columns[key] = array
+                continue
+            prefix = f"{key}_" if key else ""
+            for column in range(array.shape[1]):
+                self._columns[f"{prefix}{column}"] = array[:, column]
+        self.columns = tuple(self._columns)
+        lengths = {key: len(array) for key, array in self._columns.items()}
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{key} {length}" for key, length in lengths.items())
+            raise LogError(f"{name}: its arrays must be of one length, but they have {told} rows.")
+        if not lengths:
+            raise LogError(f"{name} has no array of integers of one or two dimensions.")
+        self._num_samples = next(iter(lengths.values()))
+
+    def parts(self, columns: Sequence[str]) -> Iterator[Part]:
+        for begin in range(0, self._num_samples, PART_SAMPLES):
+            end = min(begin + PART_SAMPLES, self._num_samples)
+            ids = {
+                column: Ids(int64_tensor(self._columns[column][begin:end])) for column in columns
+            }
+            yield Part(end - begin, ids)
+
+
+def int64_tensor(values: np.ndarray) -> torch.Tensor:
+    """Integers of any width as int64 of one's own; those of uint64 with the same bits."""
+    if values.dtype.kind == "u" and values.dtype.itemsize == 8:
+        values = values.astype(np.uint64).view(np.int64)
+    return torch.from_numpy(np.array(values, dtype=np.int64, order="C"))
+
+
+def read_npy(path: Path) -> Log:
+    """An array of integers ``[samples]`` (column ``ids``) or ``[samples, columns]`` (``0``, ...).
+
+    The file is mapped, not read as a whole.
+
+    Raises:
+        LogError: it is no such file.
+    """
+    check_file(path)
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (ValueError, OSError, EOFError) as error:
+        raise LogError(f"{path} is no .npy file of numbers: {error}.") from None
+    return ArrayLog(str(path), {"ids" if array.ndim == 1 else "": array})
+
+
+def read_npz(path: Path) -> Log:
+    """Arrays of integers by name, as ``numpy.savez`` writes them; they are read as a whole.
+
+    Raises:
+        LogError: it is no such file.
+    """
+    check_file(path)
+    try:
+        with np.load(path) as file:
+            return ArrayLog(str(path), {key: file[key] for key in file.files})
+    except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise (
+            error
+            if isinstance(error, LogError)
+            else LogError(f"{path} is no .npz file of arrays: {error}.")
+        ) from None
+
+
+class RawLog(Log):
+    """Int64 in the machine's byte order, one after the other, in one column ``ids``.
+
+    Args:
+        name: for errors.
+        path: of the file; None for the standard input.
+    """
+
+    columns = ("ids",)
+
+    def __init__(self, name: str, path: Path | None) -> None:
+        if path is not None:
+            check_file(path)
+        self.name, self._path = name, path
+        self.is_repeatable = path is not None
+
+    def parts(self, columns: Sequence[str]) -> Iterator[Part]:
+        if self._path is None:
+            yield from self._parts(sys.stdin.buffer)
+            return
+        with self._path.open("rb") as file:
+            yield from self._parts(file)
+
+    def _parts(self, file: BinaryIO) -> Iterator[Part]:
+        while data := _read(file, 8 * PART_SAMPLES):
+            if len(data) % 8:
+                raise LogError(f"{self.name} ends within an id: its bytes are no multiple of 8.")
+            values = int64_tensor(np.frombuffer(data, dtype=np.int64))
+            yield Part(values.numel(), {"ids": Ids(values)})
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    """So many bytes, or all that are left: a pipe gives fewer at a time."""
+    parts = []
+    while size and (data := file.read(size)):
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)

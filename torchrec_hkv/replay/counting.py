@@ -1,0 +1,147 @@
+"""How often ids come: all of them, or those of a sample and the most frequent ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.hash_table import HashTable, table_memory
+from torchrec_hkv.hash_table.available_memory import host_memory
+from torchrec_hkv.replay.sample import Sample
+
+#: Ids that the most frequent ones are chosen from, the share of lookups that is looked at, and how
+#: many of those an id needs.
+_HOT_ROWS, _HOT_SHARE, _HOT_COUNT = 1 << 16, 1 / 16, 64
+_HOT_CALL = 1 << 12
+_FIRST_ROWS = 1 << 16
+
+
+def growing_table(name: str, share: float = 1.0) -> HashTable:
+    """A table that counts ids and grows as long as there is memory.
+
+    Args:
+        name: of the table.
+        share: of half the host's available memory, which it may take.
+    """
+    slot = table_memory(_FIRST_ROWS, 1, 0, "lfu").bytes // _FIRST_ROWS + 1
+    capacity = max(int(host_memory()[0] / 2 * share) // slot, _FIRST_ROWS)
+    return HashTable(1, capacity, eviction="lfu", initial_capacity=_FIRST_ROWS, name=name)
+
+
+class IdCounter:
+    """The lookups of each id in the sample, and hits if no id ever had to leave.
+
+    Args:
+        table: whose ids they are.
+        share: of half the host's available memory.
+    """
+
+    def __init__(self, table: str, share: float = 1.0) -> None:
+        self.table = table
+        self._counts = growing_table(table, share)
+
+    def count(self, ids: Tensor) -> Tensor:
+        """Counts the ids of a step; returns which had come before, bool ``[n]``.
+
+        Args:
+            ids: int64 ``[n]``.
+        """
+        return self._counts.find_or_insert_slots(ids)[1]
+
+    def check(self) -> None:
+        """Refuses what it could not count.
+
+        Raises:
+            ValueError: there are more ids than memory for them.
+        """
+        counters = self._counts.counters()
+        if counters["evicted"] or counters["refused"]:
+            raise ValueError(
+                f"Table {self.table!r} has more than {counters['size']:,} different ids, which is "
+                "what there is memory to count: replay a sample of them."
+            )
+
+    @property
+    def distinct(self) -> int:
+        """Different ids so far."""
+        return self._counts.size
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """Ids, and the lookups of each, int64 ``[n]``."""
+        parts = [(entries.ids, entries.scores) for entries in self._counts.export()]
+        empty = torch.empty(0, dtype=torch.int64)
+        return (
+            torch.cat([empty, *(ids for ids, _ in parts)]),
+            torch.cat([empty, *(counts for _, counts in parts)]),
+        )
+
+
+class FrequentIds:
+    """The most frequent ids of a log, of which a sample has one or hasn't: counted in a share of
+    all lookups."""
+
+    def __init__(self) -> None:
+        self._counts = HashTable(1, _HOT_ROWS, eviction="lfu", name="frequent")
+        self._seen = 0
+        self._generator = torch.Generator().manual_seed(0)
+
+    def see(self, ids: Tensor) -> None:
+        """Counts a share of the lookups of a part of a log, successive ones.
+
+        Args:
+            ids: int64 ``[n]``.
+        """
+        length = int(ids.numel() * _HOT_SHARE)
+        begin = int(torch.randint(ids.numel() - length + 1, (1,), generator=self._generator))
+        for call in ids[begin : begin + length].split(_HOT_CALL):
+            # A training lookup, in which a new id always gets a place.
+            self._counts.group.find_or_insert(call, torch.tensor([0, call.numel()]), 1)
+        self._seen += length
+
+    def entries(self, lookups: int) -> tuple[Tensor, Tensor]:
+        """Ids that are frequent for sure, and the lookups to be expected of each, float64.
+
+        Args:
+            lookups: of the whole log.
+        """
+        parts = [
+            (part.ids, part.scores) for part in self._counts.export_if(score_at_least=_HOT_COUNT)
+        ]
+        ids = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for ids, _ in parts)])
+        counts = torch.cat([torch.empty(0, dtype=torch.int64), *(counts for _, counts in parts)])
+        return ids, counts.double() * (lookups / max(self._seen, 1))
+
+
+def frequencies(
+    counter: IdCounter,
+    sample: Sample,
+    frequent: FrequentIds | None,
+    lookups: int,
+    bounds: tuple[int, int],
+) -> IdFrequencies:
+    """The histogram of a log's ids.
+
+    Args:
+        counter: of the ids in the sample.
+        sample: the ids that were counted.
+        frequent: counts the most frequent ids apart; None where all ids were counted.
+        lookups: of the whole log.
+        bounds: the lowest and the highest id.
+    """
+    ids, counts = counter.entries()
+    if frequent is None:
+        of_all = IdFrequencies.of_counts(counts)
+        return IdFrequencies(of_all.histogram, *bounds)
+    hot, hot_counts = frequent.entries(lookups)
+    others = counts[~torch.isin(ids, hot)]
+    histogram: list[tuple[int, float]] = []
+    if others.numel():
+        # All lookups are known: what frequent ids have not is that of the others.
+        left = lookups - float(hot_counts.sum())
+        scale = max(left * sample.rate / float(others.sum()), 0.5)
+        for number, each in IdFrequencies.of_counts(others).histogram:
+            histogram.append((max(1, round(number / sample.rate)), scale * each))
+    if hot.numel():
+        histogram += IdFrequencies.of_counts(hot_counts).histogram
+    return IdFrequencies(tuple(histogram), *bounds)

@@ -1,0 +1,286 @@
+"""Replays as JSON, and what follows from them: rows of tables under a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec_hkv.backends.hkv import HKVOptions
+from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.json_schema import (
+    Choice,
+    Fields,
+    Integer,
+    Items,
+    Map,
+    Number,
+    OrNull,
+    Place,
+    Text,
+    parse_json,
+)
+from torchrec_hkv.replay.policy import Policy, Rule
+from torchrec_hkv.replay.result import Curve, Point, Replayed
+from torchrec_hkv.text_files import replace_text
+
+_FORMAT, _VERSION = "torchrec_hkv replay", 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """Rows chosen for a table.
+
+    Attributes:
+        rows: for ``num_embeddings``.
+        bytes: of the table.
+        hit_rate: expected.
+        policy: that reaches it.
+    """
+
+    rows: int
+    bytes: int
+    hit_rate: float
+    policy: Policy
+
+    @property
+    def options(self) -> HKVOptions:
+        """For the table's constraint."""
+        return self.policy.options(self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayedLog:
+    """What a replay of a log told of its tables.
+
+    Attributes:
+        batch_size: samples of a step.
+        sample: share of the ids that was replayed.
+        tables: by name.
+    """
+
+    batch_size: int
+    sample: float
+    tables: dict[str, Replayed]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> ReplayedLog:
+        """What ``torchrec-hkv replay --out`` wrote.
+
+        Raises:
+            OSError: the file can't be read.
+            ValueError: it is something else; the sentence names the key and what is allowed.
+        """
+        file = os.fspath(path)
+        return cls.of(parse_json(file, Path(path).read_bytes()), file)
+
+    @classmethod
+    def of(cls, content: object, file: str = "the replay") -> ReplayedLog:
+        """From what :meth:`content` gives.
+
+        Raises:
+            ValueError: as :meth:`read` says.
+        """
+        return _LOG.read(content, Place(file))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes what :meth:`read` reads.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        replace_text(Path(path), json.dumps(self.content()) + "\n")
+
+    def content(self) -> dict[str, Any]:
+        """For JSON."""
+        tables = {}
+        for name, table in self.tables.items():
+            seen = table.frequencies
+            fields = {
+                **vars(table),
+                "frequencies": {
+                    "histogram": [list(pair) for pair in seen.histogram],
+                    "lowest": seen.lowest,
+                    "highest": seen.highest,
+                },
+            }
+            fields["curves"] = [_curve_content(curve) for curve in table.curves]
+            del fields["name"]
+            tables[name] = fields
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "batch_size": self.batch_size,
+            "sample": self.sample,
+            "tables": tables,
+        }
+
+    def capacities(
+        self, max_bytes: int, importance: Mapping[str, float] | None = None
+    ) -> dict[str, Capacity]:
+        """The rows of each table that together miss the fewest lookups within a budget.
+
+        A byte goes where it saves most lookups. Rows are between those that were replayed, and each
+        table has at least the fewest and at most the most of those.
+
+        Args:
+            max_bytes: of all tables together.
+            importance: of a miss of a table; 1 where none is given.
+
+        Raises:
+            ValueError: the budget is too small for the fewest rows, or a table is unknown.
+        """
+        for name in importance or ():
+            if name not in self.tables:
+                raise ValueError(
+                    f"importance names table {name!r}, but there are {', '.join(self.tables)}."
+                )
+        hulls = {name: _hull(table) for name, table in self.tables.items()}
+        chosen = {name: hull[0] for name, hull in hulls.items()}
+        left = max_bytes - sum(capacity.bytes for capacity in chosen.values())
+        if left < 0:
+            raise ValueError(
+                f"The budget is {max_bytes:,} bytes, but the fewest rows that were replayed take "
+                f"{max_bytes - left:,}: replay fewer rows, or give more."
+            )
+        steps = [
+            (gain / (high.bytes - low.bytes), at, name, low, high)
+            for name, hull in hulls.items()
+            for at, (low, high) in enumerate(itertools.pairwise(hull))
+            if (
+                gain := (high.hit_rate - low.hit_rate)
+                * self.tables[name].lookups
+                * (importance or {}).get(name, 1.0)
+            )
+            > 0
+        ]
+        for _, _, name, low, high in sorted(steps, key=lambda step: (-step[0], step[1])):
+            taken = min(left, high.bytes - low.bytes)
+            chosen[name] = _between(low, high, taken / (high.bytes - low.bytes))
+            left -= taken
+            if left <= 0:
+                break
+        return chosen
+
+
+def _between(low: Capacity, high: Capacity, share: float) -> Capacity:
+    if share >= 1:
+        return high
+    return Capacity(
+        rows=low.rows + int(share * (high.rows - low.rows)),
+        bytes=low.bytes + int(share * (high.bytes - low.bytes)),
+        hit_rate=low.hit_rate + share * (high.hit_rate - low.hit_rate),
+        policy=high.policy,
+    )
+
+
+def _hull(table: Replayed) -> list[Capacity]:
+    """Of all policies the points that are best for their bytes, so that each byte more gains less
+    than the one before."""
+    points = sorted(
+        (
+            Capacity(point.rows, point.bytes, point.hit_rate, curve.policy)
+            for curve in table.curves
+            for point in curve.points
+        ),
+        key=lambda point: (point.bytes, -point.hit_rate),
+    )
+    # The fewest rows, by the policy that is best there.
+    fewest = min(point.rows for point in points)
+    start = max((p for p in points if p.rows == fewest), key=lambda point: point.hit_rate)
+    hull = [start]
+    for point in points:
+        if point.bytes <= start.bytes or point.hit_rate <= hull[-1].hit_rate:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(low: Capacity, high: Capacity) -> float:
+    return (high.hit_rate - low.hit_rate) / (high.bytes - low.bytes)
+
+
+def _curve_content(curve: Curve) -> dict[str, Any]:
+    return {
+        "eviction": curve.policy.eviction,
+        "admission": dataclasses.asdict(curve.policy.rule),
+        "expire_after": curve.policy.expire_after,
+        "epoch_samples": curve.policy.epoch_samples,
+        "points": [dataclasses.asdict(point) for point in curve.points],
+    }
+
+
+def _curve(
+    eviction: str,
+    admission: Rule,
+    expire_after: int | None,
+    epoch_samples: int | None,
+    points: tuple[Point, ...],
+) -> Curve:
+    return Curve(Policy(eviction, admission, expire_after, epoch_samples), points)
+
+
+def _log(
+    format: str, version: int, batch_size: int, sample: float, tables: dict[str, dict[str, Any]]
+) -> ReplayedLog:
+    read = {name: Replayed(name=name, **fields) for name, fields in tables.items()}
+    return ReplayedLog(batch_size, sample, read)
+
+
+_COUNT = Integer(0, (1 << 63) - 1)
+_MANY = Integer(1, (1 << 63) - 1)
+_ID = OrNull(Integer(-(1 << 63), (1 << 63) - 1))
+_RATE = Number(0.0)
+_POINT = Fields(
+    {
+        field.name: _RATE if field.type == "float" else _MANY if field.name == "rows" else _COUNT
+        for field in dataclasses.fields(Point)
+    },
+    Point,
+)
+_RULE = Fields(
+    {
+        "count": _COUNT,
+        "entries": OrNull(_MANY),
+        "sketch_bytes": OrNull(_MANY),
+        "probability": _RATE,
+    },
+    Rule,
+)
+_CURVE = Fields(
+    {
+        "eviction": Text(),
+        "admission": _RULE,
+        "expire_after": OrNull(_MANY),
+        "epoch_samples": OrNull(_MANY),
+        "points": Items(_POINT),
+    },
+    _curve,
+)
+_TABLE = Fields(
+    {
+        "lookups": _MANY,
+        "distinct": _MANY,
+        "unlimited_hit_rate": _RATE,
+        "frequencies": Fields(
+            {"histogram": Items(Items(_RATE, 2)), "lowest": _ID, "highest": _ID}, IdFrequencies
+        ),
+        "curves": Items(_CURVE),
+    }
+)
+_LOG = Fields(
+    {
+        "format": Choice([_FORMAT]),
+        "version": Choice([_VERSION]),
+        "batch_size": _MANY,
+        "sample": _RATE,
+        "tables": Map(Text(), _TABLE),
+    },
+    _log,
+)

@@ -1,0 +1,316 @@
+"""Logs as text: CSV and its relatives, one id a line, and Criteo's files.
+
+A line is a sample, a field an id. Fields are read by numpy, all lines of a block at a time: the
+bytes at the same place of every field together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import itertools
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import torch
+
+from torchrec_hkv.replay.log import Ids, Log, LogError, Part, check_file
+
+Kind = Literal["integer", "text", "hexadecimal"]
+
+_SEPARATORS = ("\t", "::", ",", ";", "|", " ")
+_NEWLINE, _RETURN, _QUOTE, _MINUS, _PLUS = b'\n\r"-+'
+_INTEGER = re.compile(r"[-+]?[0-9]{1,20}")
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+#: A label, counts and ids, in Criteo's order.
+_CRITEO = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
+#: Of FNV-1a, which gives 64 bits for a text.
+_FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the lines of a log are to be read.
+
+    Attributes:
+        separator: between fields.
+        names: of the fields.
+        has_header: whether the first line has the names.
+        kinds: of the fields that can be ids.
+        defaults: fields that are tables where nothing was said.
+    """
+
+    separator: bytes
+    names: tuple[str, ...]
+    has_header: bool
+    kinds: dict[str, Kind]
+    defaults: tuple[str, ...]
+
+
+class TextLog(Log):
+    """Lines of fields.
+
+    Integers are ids as they are. Other texts count by 64 bits that follow from their bytes. An
+    empty field is an id that is missing.
+
+    Args:
+        path: of the file, gzipped where its name ends with ``.gz``; None for the standard input.
+        separator: between fields. None: the first of tab, ``::``, comma, semicolon, bar and space
+            that is in the first line.
+        header: whether the first line has the names of columns. None: it has where none of its
+            fields is a number. Without names columns are ``0``, ``1``, ..., and ``ids`` where there
+            is one.
+        criteo: the fields are those of Criteo's click logs, whose ids are hexadecimal.
+        block: bytes that are read at a time.
+
+    Raises:
+        LogError: there is no such file, or it holds nothing.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        separator: str | None = None,
+        header: bool | None = None,
+        criteo: bool = False,
+        block: int = 1 << 23,
+    ) -> None:
+        self.name = "the standard input" if path is None else str(path)
+        self.is_repeatable = path is not None
+        if path is not None:
+            check_file(path)
+        self._path, self._block = path, block
+        with self._reading():
+            self._blocks = self._read()
+            first = next(self._blocks, b"")
+        if not first:
+            raise LogError(f"{self.name} is empty.")
+        self._first: bytes | None = first
+        self._layout = _criteo_layout() if criteo else self._seen(first, separator, header)
+        self.columns = tuple(self._layout.kinds)
+
+    @property
+    def default_columns(self) -> tuple[str, ...]:
+        return self._layout.defaults
+
+    def parts(self, columns: Sequence[str]) -> Iterator[Part]:
+        if self._first is not None:
+            blocks = itertools.chain([self._first], self._blocks)
+            self._first = None
+        else:
+            blocks = self._read()
+        line = 1
+        while True:
+            with self._reading():
+                block = next(blocks, None)
+            if block is None:
+                return
+            if line == 1 and self._layout.has_header:
+                block = block.partition(b"\n")[2]
+                line = 2
+            if block:
+                part = self._part(block, line, columns)
+                line += part.num_samples
+                yield part
+
+    def _reading(self) -> _Reading:
+        return _Reading(self.name)
+
+    def _read(self) -> Iterator[bytes]:
+        """Blocks of whole lines."""
+        with self._opened() as file:
+            rest = b""
+            while data := file.read(self._block):
+                data = rest + data
+                cut = data.rfind(b"\n") + 1
+                rest = data[cut:]
+                if cut:
+                    yield data[:cut]
+            if rest:
+                yield rest + b"\n"
+
+    def _opened(self) -> contextlib.AbstractContextManager[BinaryIO]:
+        if self._path is None:
+            return contextlib.nullcontext(sys.stdin.buffer)
+        if self._path.suffix == ".gz":
+            return gzip.open(self._path, "rb")  # type: ignore[return-value]
+        return self._path.open("rb")
+
+    def _seen(self, block: bytes, separator: str | None, header: bool | None) -> Layout:
+        """What the first lines look like."""
+        lines = [line.decode(errors="replace") for line in block.splitlines()[:1000]]
+        if separator is None:
+            separator = next((mark for mark in _SEPARATORS if mark in lines[0]), ",")
+        rows = [[field.strip(' "') for field in line.split(separator)] for line in lines]
+        names = rows[0]
+        if header is None:
+            header = len(rows) > 1 and not any(_NUMBER.fullmatch(f) or not f for f in names)
+        if not header:
+            names = ["ids"] if len(names) == 1 else [str(at) for at in range(len(names))]
+        if len(set(names)) < len(names):
+            raise LogError(f"{self.name}: columns must have different names, but they are {names}.")
+        kinds: dict[str, Kind] = {}
+        defaults = []
+        for at, name in enumerate(names):
+            fields = [row[at] for row in rows[header:] if len(row) > at and row[at]]
+            is_integer = all(_INTEGER.fullmatch(field) for field in fields)
+            kinds[name] = "integer" if is_integer else "text"
+            if is_integer or not all(_NUMBER.fullmatch(field) for field in fields):
+                defaults.append(name)
+        return Layout(separator.encode(), tuple(names), header, kinds, tuple(defaults))
+
+    def _part(self, block: bytes, line: int, columns: Sequence[str]) -> Part:
+        data = np.frombuffer(block, dtype=np.uint8)
+        begins, ends = self._fields(data, line)
+        ids = {}
+        for column in columns:
+            at = self._layout.names.index(column)
+            begin, end = _trimmed(data, begins[:, at], ends[:, at])
+            values = self._values(data, begin, end, column, line)
+            present = end > begin
+            if present.all():
+                ids[column] = Ids(torch.from_numpy(values))
+            else:
+                kept = np.flatnonzero(present)
+                ids[column] = Ids(torch.from_numpy(values[kept]), torch.from_numpy(kept))
+        return Part(len(begins), ids)
+
+    def _fields(self, data: np.ndarray, line: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where each field of each line begins and ends: ``[lines, fields]`` of each."""
+        separator = np.frombuffer(self._layout.separator, dtype=np.uint8)
+        is_end = data == separator[0]
+        for at, byte in enumerate(separator[1:], start=1):
+            is_end[:-at] &= data[at:] == byte
+            is_end[-at:] = False
+        newlines = data == _NEWLINE
+        ends = np.flatnonzero(is_end | newlines)
+        count = len(self._layout.names)
+        is_last = newlines[ends]
+        if len(ends) % count or not is_last[count - 1 :: count].all():
+            lasts = np.flatnonzero(is_last)
+            counts = np.diff(lasts, prepend=-1)
+            wrong = int(np.flatnonzero(counts != count)[0])
+            raise LogError(
+                f"{self.name}: line {line + wrong} has {counts[wrong]} fields, but must have "
+                f"{count}, as the first line has."
+            )
+        begins = np.empty_like(ends)
+        begins[0] = 0
+        begins[1:] = ends[:-1] + np.where(is_last[:-1], 1, len(separator))
+        return begins.reshape(-1, count), ends.reshape(-1, count)
+
+    def _values(
+        self, data: np.ndarray, begin: np.ndarray, end: np.ndarray, column: str, line: int
+    ) -> np.ndarray:
+        kind = self._layout.kinds[column]
+        if kind == "text":
+            return hashed_texts(data, begin, end)
+        values, wrong = _numbers(data, begin, end, 16 if kind == "hexadecimal" else 10)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            text = bytes(data[begin[at] : end[at]])[:40].decode(errors="replace")
+            raise LogError(
+                f"{self.name}: column {column!r} is {text!r} in line {line + at}, but must be "
+                f"{'a hexadecimal number of 64 bits' if kind == 'hexadecimal' else 'an integer'}, "
+                "as in the lines before."
+            )
+        return values
+
+
+class _Reading:
+    """Makes one sentence of what goes wrong while a file is read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (OSError, EOFError, zlib.error)):
+            raise LogError(f"{self._name} can't be read: {error}.") from None
+
+
+def _criteo_layout() -> Layout:
+    ids = _CRITEO[14:]
+    return Layout(b"\t", _CRITEO, False, dict.fromkeys(ids, "hexadecimal"), ids)
+
+
+def looks_like_criteo(path: Path) -> bool:
+    """Whether the first line has Criteo's fields."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            fields = file.readline(4096).rstrip(b"\r\n").split(b"\t")
+    except OSError:
+        return False
+    hexadecimal = re.compile(rb"([0-9a-f]{8})?")
+    return (
+        len(fields) == len(_CRITEO)
+        and fields[0] in (b"0", b"1")
+        and all(hexadecimal.fullmatch(field) for field in fields[14:])
+    )
+
+
+def _trimmed(data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fields without quotes around them and the carriage return of a line's end."""
+    begin, end = begin.copy(), end.copy()
+    last = data[np.maximum(end - 1, 0)]
+    end -= (end > begin) & (last == _RETURN)
+    last = data[np.maximum(end - 1, 0)]
+    quoted = (end > begin + 1) & (data[begin] == _QUOTE) & (last == _QUOTE)
+    return begin + quoted, end - quoted
+
+
+def _numbers(
+    data: np.ndarray, begin: np.ndarray, end: np.ndarray, base: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of fields as int64, and which fields are none that 64 bits hold.
+
+    Unsigned numbers from 2^63 on become the int64 of the same bits.
+    """
+    digits = np.full(256, 255, dtype=np.uint8)
+    for value, mark in enumerate("0123456789abcdef"[:base]):
+        digits[ord(mark)] = digits[ord(mark.upper())] = value
+    first = data[np.minimum(begin, len(data) - 1)]
+    minus = (first == _MINUS) & (end > begin)
+    signed = minus | ((first == _PLUS) & (end > begin))
+    length = end - begin - signed
+    wrong = (length <= 0) & (end > begin)
+    most = 20 if base == 10 else 16
+    wrong |= length > most
+    values = np.zeros(len(begin), dtype=np.uint64)
+    start = begin + signed
+    for place in range(min(int(length.max(initial=0)), most)):
+        active = length > place
+        digit = digits[data[np.where(active, start + place, 0)]]
+        wrong |= active & (digit == 255)
+        if place == 19:  # the twentieth may be one too many
+            limit = np.uint64((1 << 64) - 1)
+            wrong |= active & (values > (limit - digit) // np.uint64(10))
+        values = np.where(active, values * np.uint64(base) + digit, values)
+    wrong |= minus & (values > np.uint64(1 << 63))
+    values = np.where(minus, np.uint64(0) - values, values)
+    return values.view(np.int64), wrong
+
+
+def hashed_texts(data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """64 bits for the bytes of each text, as int64.
+
+    Args:
+        data: uint8, the bytes of all.
+        begin: where each text begins.
+        end: where it ends.
+    """
+    length = end - begin
+    values = np.full(len(begin), _FNV_BASIS, dtype=np.uint64)
+    for place in range(int(length.max(initial=0))):
+        active = length > place
+        byte = data[np.where(active, begin + place, 0)]
+        values = np.where(active, (values ^ byte) * _FNV_PRIME, values)
+    return values.view(np.int64)

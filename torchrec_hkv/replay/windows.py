@@ -1,0 +1,238 @@
+"""Different ids in windows of the log, and what they say of a sample's misses.
+
+The misses of a table follow from how often ids come back after how long, and that is what the
+numbers of different ids in windows of many lengths say. By chance a sample may have too many ids
+that come back after some time. A larger sample, whose ids are only counted, tells by how much; a
+regression of misses on these numbers, over groups of ids, tells what it means for the misses.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table import HashTable
+from torchrec_hkv.replay.counting import growing_table
+from torchrec_hkv.replay.sample import GROUPS, Sample, groups_of
+
+#: Ids that are counted, for each that is replayed.
+_TIMES = 16
+#: Lookups of a window.
+_SMALL, _LARGE = (1 << 13, 1 << 16, 1 << 19), (1 << 22, 1 << 25, 1 << 28)
+_LEAST_CELLS, _MOST_CELLS = 1 << 6, 1 << 25
+_ODD = -7046029254386353131
+#: Of the regression, whose numbers are much alike for neighbouring lengths.
+_RIDGE = 1e-3
+
+
+class Windows:
+    """Counts different ids in windows, over all ids and over the groups of a sample.
+
+    Lookups are no help: a single id may have a large share of them, and none of the misses.
+
+    Args:
+        sample: the ids that are replayed.
+        small: lookups of windows that begin anew in each part of the log.
+        large: lookups of windows over several parts.
+    """
+
+    def __init__(
+        self, sample: Sample, small: Sequence[int] = _SMALL, large: Sequence[int] = _LARGE
+    ) -> None:
+        self.sample = sample
+        self.counted = Sample(min(1.0, _TIMES * sample.rate))
+        self._small = [_Small(length, self.counted) for length in small]
+        self._large = [_Large(length, self.counted) for length in (*large, None)]
+
+    def see(self, bits: Tensor, at: Tensor, sampled: Tensor, length: int) -> None:
+        """A part of the log.
+
+        Args:
+            bits: int64 ``[n]``, of the ids that are counted, by :func:`mixed`.
+            at: int64 ``[n]``, ascending, their positions among all lookups of the part.
+            sampled: int64 ``[m]``, ascending, which of them are replayed.
+            length: lookups of the part.
+        """
+        ours, places = bits[sampled], at[sampled]
+        for small in self._small:
+            small.see(bits, at, ours, places, length)
+        for large in self._large:
+            large.see(bits, at, ours, places, length)
+
+    @functools.cached_property
+    def covariates(self) -> tuple[Tensor, Tensor]:
+        """Different ids in windows of each length, when the log has ended.
+
+        Returns:
+            float64 ``[numbers, GROUPS]`` of the sample's groups, and ``[numbers]`` of all ids.
+        """
+        for window in self._large:
+            window.close()
+        windows = [*self._small, *self._large]
+        of_groups = torch.stack([window.of_groups for window in windows])
+        of_all = [window.counted / self.counted.rate for window in windows]
+        return of_groups, torch.tensor(of_all, dtype=torch.float64)
+
+    def crowding(self, rows: int) -> float:
+        """The logarithm of how many times its share of different ids the sample has.
+
+        Args:
+            rows: different ids of the windows that are meant: as many as a table has rows.
+        """
+        of_groups, of_all = self.covariates
+        ratios = (of_groups.sum(1) / (self.sample.rate * of_all)).clamp(min=1e-9).log()
+        windows = [*self._small, *self._large]
+        sizes = [float(n) / window.number for n, window in zip(of_all, windows, strict=True)]
+        known = sorted(zip(sizes, ratios.tolist(), strict=True))
+        for (low, before), (high, after) in itertools.pairwise(known):
+            if low <= rows < high:
+                return before + math.log(rows / low) / math.log(high / low) * (after - before)
+        return known[0][1] if rows < known[0][0] else known[-1][1]
+
+
+class _Small:
+    """Windows within a part."""
+
+    def __init__(self, length: int, counted: Sample) -> None:
+        self._length = length
+        self._cells = _cells(length * counted.rate)
+        self.counted, self.number = 0.0, 0
+        self.of_groups = torch.zeros(GROUPS, dtype=torch.float64)
+
+    def see(self, bits: Tensor, at: Tensor, ours: Tensor, places: Tensor, length: int) -> None:
+        number = -(-length // self._length)
+        cells = torch.zeros(number * self._cells, dtype=torch.uint8)
+        cells.index_fill_(0, (at // self._length) * self._cells + (bits & (self._cells - 1)), 1)
+        taken = cells.view(number, self._cells).count_nonzero(dim=1)
+        self.counted += float(_distinct(taken, self._cells).sum())
+        self.number += number
+        # Of several lookups of an id in a window one counts.
+        keys, order = (ours ^ (places // self._length * _ODD)).sort()
+        is_first = torch.ones(keys.numel(), dtype=torch.bool)
+        is_first[1:] = keys[1:] != keys[:-1]
+        first = groups_of(ours[order[is_first]])
+        self.of_groups += torch.bincount(first, minlength=GROUPS)
+
+
+class _Large:
+    """Windows over several parts; a length of None is one window over the whole log."""
+
+    def __init__(self, length: int | None, counted: Sample) -> None:
+        self._length, self._seen = length, 0
+        self._cells = _cells(_MOST_CELLS if length is None else length * counted.rate)
+        self._taken: Tensor | None = None
+        self._ids: HashTable | None = None
+        self._is_open = False
+        self.counted, self.number = 0.0, 0
+        self.of_groups = torch.zeros(GROUPS, dtype=torch.float64)
+
+    def see(self, bits: Tensor, at: Tensor, ours: Tensor, places: Tensor, length: int) -> None:
+        ends = [length]
+        if self._length is not None:
+            first = self._length - self._seen % self._length
+            ends = [*range(first, length, self._length), length]
+        bounds = torch.tensor(ends)
+        begin = begin_ours = 0
+        for end, end_all, end_ours in zip(
+            ends,
+            torch.searchsorted(at, bounds).tolist(),
+            torch.searchsorted(places, bounds).tolist(),
+            strict=True,
+        ):
+            self._add(bits[begin:end_all], ours[begin_ours:end_ours])
+            begin, begin_ours = end_all, end_ours
+            if self._length is not None and (self._seen + end) % self._length == 0:
+                self.close()
+        self._seen += length
+
+    def _add(self, bits: Tensor, ours: Tensor) -> None:
+        if self._taken is None or self._ids is None:
+            self._taken = torch.zeros(self._cells, dtype=torch.uint8)
+            self._ids = growing_table("windows", 1 / 16)
+        self._is_open = True
+        self._taken.index_fill_(0, bits & (self._cells - 1), 1)
+        ours = ours.unique()
+        is_new = ~self._ids.find_or_insert_slots(ours)[1]
+        self.of_groups += torch.bincount(groups_of(ours[is_new]), minlength=GROUPS)
+
+    def close(self) -> None:
+        """The window ends."""
+        if self._taken is None or self._ids is None or not self._is_open:
+            return
+        self._is_open = False
+        self.number += 1
+        taken = self._taken.count_nonzero()
+        self.counted += float(_distinct(taken, self._cells))
+        self._taken.zero_()
+        self._ids.clear()
+
+
+def _cells(lookups: float) -> int:
+    """A power of two, about twice the lookups."""
+    return 1 << max(min(int(2 * lookups), _MOST_CELLS), _LEAST_CELLS).bit_length() - 1
+
+
+def _distinct(taken: Tensor, cells: int) -> Tensor:
+    """Different ids that take so many of the cells (linear counting)."""
+    return -cells * torch.log1p(-taken.double().clamp(max=cells - 0.5) / cells)
+
+
+def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, float]:
+    """Misses of all ids, as a share of lookups, and their standard error.
+
+    Args:
+        misses: ``[GROUPS]``, of the sample's groups.
+        windows: that saw the same ids.
+        lookups: of the whole log.
+    """
+    rate, larger = windows.sample.rate, windows.counted.rate
+    of_groups, of_all = windows.covariates
+    misses = misses.double()
+    centred = of_groups - of_groups.mean(1, keepdim=True)
+    # A number may be the same for all groups, or another's double.
+    scale = centred.norm(dim=1, keepdim=True).clamp(min=1e-9)
+    centred = centred / scale
+    shifted = misses - misses.mean()
+    gram = centred @ centred.T + _RIDGE * torch.eye(len(centred), dtype=torch.float64)
+    slopes = torch.linalg.solve(gram, centred @ shifted)
+    missing = (rate * of_all - of_groups.sum(1)) / scale.squeeze(1)
+    total = float(misses.sum() + slopes @ missing)
+    fitted = slopes @ centred
+    # What the numbers don't explain is as uncertain as the sample, what they do as the larger one.
+    unexplained = float(((shifted - fitted) ** 2).sum()) * GROUPS / (GROUPS - len(centred))
+    explained = float((fitted**2).sum()) * GROUPS / (GROUPS - 1) * rate / larger
+    variance = unexplained * (1 - rate) + explained * (1 - larger)
+    return total / (rate * lookups), math.sqrt(max(variance, 0.0)) / (rate * lookups)
+
+
+def uncrowded(hit_rates: Sequence[float], rows: Sequence[int], windows: Windows) -> list[float]:
+    """Hit rates of a policy's tables, if the sample had no more and no fewer ids than its share.
+
+    Where it has some more, its tables are as tables of some fewer rows would be for all ids.
+
+    Args:
+        hit_rates: of the tables.
+        rows: of the tables, ascending.
+        windows: that saw the same ids.
+    """
+    if len(rows) < 2:
+        return list(hit_rates)
+    slopes = [
+        (high - low) / math.log(more / fewer)
+        for (low, high), (fewer, more) in zip(
+            itertools.pairwise(hit_rates), itertools.pairwise(rows), strict=True
+        )
+    ]
+    told = []
+    for at, (hit_rate, count) in enumerate(zip(hit_rates, rows, strict=True)):
+        crowding = windows.crowding(count)
+        # The tables that are wanted have more rows where it is crowded.
+        towards = at if crowding > 0 else at - 1
+        slope = slopes[min(max(towards, 0), len(slopes) - 1)]
+        told.append(min(max(hit_rate + max(slope, 0.0) * crowding, 0.0), 1.0))
+    return told
