@@ -22,10 +22,13 @@ class SavedShard:
         folder: that :meth:`GroupLookup.save_files` wrote.
         owners: first owner bucket of the ids that the shard was asked for, and the one past the
             last; of 65,536.
+        earlier: where the folder holds only what changed since an earlier save: the folders of
+            earlier ones, the newest first, the last one whole.
     """
 
     folder: Path
     owners: tuple[int, int]
+    earlier: tuple[Path, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class SavedFolder:
         crc32: checksum of what names all of its files with theirs.
         columns: the first column, and the one past the last.
         files: names of the files.
+        is_whole: whether they hold the whole shard, or only what changed since an earlier save.
     """
 
     save: str
@@ -45,6 +49,7 @@ class SavedFolder:
     crc32: int
     columns: tuple[int, int]
     files: tuple[str, ...]
+    is_whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,14 +57,31 @@ class FileTable:
 
 
 class Source(FileTable):
-    """A table that is saved."""
+    """A table that is saved.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        batch_bytes: memory that may be taken.
+        only: bool ``[slots]`` in host memory: the slots whose entries are saved; None for all.
+    """
+
+    def __init__(
+        self, group: TableGroup, table: int, batch_bytes: int, only: Tensor | None = None
+    ) -> None:
+        super().__init__(group, table, batch_bytes)
+        self._only = only
 
     def _owners(self) -> Iterator[tuple[int, Tensor]]:
-        """The owner bucket of each slot, -1 where it is free, in pieces with their first slot."""
+        """The owner bucket of each slot, -1 where it is free or not saved, in pieces with their
+        first slot."""
         for first in range(0, self.slots, self.scan):
             n = min(self.scan, self.slots - first)
             counters = self.group.counter_tensor
-            yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
+            owners = _ops.slot_owners(counters, self.group.handle, self.table, first, n)
+            if self._only is not None:
+                owners.masked_fill_(~self._only[first : first + n].to(owners.device), -1)
+            yield first, owners
 
     def count_owners(self) -> Tensor:
         """Entries of each owner bucket, int64 ``[65536]``."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
 from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard
 from torchrec_hkv.hash_table.files.save_load import BATCH_BYTES, SAFE_LOAD, describe
 from torchrec_hkv.hash_table.files.shard_files import (
@@ -53,11 +54,25 @@ class Part:
         folder: that it was saved to.
         owners: first owner bucket of the ids that it was asked for, and the one past the last.
         manifest: of the folder.
+        earlier: where the folder holds only what changed since an earlier save: the folders of
+            earlier ones with their manifests, the newest first, the last one whole.
+
+    Raises:
+        ValueError: the folders don't make up a table.
     """
 
     folder: Path
     owners: tuple[int, int]
     manifest: Manifest
+    earlier: tuple[tuple[Path, Manifest], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_layers(self.layers)
+
+    @property
+    def layers(self) -> list[tuple[Path, Manifest]]:
+        """All folders with their manifests, the newest first."""
+        return [(self.folder, self.manifest), *self.earlier]
 
     @property
     def columns(self) -> Columns:
@@ -197,29 +212,36 @@ class PartsLoad:
     def _is_mine(self, owners: tuple[int, int]) -> bool:
         return self._owners[0] <= owners[0] and owners[1] <= self._owners[1]
 
-    def _shards(self, part: Part) -> Iterator[tuple[Shard, bool]]:
-        """Shards of a part that may hold ids of the table, and whether they may hold others."""
-        for shard in part.manifest.shards:
-            # Shards share all owner buckets among them, whatever the part was asked for.
-            held = (
-                max(shard.owner_begin, part.owners[0]),
-                min(shard.owner_end, part.owners[1]),
-            )
-            if max(held[0], self._owners[0]) < min(held[1], self._owners[1]):
-                yield shard, not self._is_mine(held)
+    def _shards(self, part: Part) -> Iterator[tuple[int, Path, Shard, bool]]:
+        """Shards of a part that may hold ids of the table: the number of the layer, the file, the
+        shard, and whether it may hold ids of others."""
+        for layer, (folder, manifest) in enumerate(part.layers):
+            for shard in manifest.shards:
+                # Shards share all owner buckets among them, whatever the part was asked for.
+                held = (
+                    max(shard.owner_begin, part.owners[0]),
+                    min(shard.owner_end, part.owners[1]),
+                )
+                if max(held[0], self._owners[0]) < min(held[1], self._owners[1]):
+                    yield layer, folder / shard.file, shard, not self._is_mine(held)
 
     def _entries(self, part: Part) -> int:
         """How many entries of a part are the table's."""
+        if part.earlier and self._is_mine(part.owners):
+            return part.manifest.total_entries
         count = 0
-        for shard, has_others in self._shards(part):
-            if not has_others:
+        slots = SlotFilter(part.layers)
+        for layer, path, shard, has_others in self._shards(part):
+            if not has_others and not part.earlier:
                 count += shard.entries
                 continue
-            ids = [field for field in part.fields if field.name == "ids"]
-            staging = Staging(ids, min(shard.entries, 1 << 20))
-            with ShardReader(part.folder / shard.file, part.fields, shard) as reader:
+            fields = [field for field in part.fields if field.name in ("ids", "slots")]
+            staging = Staging(fields, min(shard.entries, 1 << 20))
+            with ShardReader(path, part.fields, shard) as reader:
                 for batch in reader.batches(staging):
-                    count += int(self._mine(batch["ids"]).sum())
+                    picked = slots.pick(layer, batch["slots"])
+                    ids = batch["ids"] if picked is None else batch["ids"][picked]
+                    count += int(self._mine(ids).sum()) if has_others else len(ids)
         return count
 
     def _mine(self, ids: Tensor) -> Tensor:
@@ -303,31 +325,36 @@ class PartsLoad:
         fields = part.fields
         width = max(entry_bytes(fields), entry_bytes(self._target.fields))
         size = max(1, self._batch_bytes // ((self._threads + _COPIES) * width))
-        size = min(size, max((s.entries for s in part.manifest.shards), default=1))
+        shards = [shard for _, manifest in part.layers for shard in manifest.shards]
+        size = min(size, max((shard.entries for shard in shards), default=1))
+        slots = SlotFilter(part.layers)
         pin = self._group.device.type == "cuda"
         with contextlib.ExitStack() as stack:
             free = [Staging(fields, size, pin) for _ in range(self._threads + 1)]
             pool = stack.enter_context(ThreadPoolExecutor(self._threads))
-            ahead: list[tuple[Future[dict[str, Tensor]], Staging, bool]] = []
+            ahead: list[tuple[Future[dict[str, Tensor]], Staging, int, bool]] = []
 
             def take() -> Iterator[dict[str, Tensor]]:
-                future, staging, has_others = ahead.pop(0)
+                future, staging, layer, has_others = ahead.pop(0)
                 batch = future.result()
+                picked = slots.pick(layer, batch["slots"])
                 if has_others:
                     mine = self._mine(batch["ids"])
-                    batch = {name: tensor[mine] for name, tensor in batch.items()}
+                    picked = mine if picked is None else picked & mine
+                if picked is not None:
+                    batch = {name: tensor[picked] for name, tensor in batch.items()}
                 yield batch
                 free.append(staging)
 
-            for shard, has_others in self._shards(part):
-                reader = stack.enter_context(ShardReader(part.folder / shard.file, fields, shard))
+            for layer, path, shard, has_others in self._shards(part):
+                reader = stack.enter_context(ShardReader(path, fields, shard))
                 for first in range(0, shard.entries, size):
                     if len(ahead) == self._threads:
                         yield from take()
                     staging = free.pop()
                     n = min(size, shard.entries - first)
                     future = pool.submit(reader.read, first, n, staging)
-                    ahead.append((future, staging, has_others))
+                    ahead.append((future, staging, layer, has_others))
             while ahead:
                 yield from take()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, Look, verify_left
 from torchrec_hkv.hash_table.files.counts_files import (
     SavedCounts,
     load_counts,
@@ -23,6 +24,7 @@ from torchrec_hkv.hash_table.files.file_tables import (
     verify_shard,
     write_shards,
 )
+from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.manifest import (
     OWNERS,
     Manifest,
@@ -83,6 +85,7 @@ def save(
     shard_bytes: int | None = None,
     threads: int = 1,
     save_id: str | None = None,
+    tracker: ChangeTracker | None = None,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
@@ -100,6 +103,7 @@ def save(
         threads: that write files at the same time; they share ``batch_bytes``.
         save_id: of a save of several tables (:func:`~.manifest.new_save_id`); by default one of
             its own.
+        tracker: of the table: what changed since its last save is saved alone, where it can say.
 
     Raises:
         ValueError: ``path`` is something else than a saved table, or a size is not positive.
@@ -113,10 +117,21 @@ def save(
     try:
         with group.unchanged():
             manifest = _write_files(
-                group, table, folder, epoch, batch_bytes, shard_bytes, threads, save_id, written
+                group,
+                table,
+                folder,
+                epoch,
+                batch_bytes,
+                shard_bytes,
+                threads,
+                save_id,
+                written,
+                tracker,
             )
         manifest.write(folder)
     except BaseException:
+        if tracker is not None:
+            tracker.forget()
         for file in written:
             file.unlink(missing_ok=True)
         raise
@@ -135,15 +150,19 @@ def _write_files(
     threads: int,
     save_id: str | None,
     written: list[Path],
+    tracker: ChangeTracker | None,
 ) -> Manifest:
     """Writes all files but the manifest; ``written`` gets those that were begun."""
-    source = Source(group, table, max(1, batch_bytes // threads))
+    save_name = os.urandom(4).hex()
+    found = Look(None, None)
+    if tracker is not None:
+        found = tracker.look(folder, save_name, batch_bytes, written)
+    source = Source(group, table, max(1, batch_bytes // threads), found.slots)
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
-    save_name = os.urandom(4).hex()
     shards = tuple(write_shards(source, plan, folder, save_name, written, threads))
     written.append(folder / counts_name(save_name))
     unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
@@ -161,6 +180,7 @@ def _write_files(
         entries=sum(shard.entries for shard in shards),
         shards=shards,
         counts=unadmitted,
+        changes=found.changes,
     )
 
 
@@ -206,6 +226,7 @@ def load(
     _check_positive(batch_bytes=batch_bytes)
     folder = Path(path)
     manifest = Manifest.read(folder)
+    check_layers([(folder, manifest)])
     target = Target(group, table, batch_bytes)
     _check_same_table(folder, manifest, describe(group, table))
     _check_same_optimizer(folder, manifest, group, table)
@@ -280,6 +301,9 @@ def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> 
         verify_shard(folder, manifest, shard, batch_bytes)
     if manifest.counts is not None:
         verify_counts(folder, manifest.counts, batch_bytes)
+    if manifest.changes is not None:
+        slots = manifest.buckets * manifest.bucket_slots
+        verify_left(folder, manifest.changes, slots, batch_bytes)
 
 
 def describe(group: TableGroup, table: int) -> dict[str, Any]:
