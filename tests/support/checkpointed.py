@@ -78,9 +78,7 @@ def make_tables(
         for name, (n, dim) in sizes.items()
     ]
     options: dict[str, Any] = {
-        "lru": HKVOptions(
-            seed=seed, admission=admission, dense=dense, expire_after=expire_after
-        ),
+        "lru": HKVOptions(seed=seed, admission=admission, dense=dense, expire_after=expire_after),
         "lfu": HKVOptions(eviction=eviction, initial_capacity=128),
         "tt": TTOptions(ranks=tt_rank),
     }
