@@ -190,6 +190,12 @@ class Chain:
         last = self._last
         if last is None:
             last = max([*names, -1 if newest is None else newest.number])
+            # Only the first write may have been killed before it could name itself.
+            if newest is None and len(names) > 1:
+                raise ValueError(
+                    f"{self._root / NEWEST} is missing, so that nothing says which checkpoint of "
+                    "the chain is the newest: name the folder of the one that is to be loaded."
+                )
         self._check_there(names, last, newest)
         layers: list[tuple[Path, Record]] = []
         wanted = None  # digest that the next one back must have
