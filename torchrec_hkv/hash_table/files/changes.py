@@ -24,8 +24,9 @@ from torchrec_hkv.hash_table.groups.table_group import TableGroup
 _ops = torch.ops.torchrec_hkv
 #: Bytes of a pair of slot and id.
 _PAIR_BYTES = 16
+_LEAST_STEP = -(1 << 31)
 # Bytes a slot that a look takes: owners, ids and steps of now and before, and comparisons.
-_LOOK_BYTES = 64
+_LOOK_BYTES = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,8 @@ class ChangeTracker:
         batch = max(1, batch_bytes // _LOOK_BYTES)
         if since is None:
             for first in range(0, len(self._ids), batch):
-                self._update(first, min(batch, len(self._ids) - first))
+                own = slice(first, min(first + batch, len(self._ids)))
+                self._ids[own], _, self._occupied[own] = self._now(own)
             found = Look(None, None)
         else:
             path = folder / left_name(save_name)
@@ -98,20 +100,24 @@ class ChangeTracker:
         entries = left = crc32 = 0
         with open(path, "xb") as file:
             for first in range(0, len(self._ids), batch):
-                n = min(batch, len(self._ids) - first)
-                before = self._ids[first : first + n].clone()
-                was_there = self._occupied[first : first + n].clone()
-                steps = self._update(first, n)
-                ids, is_there = self._ids[first : first + n], self._occupied[first : first + n]
-                other = (ids != before) | (was_there != is_there)
-                changed[first : first + n] = is_there & (other | (steps >= since))
+                own = slice(first, min(first + batch, len(self._ids)))
+                ids, steps, is_there = self._now(own)
+                before = self._ids[own].to(ids.device)
+                was_there = self._occupied[own].to(ids.device)
+                other = (ids != before) & was_there & is_there | (was_there != is_there)
+                # Unsigned steps as signed numbers of the same order.
+                touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
+                changed[own] = is_there & (touched | other)
                 entries += int(is_there.sum())
                 gone = (was_there & other).nonzero().flatten()
-                pairs = torch.stack([gone + first, before[gone]], dim=1)
+                pairs = torch.stack([gone + first, before[gone]], dim=1).cpu()
                 data = host_memory(pairs)
                 crc32 = zlib.crc32(data, crc32)
                 file.write(data)
                 left += len(pairs)
+                new = other.nonzero().flatten()
+                self._ids[own][new.cpu()] = ids[new].cpu()
+                self._occupied[own] = is_there
             file.flush()
             os.fsync(file.fileno())
         return Look(changed, Changes(entries, path.name, left, crc32))
@@ -127,15 +133,15 @@ class ChangeTracker:
             occupied[: len(self._ids)] = self._occupied
         self._ids, self._occupied = ids, occupied
 
-    def _update(self, first: int, n: int) -> Tensor:
-        """Takes the ids of ``n`` slots; returns their steps, int64."""
+    def _now(self, own: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, the bits of last steps, and whether there is an entry, of some slots; on the
+        table's device."""
         group, table = self._group, self._table
-        slots = torch.arange(first, first + n, device=group.device)
+        slots = torch.arange(own.start, own.stop, device=group.device)
         ids, steps = group.ids_and_steps(table, slots)
-        owners = _ops.slot_owners(group.counter_tensor, group.handle, table, first, n)
-        self._ids[first : first + n] = ids
-        self._occupied[first : first + n] = owners >= 0
-        return steps.cpu().to(torch.int64) & 0xFFFFFFFF
+        n = own.stop - own.start
+        owners = _ops.slot_owners(group.counter_tensor, group.handle, table, own.start, n)
+        return ids, steps, owners >= 0
 
 
 def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
