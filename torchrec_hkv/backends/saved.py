@@ -61,15 +61,20 @@ class FileOptions:
         threads: that write or read files at the same time.
         allow_loss: load also into tables that are too small; what ranks lowest is left out.
         save: an id of the save, the same for all tables; None in a load.
+        states: whether optimizer states are written.
+        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written;
+            None to write all bits.
 
     Raises:
-        ValueError: one of the numbers is not positive.
+        ValueError: one of the numbers is not positive, or ``row_dtype`` is another.
     """
 
     batch_bytes: int
     threads: int
     allow_loss: bool = False
     save: str | None = None
+    states: bool = True
+    row_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):
@@ -77,6 +82,13 @@ class FileOptions:
                 raise ValueError(f"{what} is {value!r}, but must be an integer, at least 1.")
         if not isinstance(self.allow_loss, bool):
             raise ValueError(f"allow_loss is {self.allow_loss!r}, but must be True or False.")
+        if not isinstance(self.states, bool):
+            raise ValueError(f"states is {self.states!r}, but must be True or False.")
+        if self.row_dtype not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"row_dtype is {self.row_dtype!r}, but must be torch.float16, torch.bfloat16 or "
+                "None."
+            )
 
 
 class TablesLoad(abc.ABC):

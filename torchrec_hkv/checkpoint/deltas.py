@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -46,6 +47,10 @@ class DeltaWriter:
         base_every: writes from one base to the next; None for one base only.
         keep_bases: how many bases to keep; older ones and their deltas are removed when a new base
             is written. None keeps all.
+        states: whether optimizer states of hash tables are written. What is loaded without can be
+            served; training goes on with new states.
+        row_dtype: ``torch.float16`` or ``torch.bfloat16``, which rows of 32 bits in hash tables are
+            rounded to, bases' and deltas' alike. None: all bits.
         batch_bytes: as for :func:`save`.
         threads: as for :func:`save`.
 
@@ -64,6 +69,8 @@ class DeltaWriter:
         every_seconds: float | None = None,
         base_every: int | None = None,
         keep_bases: int | None = None,
+        states: bool = True,
+        row_dtype: torch.dtype | None = None,
         batch_bytes: int = BATCH_BYTES,
         threads: int = THREADS,
     ) -> None:
@@ -75,7 +82,7 @@ class DeltaWriter:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"every_seconds is {every_seconds!r}, but must be positive.")
         check_optimizer(optimizer)
-        self._options = FileOptions(batch_bytes, threads)
+        self._options = FileOptions(batch_bytes, threads, states=states, row_dtype=row_dtype)
         self._root = Path(folder)
         _check_root(self._root)
         self._model, self._optimizer = model, optimizer
@@ -114,7 +121,8 @@ class DeltaWriter:
         Raises:
             ValueError: a rank does not see the folder, the ranks were given different arguments, or
                 somebody else wrote to the folder; nothing is written.
-            RuntimeError: a rank could not write.
+            RuntimeError: a rank could not write; ValueError where a value of a row is none of
+                ``row_dtype``.
         """
         tables = named_tables(self._model)
         given = {

@@ -13,6 +13,7 @@ from torchrec_hkv.hash_table.files.file_tables import verify_shard
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.merge import merge_layers
 from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
+from torchrec_hkv.warn import warn
 
 
 def save_table(
@@ -31,6 +32,8 @@ def save_table(
         threads=options.threads,
         save_id=options.save,
         tracker=tracker,
+        states=options.states,
+        row_dtype=options.row_dtype,
     )
 
 
@@ -77,6 +80,12 @@ class HashTablesLoad(TablesLoad):
     def run(self) -> int:
         if not self._loads:
             return 0
+        without = [load.name for load in self._loads if load.lacks_states]
+        if without:
+            warn(
+                f"Tables {', '.join(map(repr, without))} were saved without optimizer states: "
+                "these start anew."
+            )
         with self._group.alone():
             # All tables of a group count steps together.
             self._group.set_clock(max(load.clock for load in self._loads))

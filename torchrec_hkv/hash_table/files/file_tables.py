@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, shard_name
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Reduced, Shard, shard_name
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
@@ -20,6 +20,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     Staging,
     entry_bytes,
     fields_of,
+    manifest_fields,
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -64,13 +65,24 @@ class Source(FileTable):
         table: its index there.
         batch_bytes: memory that may be taken.
         only: bool ``[slots]`` in host memory: the slots whose entries are saved; None for all.
+        reduced: what is saved of each entry; None for all.
     """
 
     def __init__(
-        self, group: TableGroup, table: int, batch_bytes: int, only: Tensor | None = None
+        self,
+        group: TableGroup,
+        table: int,
+        batch_bytes: int,
+        only: Tensor | None = None,
+        reduced: Reduced | None = None,
     ) -> None:
         super().__init__(group, table, batch_bytes)
         self._only = only
+        if reduced is not None:
+            dim, _, state_dim = self._layout
+            dtype = getattr(torch, reduced.dtype)
+            state_dim = state_dim if reduced.states else 0
+            self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
     def _owners(self) -> Iterator[tuple[int, Tensor]]:
         """The owner bucket of each slot, -1 where it is free or not saved, in pieces with their
@@ -109,7 +121,21 @@ class Source(FileTable):
         names = ("ids", "rows", "last_steps", "scores", "states")
         read = _ops.read_slots(self.group.handle, self.table, slots)
         batch = {"slots": slots, **dict(zip(names, read, strict=True))}
+        for field in self.fields:
+            if field.name == "rows":
+                batch["rows"] = self._narrowed(batch["rows"], field.dtype)
         return {field.name: batch[field.name] for field in self.fields}
+
+    def _narrowed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if rows.dtype == dtype:
+            return rows
+        narrow = rows.to(dtype)
+        if bool((narrow.isinf() & rows.isfinite()).any()):
+            raise ValueError(
+                f"table {self.name!r} has values beyond {torch.finfo(dtype).max:g}, which are no "
+                f"{dtype}: save its rows as torch.bfloat16, or as they are."
+            )
+        return narrow
 
 
 class Target(FileTable):
@@ -119,9 +145,9 @@ class Target(FileTable):
         super().__init__(group, table, batch_bytes)
         self.capacity = group.full_slots(table)
 
-    def staging(self) -> Staging:
+    def staging(self, fields: Sequence[Field]) -> Staging:
         """Host memory for a batch."""
-        return Staging(self.fields, self.batch, pin=self.group.device.type == "cuda")
+        return Staging(fields, self.batch, pin=self.group.device.type == "cuda")
 
     def can_have(self, buckets: int, bucket_slots: int) -> bool:
         """Whether the table has this geometry, or can grow to it."""
@@ -141,12 +167,13 @@ class Target(FileTable):
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
         ids, device = moved["ids"], self.group.device
+        _, dtype, width = self._layout
         entries = (
             ids,
-            moved["rows"],
+            moved["rows"].to(dtype),
             moved["last_steps"],
             moved.get("scores", torch.empty(0, dtype=torch.int64, device=device)),
-            moved.get("states", torch.empty((n, 0), device=device)),
+            moved.get("states", torch.zeros((n, width), device=device)),
         )
         place = (self.group.counter_tensor, self.group.handle, self.table)
         if exact:
@@ -298,13 +325,7 @@ def verify_shard(
         ValueError: it is missing, damaged, or contradicts the manifest.
     """
     path = folder / shard.file
-    table = manifest.table
-    fields = fields_of(
-        table["dim"],
-        getattr(torch, table["dtype"]),
-        table["state_dim"],
-        table["eviction"] != "lru",
-    )
+    fields = manifest_fields(manifest)
     batch = max(1, batch_bytes // (2 * entry_bytes(fields)))
     staging = Staging(fields, min(batch, shard.entries))
     misplaced = 0

@@ -41,7 +41,7 @@ def check_layers(layers: Sequence[tuple[Path, Manifest]]) -> None:
         if manifest.changes is None:
             raise ValueError(f"{whole} holds a whole table, to which {first_folder} adds nothing.")
     for other, manifest in layers[1:]:
-        for what in ("table", "state_layout", "bucket_slots"):
+        for what in ("table", "state_layout", "bucket_slots", "reduced"):
             if getattr(manifest, what) != getattr(newest, what):
                 raise ValueError(
                     f"{folder} holds changes of another table than {other}: their {what} differ."

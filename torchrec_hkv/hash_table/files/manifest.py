@@ -16,6 +16,7 @@ from torchrec_hkv.json_schema import (
     ByType,
     Choice,
     Fields,
+    Flag,
     Integer,
     Items,
     Map,
@@ -108,6 +109,19 @@ class Changes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reduced:
+    """What a folder says that holds less of each entry than the table has.
+
+    Attributes:
+        dtype: of the rows in its shards.
+        states: whether they hold optimizer states.
+    """
+
+    dtype: str
+    states: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """All of a saved table but its entries.
 
@@ -128,6 +142,7 @@ class Manifest:
         counts: of ids that are not admitted; None where the table counted none.
         changes: where the shards hold only entries that changed since an earlier save; None where
             they hold the whole table.
+        reduced: where the shards hold less of each entry; None where they hold all.
     """
 
     save: str
@@ -144,6 +159,7 @@ class Manifest:
     initial_capacity: int | None = None
     counts: Counts | None = None
     changes: Changes | None = None
+    reduced: Reduced | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
@@ -183,9 +199,8 @@ class Manifest:
 
     def _content(self) -> dict[str, Any]:
         content = dataclasses.asdict(self)
-        if self.changes is None:  # so that earlier versions read whole tables
-            del content["changes"]
-        return content
+        # So that earlier versions read what they can.
+        return {key: content[key] for key in content if key not in _OPTIONAL or content[key]}
 
     @property
     def total_entries(self) -> int:
@@ -254,6 +269,9 @@ _CHANGES = Fields(
     },
     Changes,
 )
+_REDUCED = Fields({"dtype": Choice(("float32", "float16", "bfloat16")), "states": Flag()}, Reduced)
+#: Keys that are not there where they have nothing to say.
+_OPTIONAL = ("changes", "reduced")
 MANIFEST_SCHEMA = Fields(
     {
         "save": SAVE_ID,
@@ -270,9 +288,10 @@ MANIFEST_SCHEMA = Fields(
         "initial_capacity": OrNull(Integer(1, _MOST_CAPACITY)),
         "counts": OrNull(_COUNTS),
         "changes": _CHANGES,
+        "reduced": _REDUCED,
     },
     Manifest,
-    optional=("changes",),
+    optional=_OPTIONAL,
 )
 
 

@@ -29,7 +29,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     ShardWriter,
     Staging,
     entry_bytes,
-    fields_of,
+    manifest_fields,
 )
 from torchrec_hkv.hash_table.ops import owner_rank
 
@@ -96,13 +96,7 @@ class _Source:
 class _Merge:
     def __init__(self, layers: Layers, batch_bytes: int) -> None:
         self._layers, self._batch_bytes = layers, batch_bytes
-        table = layers[0][1].table
-        self._fields = fields_of(
-            table["dim"],
-            getattr(torch, table["dtype"]),
-            table["state_dim"],
-            table["eviction"] != "lru",
-        )
+        self._fields = manifest_fields(layers[0][1])
         quarter = batch_bytes // 4
         self._staging = Staging(self._fields, max(1, quarter // entry_bytes(self._fields)))
         self._reading = Staging(self._fields, max(1, quarter // entry_bytes(self._fields)))

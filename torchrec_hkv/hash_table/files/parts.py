@@ -29,7 +29,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     Staging,
     entry_bytes,
-    fields_of,
+    manifest_fields,
 )
 from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -83,13 +83,7 @@ class Part:
     @property
     def fields(self) -> tuple[Field, ...]:
         """Of its shards."""
-        table = self.manifest.table
-        return fields_of(
-            table["dim"],
-            getattr(torch, table["dtype"]),
-            table["state_dim"],
-            table["eviction"] != "lru",
-        )
+        return manifest_fields(self.manifest)
 
 
 class PartsLoad:
@@ -123,7 +117,7 @@ class PartsLoad:
         self._owners, self._allow_loss = owners, allow_loss
         self._batch_bytes, self._threads = batch_bytes, threads
         self._spec = group.tables[table]
-        self._name = group.labels[table]
+        self.name = group.labels[table]
         self._target = Target(group, table, batch_bytes)
         self.columns = Columns(self._spec.column_offset, self._spec.column_offset + self._spec.dim)
         self._parts = [
@@ -160,7 +154,7 @@ class PartsLoad:
         safe = slots if slots <= 2 * self._target.bucket_slots else int(SAFE_LOAD * slots)
         if entries > safe and not self._allow_loss and self._exact() is None:
             raise ValueError(
-                f"table {self._name!r}: the checkpoint holds {entries} entries for a shard of "
+                f"table {self.name!r}: the checkpoint holds {entries} entries for a shard of "
                 f"{slots} slots, which surely takes {safe}: give the table a larger "
                 "num_embeddings, or pass allow_loss=True to leave out those of the lowest scores."
             )
@@ -204,7 +198,7 @@ class PartsLoad:
             column = columns.end
         if column < self.columns.end:
             raise ValueError(
-                f"table {self._name!r}: the checkpoint does not hold all of its columns "
+                f"table {self.name!r}: the checkpoint does not hold all of its columns "
                 f"{self.columns.begin} to {self.columns.end} for its owner buckets "
                 f"{self._owners[0]} to {self._owners[1]}."
             )
@@ -315,7 +309,7 @@ class PartsLoad:
             )
         if lost and not self._allow_loss:
             raise ValueError(
-                f"table {self._name!r}: {lost} entries of the checkpoint found no place: give "
+                f"table {self.name!r}: {lost} entries of the checkpoint found no place: give "
                 "it a larger num_embeddings, or pass allow_loss=True."
             )
         return lost
@@ -375,13 +369,26 @@ class PartsLoad:
                 column_offset=spec.column_offset,
             ).to(spec.dtype)
         states = torch.zeros(n, self._state_dim)
-        given = batch.get("states", torch.empty(n, 0))
+        given = self._states_of(batch, columns)
         copy_columns(
             batch["rows"], given, columns, rows, states, self.columns, self._states, filled=0
         )
         names = {field.name for field in self._target.fields}
         made = {**batch, "rows": rows, "states": states}
         return {name: tensor for name, tensor in made.items() if name in names}
+
+    def _states_of(self, batch: dict[str, Tensor], columns: Columns) -> Tensor:
+        """States of entries; zeros, as of new rows, where files have none."""
+        width = self._states.of_columns * columns.width + self._states.of_rows
+        return batch["states"] if "states" in batch else torch.zeros(len(batch["ids"]), width)
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether the table has optimizer states that the parts were saved without."""
+        return self._state_dim > 0 and any(
+            part.manifest.reduced is not None and not part.manifest.reduced.states
+            for part in self._parts
+        )
 
     @property
     def _state_dim(self) -> int:
@@ -400,7 +407,7 @@ class PartsLoad:
         slots = slots[there] - first
         kept = _ops.read_slots(group.handle, table, slots)
         own_ids, rows, last_steps, scores, states = kept
-        given = batch.get("states", torch.empty(len(batch["ids"]), 0)).to(device)
+        given = self._states_of(batch, columns).to(device)
         copy_columns(
             batch["rows"].to(device)[there],
             given[there],

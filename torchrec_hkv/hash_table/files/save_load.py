@@ -28,13 +28,14 @@ from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.manifest import (
     OWNERS,
     Manifest,
+    Reduced,
     counts_name,
     new_save_id,
     prepare_folder,
     remove_others,
     sync_folder,
 )
-from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes
+from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes, manifest_fields
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -86,6 +87,8 @@ def save(
     threads: int = 1,
     save_id: str | None = None,
     tracker: ChangeTracker | None = None,
+    states: bool = True,
+    row_dtype: torch.dtype | None = None,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
@@ -104,9 +107,12 @@ def save(
         save_id: of a save of several tables (:func:`~.manifest.new_save_id`); by default one of
             its own.
         tracker: of the table: what changed since its last save is saved alone, where it can say.
+        states: whether optimizer states are saved.
+        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to; None to save all bits.
 
     Raises:
-        ValueError: ``path`` is something else than a saved table, or a size is not positive.
+        ValueError: ``path`` is something else than a saved table, a size is not positive, or a
+            value of a row is none of ``row_dtype``.
         OSError: writing failed; the last save is whole.
     """
     given = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
@@ -127,6 +133,7 @@ def save(
                 save_id,
                 written,
                 tracker,
+                reduced_of(group.tables[table].dtype, states, row_dtype),
             )
         manifest.write(folder)
     except BaseException:
@@ -151,13 +158,14 @@ def _write_files(
     save_id: str | None,
     written: list[Path],
     tracker: ChangeTracker | None,
+    reduced: Reduced | None,
 ) -> Manifest:
     """Writes all files but the manifest; ``written`` gets those that were begun."""
     save_name = os.urandom(4).hex()
     found = Look(None, None)
     if tracker is not None:
         found = tracker.look(folder, save_name, batch_bytes, written)
-    source = Source(group, table, max(1, batch_bytes // threads), found.slots)
+    source = Source(group, table, max(1, batch_bytes // threads), found.slots, reduced)
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
@@ -181,7 +189,16 @@ def _write_files(
         shards=shards,
         counts=unadmitted,
         changes=found.changes,
+        reduced=reduced,
     )
+
+
+def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
+    """What is saved of the entries of a table with rows of a dtype; None for all."""
+    saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
+    if states and saved == dtype:
+        return None
+    return Reduced(str(saved).removeprefix("torch."), states)
 
 
 def default_shard_bytes(size: int, threads: int) -> int:
@@ -273,9 +290,10 @@ def _replace(
     group.clear_table(table)
     try:
         lost = 0
-        staging = target.staging()
+        fields = manifest_fields(manifest)
+        staging = target.staging(fields)
         for shard in manifest.shards:
-            with ShardReader(folder / shard.file, target.fields, shard) as reader:
+            with ShardReader(folder / shard.file, fields, shard) as reader:
                 for batch in reader.batches(staging):
                     lost += target.restore(batch, exact)
         if exact and lost:

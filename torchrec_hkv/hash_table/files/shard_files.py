@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
-from torchrec_hkv.hash_table.files.manifest import Shard
+from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -65,6 +65,19 @@ def fields_of(
         fields.append(Field("states", torch.float32, "F32", state_dim))
     fields.append(Field("rows", dtype, _TYPES[dtype], dim))
     return tuple(fields)
+
+
+def manifest_fields(manifest: Manifest) -> tuple[Field, ...]:
+    """The tensors of the shards that a manifest names."""
+    table, reduced = manifest.table, manifest.reduced
+    dtype = table["dtype"] if reduced is None else reduced.dtype
+    has_states = reduced is None or reduced.states
+    return fields_of(
+        table["dim"],
+        getattr(torch, dtype),
+        table["state_dim"] if has_states else 0,
+        table["eviction"] != "lru",
+    )
 
 
 def entry_bytes(fields: Sequence[Field]) -> int:
