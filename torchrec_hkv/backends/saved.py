@@ -6,8 +6,11 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
+
+from torchrec_hkv.hash_table.files.zstd_files import zstandard
 
 #: Names of tensors of a state that are no entries begin so. They are uint8 of one dimension, and
 #: belong to shards of the first column.
@@ -64,9 +67,11 @@ class FileOptions:
         states: whether optimizer states are written.
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written;
             None to write all bits.
+        compression: ``"zstd"`` to compress files of entries, or None.
 
     Raises:
-        ValueError: one of the numbers is not positive, or ``row_dtype`` is another.
+        ValueError: one of the numbers is not positive, ``row_dtype`` or ``compression`` is another,
+            or the package that compresses is not installed.
     """
 
     batch_bytes: int
@@ -75,6 +80,7 @@ class FileOptions:
     save: str | None = None
     states: bool = True
     row_dtype: torch.dtype | None = None
+    compression: Literal["zstd"] | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):
@@ -89,6 +95,10 @@ class FileOptions:
                 f"row_dtype is {self.row_dtype!r}, but must be torch.float16, torch.bfloat16 or "
                 "None."
             )
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"compression is {self.compression!r}, but must be 'zstd' or None.")
+        if self.compression is not None:
+            zstandard("compression='zstd'")
 
 
 class TablesLoad(abc.ABC):

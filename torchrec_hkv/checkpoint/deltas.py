@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -51,12 +52,15 @@ class DeltaWriter:
             served; training goes on with new states.
         row_dtype: ``torch.float16`` or ``torch.bfloat16``, which rows of 32 bits in hash tables are
             rounded to, bases' and deltas' alike. None: all bits.
+        compression: ``"zstd"`` compresses the entries of hash tables, by the package ``zstandard``,
+            which whoever loads them needs, too.
         batch_bytes: as for :func:`save`.
         threads: as for :func:`save`.
 
     Raises:
-        ValueError: a number is not positive, the folder's path is that of a file or a checkpoint,
-            or the optimizer is not keyed.
+        ValueError: a number is not positive, an option is another than above, the folder's path is
+            that of a file or a checkpoint, the optimizer is not keyed, or ``zstandard`` is needed
+            and not installed.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class DeltaWriter:
         keep_bases: int | None = None,
         states: bool = True,
         row_dtype: torch.dtype | None = None,
+        compression: Literal["zstd"] | None = None,
         batch_bytes: int = BATCH_BYTES,
         threads: int = THREADS,
     ) -> None:
@@ -82,7 +87,9 @@ class DeltaWriter:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"every_seconds is {every_seconds!r}, but must be positive.")
         check_optimizer(optimizer)
-        self._options = FileOptions(batch_bytes, threads, states=states, row_dtype=row_dtype)
+        self._options = FileOptions(
+            batch_bytes, threads, states=states, row_dtype=row_dtype, compression=compression
+        )
         self._root = Path(folder)
         _check_root(self._root)
         self._model, self._optimizer = model, optimizer

@@ -34,6 +34,7 @@ def save_table(
         tracker=tracker,
         states=options.states,
         row_dtype=options.row_dtype,
+        compression=options.compression is not None,
     )
 
 

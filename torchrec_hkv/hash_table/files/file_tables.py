@@ -18,11 +18,13 @@ from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     ShardWriter,
     Staging,
+    compressed,
     entry_bytes,
     fields_of,
     manifest_fields,
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
+from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
@@ -218,6 +220,7 @@ def write_shards(
     save_name: str,
     written: list[Path],
     threads: int = 1,
+    compression: bool = False,
 ) -> list[Shard]:
     """Writes the shards of a table.
 
@@ -230,6 +233,7 @@ def write_shards(
         save_name: 8 hexadecimal digits, a name of this save's own.
         written: gets the files that were begun.
         threads: that write files at the same time, each with batches of its own.
+        compression: whether files are compressed once they are written.
 
     Raises:
         OSError: writing failed.
@@ -243,7 +247,7 @@ def write_shards(
 
     def write(owners: tuple[int, int]) -> list[Shard]:
         staging = free.pop() if free else source.staging()
-        shards = list(_write_range(source, owners, work[owners], staging, written))
+        shards = list(_write_range(source, owners, work[owners], staging, written, compression))
         free.append(staging)
         return shards
 
@@ -261,6 +265,7 @@ def _write_range(
     files: list[tuple[Path, int]],
     staging: Staging,
     written: list[Path],
+    compression: bool,
 ) -> Iterator[Shard]:
     batches = source.batches(*owners)
     rest: dict[str, Tensor] = {}
@@ -272,7 +277,11 @@ def _write_range(
                 if filled < room:
                     raise RuntimeError(f"table {source.name!r} changed while it was saved.")
                 writer.write(room)
-            yield writer.finish()
+            shard = writer.finish()
+        if compression:
+            written.append(path.with_name(path.name + SUFFIX))
+            shard = compressed(path, shard)
+        yield shard
 
 
 def _fill(

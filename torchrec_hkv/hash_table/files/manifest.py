@@ -32,7 +32,7 @@ VERSION = 2
 #: Owner buckets, which the ranges of all shards together cover.
 OWNERS = 1 << 16
 
-_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors")
+_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors(\.zst)?")
 _COUNTS_NAME = re.compile(r"counts-[0-9a-f]{8}\.bin")
 _LEFT_NAME = re.compile(r"left-[0-9a-f]{8}\.bin")
 _UNFINISHED = f".{MANIFEST}.saving"
@@ -60,7 +60,8 @@ class Shard:
         owner_begin: first owner bucket of its ids.
         owner_end: the one past the last.
         entries: how many it holds.
-        bytes: size of the file.
+        bytes: size of the file; of a compressed one, whose name ends with ``.zst``, what it is
+            uncompressed.
         crc32: checksum of each tensor's bytes.
     """
 

@@ -28,9 +28,11 @@ from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     ShardWriter,
     Staging,
+    compressed,
     entry_bytes,
     manifest_fields,
 )
+from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.ops import owner_rank
 
 Layers = Sequence[tuple[Path, Manifest]]
@@ -96,6 +98,8 @@ class _Source:
 class _Merge:
     def __init__(self, layers: Layers, batch_bytes: int) -> None:
         self._layers, self._batch_bytes = layers, batch_bytes
+        files = (shard.file for _, manifest in layers for shard in manifest.shards)
+        self._compression = any(file.endswith(SUFFIX) for file in files)
         self._fields = manifest_fields(layers[0][1])
         quarter = batch_bytes // 4
         self._staging = Staging(self._fields, max(1, quarter // entry_bytes(self._fields)))
@@ -147,7 +151,8 @@ class _Merge:
                     to = (of_source[first:last] == index).nonzero().flatten()
                     self._read(reader, numbers[first:last][to], memory, to)
                 writer.write(last - first)
-            return writer.finish()
+            shard = writer.finish()
+        return compressed(path, shard) if self._compression else shard
 
     def _sources(self, owners: tuple[int, int]) -> list[_Source]:
         sources = []

@@ -89,6 +89,7 @@ def save(
     tracker: ChangeTracker | None = None,
     states: bool = True,
     row_dtype: torch.dtype | None = None,
+    compression: bool = False,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
@@ -109,6 +110,7 @@ def save(
         tracker: of the table: what changed since its last save is saved alone, where it can say.
         states: whether optimizer states are saved.
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to; None to save all bits.
+        compression: whether shards are compressed by Zstandard.
 
     Raises:
         ValueError: ``path`` is something else than a saved table, a size is not positive, or a
@@ -134,6 +136,7 @@ def save(
                 written,
                 tracker,
                 reduced_of(group.tables[table].dtype, states, row_dtype),
+                compression,
             )
         manifest.write(folder)
     except BaseException:
@@ -159,6 +162,7 @@ def _write_files(
     written: list[Path],
     tracker: ChangeTracker | None,
     reduced: Reduced | None,
+    compression: bool,
 ) -> Manifest:
     """Writes all files but the manifest; ``written`` gets those that were begun."""
     save_name = os.urandom(4).hex()
@@ -171,7 +175,7 @@ def _write_files(
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
-    shards = tuple(write_shards(source, plan, folder, save_name, written, threads))
+    shards = tuple(write_shards(source, plan, folder, save_name, written, threads, compression))
     written.append(folder / counts_name(save_name))
     unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
     return Manifest(
