@@ -54,7 +54,7 @@ def wait(device: torch.device) -> None:
 def look_up(model: nn.Module, rows: int, count: int, device: torch.device) -> None:
     """A training lookup of so many random ids of the table."""
     lookup = model.module.group_lookups()["t"]
-    for ids in torch.randint(0, rows, (count,), device=device).split(1 << 18):
+    for ids in torch.randint(0, rows, (count,), device=device).split(1 << 16):
         offsets = torch.tensor([0, ids.numel()], device=device)
         rate = torch.tensor(0.1, device=device)
         lookup(ids * 0x9E3779B97F4A7C1, offsets, None, 1, rate).sum().backward()
@@ -82,7 +82,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
         seconds, peak = timed(writer.write, device)
         path = max((folder / "chain").glob("delta-*"))
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        entries = checkpoint.record.Record.read(path).tables["t"].shards[0].entries
+        (table,) = checkpoint.record.Record.read(path).tables.values()
+        entries = table.shards[0].entries
         progress.say(f"a delta of {entries:,} rows, {size / 1e6:.1f} MB, in {seconds:.3f} s")
         yield {
             "table_device": device.type,

@@ -136,6 +136,11 @@ class DeltaWriter:
             "folder": Folder.of(self._root),
             "base": base,
             "optimizer": "None" if self._optimizer is None else "given",
+            "base_every": self._base_every,
+            "keep_bases": self._keep_bases,
+            "states": self._options.states,
+            "row_dtype": self._options.row_dtype,
+            "compression": self._options.compression,
             "the list of the model's tables": list(tables),
         }
         agreed(lambda: given)

@@ -138,7 +138,8 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
     @property
     def first_open_step(self) -> int:
         """The earliest step whose rows may still change without being looked up again (waits for
-        the device): that of the oldest lookup whose backward is to come, or else :attr:`clock`."""
+        the device): that of the oldest lookup with a pin whose backward is to come, or else the one
+        after :attr:`clock`."""
         return self._group.first_open_step
 
     def set_clock(self, clock: int) -> None:
