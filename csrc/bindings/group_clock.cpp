@@ -118,6 +118,19 @@ int64_t GroupClock::now() {
   return clock_.select(0, offsetof(Clock, now) / sizeof(int32_t)).item<int64_t>() & kLastStep;
 }
 
+int64_t GroupClock::first_open_step() {
+  // Before the device is asked: a pin that ends meanwhile is taken for one that does not.
+  bool waiting = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Place& place : places_) waiting = waiting || place.held || place.captured;
+  }
+  const at::Tensor copy = clock_.cpu();
+  const auto* clock = static_cast<const Clock*>(copy.const_data_ptr());
+  if (!waiting) return int64_t{clock->now} + 1;
+  return std::min(clock->now, *std::min_element(clock->pins, clock->pins + kMaxPins));
+}
+
 void GroupClock::write(int64_t word, int64_t value) {
   const at::AutoDispatchBelowADInplaceOrView below;  // also where the clock is an inference tensor
   clock_.select(0, word).fill_(static_cast<int32_t>(static_cast<uint32_t>(value)));

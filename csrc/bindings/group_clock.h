@@ -55,6 +55,10 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
 
   // Reads the device's clock, and waits for it.
   int64_t now();
+  // The earliest step whose rows may still change without being looked up again: that of the oldest
+  // lookup whose backward is to come, or else the one after the present. Lookups without a pin have
+  // none to come. Waits for the device.
+  int64_t first_open_step();
   // Throws where a backward is still to come: it would write to slots that others have then.
   void set(int64_t now);
   // At least this.

@@ -303,6 +303,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("table"))
       .def("last_steps", in_order(kReadIndex, &TableGroup::last_steps), py::arg("table"))
       .def_property_readonly("clock", clock_in_order(kReadIndex, &GroupClock::now))
+      .def_property_readonly("first_open_step",
+                             clock_in_order(kReadIndex, &GroupClock::first_open_step))
+      .def("ids_and_steps", in_order(kReadIndex, &TableGroup::ids_and_steps), py::arg("table"),
+           py::arg("slots"))
       .def("set_clock", clock_in_order(kWriteIndex, &GroupClock::set), py::arg("clock"))
       .def("set_epoch", clock_in_order(kWriteIndex, &GroupClock::set_epoch), py::arg("epoch"))
       .def("fill_frames", in_order(kWriteAll, &TableGroup::fill_frames), py::arg("table"))

@@ -40,6 +40,7 @@ def make_tables(
     tt_rank: int = 4,
     tt_dtype: str = "fp32",
     hash_dtype: str = "fp32",
+    expire_after: int | None = None,
 ) -> DistributedModelParallel:
     """Hash tables ``lru`` and ``lfu``, the second of which grows, beside ``tt`` and ``stock``.
 
@@ -58,6 +59,7 @@ def make_tables(
         tt_rank: of ``tt``.
         tt_dtype: of ``tt``.
         hash_dtype: of the hash tables.
+        expire_after: of ``lru``.
     """
     dims = dims or DIMS
     kernels = {"lru": "hkv", "lfu": "hkv", "tt": "tt", "stock": "fused", **(kinds or {})}
@@ -76,7 +78,7 @@ def make_tables(
         for name, (n, dim) in sizes.items()
     ]
     options: dict[str, Any] = {
-        "lru": HKVOptions(seed=seed, admission=admission, dense=dense),
+        "lru": HKVOptions(seed=seed, admission=admission, dense=dense, expire_after=expire_after),
         "lfu": HKVOptions(eviction=eviction, initial_capacity=128),
         "tt": TTOptions(ranks=tt_rank),
     }

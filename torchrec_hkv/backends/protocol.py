@@ -243,6 +243,25 @@ class GroupLookup(nn.Module, abc.ABC):
         """
         raise NotImplementedError
 
+    def change_tracker(self, key: str) -> Any:
+        """What knows which entries of a shard changed since it was last saved with it, for
+        :meth:`save_changes`; None where the backend can't tell: the default. It has a method
+        ``forget()``, after which all entries count as changed, as they do at first.
+        """
+        return None
+
+    def save_changes(self, key: str, folder: Path, options: FileOptions, tracker: Any) -> None:
+        """As :meth:`save_files`, but of what changed since the last call with this tracker alone,
+        where it can say; :attr:`SavedFolder.is_whole` says whether.
+
+        Args:
+            key: the shard's.
+            folder: as there.
+            options: as there.
+            tracker: of :meth:`change_tracker`, of the same shard.
+        """
+        raise NotImplementedError
+
     def open_files(
         self,
         saved: Mapping[str, tuple[Sequence[SavedShard], tuple[int, int]]],
@@ -415,6 +434,21 @@ class Backend(abc.ABC):
 
         Raises:
             ValueError: the folder is damaged.
+        """
+        raise NotImplementedError
+
+    def merge_files(self, layers: Sequence[Path], folder: Path, options: FileOptions) -> None:
+        """Writes a whole shard to a new folder, out of one and of later changes of it.
+
+        Args:
+            layers: folders that :meth:`GroupLookup.save_changes` wrote, the newest first, the last
+                one whole.
+            folder: to write to. It says of itself what the newest says, but that it is whole.
+            options: of the files.
+
+        Raises:
+            ValueError: a folder is damaged.
+            OSError: writing failed.
         """
         raise NotImplementedError
 

@@ -6,8 +6,11 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
+
+from torchrec_hkv.hash_table.files.zstd_files import zstandard
 
 #: Names of tensors of a state that are no entries begin so. They are uint8 of one dimension, and
 #: belong to shards of the first column.
@@ -22,10 +25,13 @@ class SavedShard:
         folder: that :meth:`GroupLookup.save_files` wrote.
         owners: first owner bucket of the ids that the shard was asked for, and the one past the
             last; of 65,536.
+        earlier: where the folder holds only what changed since an earlier save: the folders of
+            earlier ones, the newest first, the last one whole.
     """
 
     folder: Path
     owners: tuple[int, int]
+    earlier: tuple[Path, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +44,7 @@ class SavedFolder:
         crc32: checksum of what names all of its files with theirs.
         columns: the first column, and the one past the last.
         files: names of the files.
+        is_whole: whether they hold the whole shard, or only what changed since an earlier save.
     """
 
     save: str
@@ -45,6 +52,7 @@ class SavedFolder:
     crc32: int
     columns: tuple[int, int]
     files: tuple[str, ...]
+    is_whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +64,23 @@ class FileOptions:
         threads: that write or read files at the same time.
         allow_loss: load also into tables that are too small; what ranks lowest is left out.
         save: an id of the save, the same for all tables; None in a load.
+        states: whether optimizer states are written.
+        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written;
+            None to write all bits.
+        compression: ``"zstd"`` to compress files of entries, or None.
 
     Raises:
-        ValueError: one of the numbers is not positive.
+        ValueError: one of the numbers is not positive, ``row_dtype`` or ``compression`` is another,
+            or the package that compresses is not installed.
     """
 
     batch_bytes: int
     threads: int
     allow_loss: bool = False
     save: str | None = None
+    states: bool = True
+    row_dtype: torch.dtype | None = None
+    compression: Literal["zstd"] | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):
@@ -72,6 +88,17 @@ class FileOptions:
                 raise ValueError(f"{what} is {value!r}, but must be an integer, at least 1.")
         if not isinstance(self.allow_loss, bool):
             raise ValueError(f"allow_loss is {self.allow_loss!r}, but must be True or False.")
+        if not isinstance(self.states, bool):
+            raise ValueError(f"states is {self.states!r}, but must be True or False.")
+        if self.row_dtype not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"row_dtype is {self.row_dtype!r}, but must be torch.float16, torch.bfloat16 or "
+                "None."
+            )
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"compression is {self.compression!r}, but must be 'zstd' or None.")
+        if self.compression is not None:
+            zstandard("compression='zstd'")
 
 
 class TablesLoad(abc.ABC):

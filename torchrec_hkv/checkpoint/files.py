@@ -18,6 +18,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, TablesLoad
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
+from torchrec_hkv.checkpoint.chain import Chain, Link
 from torchrec_hkv.checkpoint.learning_rates import (
     check_learning_rates,
     learning_rates,
@@ -27,6 +28,8 @@ from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS, FileRecord, Record
 from torchrec_hkv.checkpoint.tables import (
+    Layers,
+    Trackers,
     check_tables,
     files_to_verify,
     open_tables,
@@ -96,12 +99,12 @@ def save(
 
     agreed(arguments)
     options, place = FileOptions(batch_bytes, threads), Place(Path(path))
-    with _saving(place):
-        _save(place, model, optimizer, tables, options)
+    with saving(place):
+        save_to(place, model, optimizer, tables, options)
 
 
 @contextlib.contextmanager
-def _saving(place: Place) -> Iterator[None]:
+def saving(place: Place) -> Iterator[None]:
     """The folder that a save writes to, on all ranks; what a save that fails has written goes."""
     token = on_leader(place.prepare)
     try:
@@ -114,13 +117,26 @@ def _saving(place: Place) -> Iterator[None]:
         raise
 
 
-def _save(
+def save_to(
     place: Place,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
     tables: dict[str, FoundTable],
     options: FileOptions,
+    trackers: Trackers | None = None,
+    link: Link | None = None,
 ) -> None:
+    """Saves within :func:`saving`.
+
+    Args:
+        place: of the checkpoint.
+        model: sharded.
+        optimizer: or None.
+        tables: of the model.
+        options: of the files.
+        trackers: as for :func:`torchrec_hkv.checkpoint.tables.save_tables`.
+        link: where in a chain the checkpoint is; None where it is in none.
+    """
     options = dataclasses.replace(options, save=on_leader(new_save_id))
     state: dict[str, Any] = {}
     with tables_with_files_aside():
@@ -130,7 +146,7 @@ def _save(
     of_ranks = on_every_rank(lambda: {} if optimizer is None else learning_rates(optimizer))
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: check_savable(state))
-    folders = on_every_rank(lambda: save_tables(place.saving, tables, options))
+    folders = on_every_rank(lambda: save_tables(place.saving, tables, options, trackers))
     save_tensors(place.saving / TENSORS, state)
     names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)))
     recorded = on_every_rank(
@@ -146,6 +162,8 @@ def _save(
         sync_folder(place.saving / TENSORS)
         world_size = _world_size()
         record = Record(options.save, world_size, optimizer is not None, rates, records, files)
+        if link is not None:
+            link.write(place.saving)
         record.write(place.saving)
         sync_folder(place.saving)
         place.commit()
@@ -162,14 +180,15 @@ def load(
     batch_bytes: int = BATCH_BYTES,
     threads: int = THREADS,
 ) -> int:
-    """Loads what :func:`save` wrote; a collective call.
+    """Loads what :func:`save` or a :class:`DeltaWriter` wrote; a collective call.
 
     The number of ranks and the sharding types may be others than those of the save. A hash table
     takes its rows with their states, scores and steps, to the bit; counts of ids that are not
     admitted come too where they are counted in the same way.
 
     Args:
-        path: as it was saved to.
+        path: as it was saved to. Of a chain of deltas the folder that all are in, for the newest
+            state, or the folder of a base or a delta, such as ``chain/delta-000003``, for its own.
         model: with the tables of the saved one.
         optimizer: of the same parameters as the saved one; fresh, or after some steps. It gets the
             saved learning rates, too.
@@ -204,7 +223,8 @@ def load(
     agreed(arguments)
     gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
-    folder, record = on_leader(lambda: _read(Path(path)))
+    layers = on_leader(lambda: read_saved(Path(path)))
+    folder, record = layers[0]
     with tables_with_files_aside():
         tensors = TensorsLoad(folder, model, optimizer)
         if optimizer is not None and not record.has_optimizer:
@@ -212,9 +232,9 @@ def load(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."
             )
         check_tables(folder, record.tables, tables)
-        on_every_rank(lambda: _verify(folder, record, list(tables), options))
+        on_every_rank(lambda: _verify(layers, list(tables), options))
         loads: list[TablesLoad] = []
-        on_every_rank(lambda: loads.extend(open_tables(folder, record.tables, tables, options)))
+        on_every_rank(lambda: loads.extend(open_tables(layers, tables, options)))
         on_every_rank(lambda: [load.check() for load in loads])
         if optimizer is not None:
             rates = record.learning_rates
@@ -227,15 +247,24 @@ def load(
     return sum(lost)
 
 
-def _read(path: Path) -> tuple[Path, Record]:
+def read_saved(path: Path) -> Layers:
+    """What a path names: a checkpoint, a chain, or a checkpoint within a chain.
+
+    Raises:
+        ValueError: there is none, or a file of a chain is missing or another than it should be.
+    """
+    chain = Chain.at(path)
+    if chain is not None:
+        return chain.layers()
     folder = Place(path).newest()
-    return folder, Record.read(folder)
+    return [(folder, Record.read(folder))]
 
 
-def _verify(folder: Path, record: Record, tables: list[str], options: FileOptions) -> None:
+def _verify(layers: Layers, tables: list[str], options: FileOptions) -> None:
     """Reads this rank's share of all files that are needed."""
+    folder, record = layers[0]
     known = [key for key in tables if key in record.tables]
-    of_tables = _share(files_to_verify(folder, record, known))
+    of_tables = _share(files_to_verify(layers, known))
     of_tensors = _share(sorted(record.files))
     with ThreadPoolExecutor(options.threads) as pool:
         futures = [

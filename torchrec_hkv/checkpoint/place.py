@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 from torchrec_hkv.checkpoint.exchange import exchange
-from torchrec_hkv.checkpoint.record import RECORD, TABLES, TENSORS
+from torchrec_hkv.checkpoint.record import LINK, RECORD, TABLES, TENSORS
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 
 #: What a checkpoint has in its folder.
-_PARTS = frozenset({RECORD, TABLES, TENSORS})
+_PARTS = frozenset({RECORD, TABLES, TENSORS, LINK})
 #: Begins the name of a file by which ranks see that they share the folder.
 _TOKEN = ".seen-"
 
@@ -78,6 +78,14 @@ class Place:
     def remove_token(self, token: str) -> None:
         """To be called once all ranks have seen the folder."""
         (self.saving / token).unlink()
+
+    def check_ours(self) -> None:
+        """Refuses to remove what no save has left.
+
+        Raises:
+            ValueError: where a save writes first is a link, a file, or something else.
+        """
+        _check_ours(self.saving)
 
     def discard(self) -> None:
         """Removes what a failed save has written. Checkpoints stay."""

@@ -17,6 +17,8 @@ from torchrec_hkv.json_schema import Fields, Flag, Integer, Items, Map, OrNull, 
 
 #: Its file; the last that is written.
 RECORD = "checkpoint.json"
+#: The file of a checkpoint in a chain of deltas that says where in the chain it is.
+LINK = "chain.json"
 #: Folders of a checkpoint: of tables that have files of their own, and of all else, which
 #: torch.distributed.checkpoint writes.
 TABLES, TENSORS = "tables", "tensors"

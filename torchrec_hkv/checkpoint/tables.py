@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,12 +32,27 @@ def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> 
     return TableRecord(table.planned.backend, identity, shards)
 
 
+#: Change trackers of the shards of a rank, by their folders in a checkpoint; None where a backend
+#: has none.
+Trackers = dict[str, Any]
+
+
 def save_tables(
-    folder: Path, tables: Mapping[str, FoundTable], options: FileOptions
+    folder: Path,
+    tables: Mapping[str, FoundTable],
+    options: FileOptions,
+    trackers: Trackers | None = None,
 ) -> dict[str, SavedFolder]:
     """Writes the shards that this rank holds, all of one moment.
 
     Calls of other threads that change these tables wait meanwhile.
+
+    Args:
+        folder: of the checkpoint.
+        tables: of the model.
+        options: of the files.
+        trackers: what changed since the last call with them is saved alone; those that lack are
+            added. None: whole tables.
 
     Returns:
         What their folders hold, by their paths in the checkpoint.
@@ -46,7 +63,7 @@ def save_tables(
     with contextlib.ExitStack() as held:
         for lookup in _lookups(tables):
             held.enter_context(lookup.unchanged())
-        return _save_tables(folder, tables, options)
+        return _save_tables(folder, tables, options, trackers)
 
 
 def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
@@ -64,7 +81,10 @@ def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
 
 
 def _save_tables(
-    folder: Path, tables: Mapping[str, FoundTable], options: FileOptions
+    folder: Path,
+    tables: Mapping[str, FoundTable],
+    options: FileOptions,
+    trackers: Trackers | None,
 ) -> dict[str, SavedFolder]:
     rank = _rank()
     saved: dict[str, SavedFolder] = {}
@@ -78,7 +98,15 @@ def _save_tables(
             if holder == rank:
                 name = shard_folder(key, index)
                 path = folder / name
-                lookups[shard.key].save_files(shard.key, path, options)
+                lookup, tracker = lookups[shard.key], None
+                if trackers is not None:
+                    if name not in trackers:
+                        trackers[name] = lookup.change_tracker(shard.key)
+                    tracker = trackers[name]
+                if tracker is None:
+                    lookup.save_files(shard.key, path, options)
+                else:
+                    lookup.save_changes(shard.key, path, options, tracker)
                 saved[name] = backend.saved_folder(path)
                 for parent in (path.parent, path.parent.parent, folder):
                     sync_folder(parent)
@@ -151,9 +179,12 @@ def check_tables(
             )
 
 
-def files_to_verify(
-    folder: Path, record: Record, keys: Iterable[str]
-) -> list[tuple[str, SavedShard, str]]:
+#: Folders of checkpoints and their records, the newest first: where a checkpoint holds only what
+#: changed of a table since the one before, it is followed by that.
+Layers = Sequence[tuple[Path, Record]]
+
+
+def files_to_verify(layers: Layers, keys: Iterable[str]) -> list[tuple[str, SavedShard, str]]:
     """Backend, shard and name of all files of tables.
 
     Raises:
@@ -161,13 +192,49 @@ def files_to_verify(
     """
     files = []
     for key in keys:
-        table = record.tables[key]
-        for shard in table.shards or []:
-            saved = SavedShard(folder / shard.folder, shard.owners)
-            held = registry.get(table.backend).saved_folder(saved.folder)
-            _check_bound(saved.folder, held, shard, record)
-            files += [(table.backend, saved, name) for name in held.files]
+        table = layers[0][1].tables[key]
+        for index in range(len(table.shards or [])):
+            for saved, held in _shard_layers(layers, key, index):
+                files += [(table.backend, saved, name) for name in held.files]
     return files
+
+
+def _shard_layers(layers: Layers, key: str, index: int) -> Iterator[tuple[SavedShard, SavedFolder]]:
+    """A shard's folders and what they say, from the newest to the first that is whole."""
+    newest = layers[0][1].tables[key]
+    for folder, record in layers:
+        table = record.tables.get(key)
+        if (
+            table is None
+            or (table.backend, table.identity) != (newest.backend, newest.identity)
+            or [(s.owners, s.columns) for s in table.shards or []]
+            != [(s.owners, s.columns) for s in newest.shards or []]
+        ):
+            raise ValueError(
+                f"{folder} is of another model than {layers[0][0]}: its table {key!r} is another, "
+                "or in other shards."
+            )
+        shard = table.shards[index]
+        saved = SavedShard(folder / shard.folder, shard.owners)
+        held = registry.get(table.backend).saved_folder(saved.folder)
+        _check_bound(saved.folder, held, shard, record)
+        yield saved, held
+        if held.is_whole:
+            return
+    raise ValueError(
+        f"{saved.folder} holds only what changed in table {key!r} since an earlier checkpoint, "
+        "which is not there: load the folder that the chain of deltas is in."
+    )
+
+
+def saved_shards(layers: Layers, key: str) -> list[SavedShard]:
+    """All shards of a table, with the folders that they are in."""
+    shards = []
+    for index in range(len(layers[0][1].tables[key].shards or [])):
+        first, *earlier = [saved for saved, _ in _shard_layers(layers, key, index)]
+        folders = tuple(saved.folder for saved in earlier)
+        shards.append(dataclasses.replace(first, earlier=folders))
+    return shards
 
 
 def _check_bound(folder: Path, held: SavedFolder, shard: TableShardRecord, record: Record) -> None:
@@ -189,8 +256,7 @@ def _check_bound(folder: Path, held: SavedFolder, shard: TableShardRecord, recor
 
 
 def open_tables(
-    folder: Path,
-    records: Mapping[str, TableRecord],
+    layers: Layers,
     tables: Mapping[str, FoundTable],
     options: FileOptions,
 ) -> list[TablesLoad]:
@@ -204,7 +270,7 @@ def open_tables(
     for key, table in tables.items():
         if not table.has_files:
             continue
-        saved = [SavedShard(folder / s.folder, s.owners) for s in records[key].shards or []]
+        saved = saved_shards(layers, key)
         lookups = table.collection.group_lookups()
         for shard, holder in zip(table.state.shards, table.state.ranks, strict=True):
             if holder == rank:

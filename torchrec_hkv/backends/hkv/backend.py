@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.hkv.cost import far_share, hkv_cases, hkv_work
-from torchrec_hkv.backends.hkv.files import saved_folder, verify_file
+from torchrec_hkv.backends.hkv.files import merge_files, saved_folder, verify_file
 from torchrec_hkv.backends.hkv.lookup import HKVLookup
 from torchrec_hkv.backends.hkv.options import ROW_DTYPES, HKVOptions
 from torchrec_hkv.backends.hkv.table import (
@@ -146,6 +146,9 @@ class HKVBackend(Backend):
 
     def saved_folder(self, folder: Path) -> SavedFolder:
         return saved_folder(folder)
+
+    def merge_files(self, layers: Sequence[Path], folder: Path, options: FileOptions) -> None:
+        merge_files(layers, folder, options)
 
     def verify_file(self, saved: SavedShard, file: str, options: FileOptions) -> None:
         verify_file(saved, file, options)

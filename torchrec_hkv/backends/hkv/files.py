@@ -7,14 +7,23 @@ from pathlib import Path
 
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.hash_table import TableGroup, files
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_left
 from torchrec_hkv.hash_table.files.counts_files import verify_counts
 from torchrec_hkv.hash_table.files.file_tables import verify_shard
 from torchrec_hkv.hash_table.files.manifest import Manifest
+from torchrec_hkv.hash_table.files.merge import merge_layers
 from torchrec_hkv.hash_table.files.parts import Part, PartsLoad
+from torchrec_hkv.warn import warn
 
 
-def save_table(group: TableGroup, table: int, folder: Path, options: FileOptions) -> None:
-    """As :meth:`GroupLookup.save_files`."""
+def save_table(
+    group: TableGroup,
+    table: int,
+    folder: Path,
+    options: FileOptions,
+    tracker: ChangeTracker | None = None,
+) -> None:
+    """As :meth:`GroupLookup.save_files`, and :meth:`GroupLookup.save_changes` with a tracker."""
     files.save(
         group,
         table,
@@ -22,7 +31,16 @@ def save_table(group: TableGroup, table: int, folder: Path, options: FileOptions
         batch_bytes=options.batch_bytes,
         threads=options.threads,
         save_id=options.save,
+        tracker=tracker,
+        states=options.states,
+        row_dtype=options.row_dtype,
+        compression=options.compression is not None,
     )
+
+
+def _part(shard: SavedShard) -> Part:
+    earlier = tuple((folder, Manifest.read(folder)) for folder in shard.earlier)
+    return Part(shard.folder, shard.owners, Manifest.read(shard.folder), earlier)
 
 
 class HashTablesLoad(TablesLoad):
@@ -47,7 +65,7 @@ class HashTablesLoad(TablesLoad):
                 group,
                 table,
                 feature,
-                [Part(s.folder, s.owners, Manifest.read(s.folder)) for s in shards],
+                [_part(shard) for shard in shards],
                 owners,
                 allow_loss=options.allow_loss,
                 batch_bytes=options.batch_bytes,
@@ -63,6 +81,12 @@ class HashTablesLoad(TablesLoad):
     def run(self) -> int:
         if not self._loads:
             return 0
+        without = [load.name for load in self._loads if load.lacks_states]
+        if without:
+            warn(
+                f"Tables {', '.join(map(repr, without))} were saved without optimizer states: "
+                "these start anew."
+            )
         with self._group.alone():
             # All tables of a group count steps together.
             self._group.set_clock(max(load.clock for load in self._loads))
@@ -79,7 +103,13 @@ def saved_folder(folder: Path) -> SavedFolder:
         manifest.crc32,
         (begin, begin + manifest.table["dim"]),
         tuple(manifest.files),
+        manifest.changes is None,
     )
+
+
+def merge_files(layers: Sequence[Path], folder: Path, options: FileOptions) -> None:
+    """As :meth:`Backend.merge_files`."""
+    merge_layers([(layer, Manifest.read(layer)) for layer in layers], folder, options.batch_bytes)
 
 
 def verify_file(saved: SavedShard, file: str, options: FileOptions) -> None:
@@ -89,6 +119,9 @@ def verify_file(saved: SavedShard, file: str, options: FileOptions) -> None:
     batch_bytes = options.batch_bytes // options.threads
     if manifest.counts is not None and file == manifest.counts.file:
         verify_counts(folder, manifest.counts, batch_bytes)
+    if manifest.changes is not None and file == manifest.changes.left_file:
+        slots = manifest.buckets * manifest.bucket_slots
+        verify_left(folder, manifest.changes, slots, batch_bytes)
     for shard in manifest.shards:
         if file == shard.file:
             verify_shard(folder, manifest, shard, batch_bytes, saved.owners)

@@ -18,6 +18,7 @@ from torchrec_hkv.backends.optimizers import hash_table_optimizer
 from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec, StorageBytes, TableShard
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.hash_table import TableGroup
+from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.digest import table_digest
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 
@@ -154,6 +155,14 @@ class HKVLookup(RowsById, GroupLookup):
 
     def save_files(self, key: str, folder: Path, options: FileOptions) -> None:
         save_table(self._group, self._index[key], folder, options)
+
+    def change_tracker(self, key: str) -> ChangeTracker:
+        return ChangeTracker(self._group, self._index[key])
+
+    def save_changes(
+        self, key: str, folder: Path, options: FileOptions, tracker: ChangeTracker
+    ) -> None:
+        save_table(self._group, self._index[key], folder, options, tracker)
 
     def digest(self, key: str) -> tuple[int, int]:
         return table_digest(self._group, self._index[key])

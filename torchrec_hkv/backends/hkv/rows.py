@@ -77,6 +77,7 @@ def put_rows(
         columns = slice(spec.column_offset, spec.column_offset + spec.dim)
         own_rows = rows[mine][last][:, columns].to(spec.dtype).contiguous()
         with group.alone():
+            group.note_rewrite()
             lost += _put_batch(group, table, feature, ids, own_rows, target)
     group.fill_frames(table)
     return lost

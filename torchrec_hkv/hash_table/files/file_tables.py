@@ -12,16 +12,19 @@ from torch import Tensor
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard, shard_name
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Reduced, Shard, shard_name
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
     ShardWriter,
     Staging,
+    compressed,
     entry_bytes,
     fields_of,
+    manifest_fields,
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
+from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
@@ -57,14 +60,42 @@ class FileTable:
 
 
 class Source(FileTable):
-    """A table that is saved."""
+    """A table that is saved.
+
+    Args:
+        group: the table's.
+        table: its index there.
+        batch_bytes: memory that may be taken.
+        only: bool ``[slots]`` in host memory: the slots whose entries are saved; None for all.
+        reduced: what is saved of each entry; None for all.
+    """
+
+    def __init__(
+        self,
+        group: TableGroup,
+        table: int,
+        batch_bytes: int,
+        only: Tensor | None = None,
+        reduced: Reduced | None = None,
+    ) -> None:
+        super().__init__(group, table, batch_bytes)
+        self._only = only
+        if reduced is not None:
+            dim, _, state_dim = self._layout
+            dtype = getattr(torch, reduced.dtype)
+            state_dim = state_dim if reduced.states else 0
+            self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
     def _owners(self) -> Iterator[tuple[int, Tensor]]:
-        """The owner bucket of each slot, -1 where it is free, in pieces with their first slot."""
+        """The owner bucket of each slot, -1 where it is free or not saved, in pieces with their
+        first slot."""
         for first in range(0, self.slots, self.scan):
             n = min(self.scan, self.slots - first)
             counters = self.group.counter_tensor
-            yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
+            owners = _ops.slot_owners(counters, self.group.handle, self.table, first, n)
+            if self._only is not None:
+                owners.masked_fill_(~self._only[first : first + n].to(owners.device), -1)
+            yield first, owners
 
     def count_owners(self) -> Tensor:
         """Entries of each owner bucket, int64 ``[65536]``."""
@@ -92,7 +123,21 @@ class Source(FileTable):
         names = ("ids", "rows", "last_steps", "scores", "states")
         read = _ops.read_slots(self.group.handle, self.table, slots)
         batch = {"slots": slots, **dict(zip(names, read, strict=True))}
+        for field in self.fields:
+            if field.name == "rows":
+                batch["rows"] = self._narrowed(batch["rows"], field.dtype)
         return {field.name: batch[field.name] for field in self.fields}
+
+    def _narrowed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if rows.dtype == dtype:
+            return rows
+        narrow = rows.to(dtype)
+        if bool((narrow.isinf() & rows.isfinite()).any()):
+            raise ValueError(
+                f"table {self.name!r} has values beyond {torch.finfo(dtype).max:g}, which are no "
+                f"{dtype}: save its rows as torch.bfloat16, or as they are."
+            )
+        return narrow
 
 
 class Target(FileTable):
@@ -102,9 +147,9 @@ class Target(FileTable):
         super().__init__(group, table, batch_bytes)
         self.capacity = group.full_slots(table)
 
-    def staging(self) -> Staging:
+    def staging(self, fields: Sequence[Field]) -> Staging:
         """Host memory for a batch."""
-        return Staging(self.fields, self.batch, pin=self.group.device.type == "cuda")
+        return Staging(fields, self.batch, pin=self.group.device.type == "cuda")
 
     def can_have(self, buckets: int, bucket_slots: int) -> bool:
         """Whether the table has this geometry, or can grow to it."""
@@ -124,12 +169,13 @@ class Target(FileTable):
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
         ids, device = moved["ids"], self.group.device
+        _, dtype, width = self._layout
         entries = (
             ids,
-            moved["rows"],
+            moved["rows"].to(dtype),
             moved["last_steps"],
             moved.get("scores", torch.empty(0, dtype=torch.int64, device=device)),
-            moved.get("states", torch.empty((n, 0), device=device)),
+            moved.get("states", torch.zeros((n, width), device=device)),
         )
         place = (self.group.counter_tensor, self.group.handle, self.table)
         if exact:
@@ -174,6 +220,7 @@ def write_shards(
     save_name: str,
     written: list[Path],
     threads: int = 1,
+    compression: bool = False,
 ) -> list[Shard]:
     """Writes the shards of a table.
 
@@ -186,6 +233,7 @@ def write_shards(
         save_name: 8 hexadecimal digits, a name of this save's own.
         written: gets the files that were begun.
         threads: that write files at the same time, each with batches of its own.
+        compression: whether files are compressed once they are written.
 
     Raises:
         OSError: writing failed.
@@ -199,7 +247,7 @@ def write_shards(
 
     def write(owners: tuple[int, int]) -> list[Shard]:
         staging = free.pop() if free else source.staging()
-        shards = list(_write_range(source, owners, work[owners], staging, written))
+        shards = list(_write_range(source, owners, work[owners], staging, written, compression))
         free.append(staging)
         return shards
 
@@ -217,6 +265,7 @@ def _write_range(
     files: list[tuple[Path, int]],
     staging: Staging,
     written: list[Path],
+    compression: bool,
 ) -> Iterator[Shard]:
     batches = source.batches(*owners)
     rest: dict[str, Tensor] = {}
@@ -228,7 +277,11 @@ def _write_range(
                 if filled < room:
                     raise RuntimeError(f"table {source.name!r} changed while it was saved.")
                 writer.write(room)
-            yield writer.finish()
+            shard = writer.finish()
+        if compression:
+            written.append(path.with_name(path.name + SUFFIX))
+            shard = compressed(path, shard)
+        yield shard
 
 
 def _fill(
@@ -281,13 +334,7 @@ def verify_shard(
         ValueError: it is missing, damaged, or contradicts the manifest.
     """
     path = folder / shard.file
-    table = manifest.table
-    fields = fields_of(
-        table["dim"],
-        getattr(torch, table["dtype"]),
-        table["state_dim"],
-        table["eviction"] != "lru",
-    )
+    fields = manifest_fields(manifest)
     batch = max(1, batch_bytes // (2 * entry_bytes(fields)))
     staging = Staging(fields, min(batch, shard.entries))
     misplaced = 0

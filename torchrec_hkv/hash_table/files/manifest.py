@@ -16,6 +16,7 @@ from torchrec_hkv.json_schema import (
     ByType,
     Choice,
     Fields,
+    Flag,
     Integer,
     Items,
     Map,
@@ -31,8 +32,9 @@ VERSION = 2
 #: Owner buckets, which the ranges of all shards together cover.
 OWNERS = 1 << 16
 
-_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors")
+_SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors(\.zst)?")
 _COUNTS_NAME = re.compile(r"counts-[0-9a-f]{8}\.bin")
+_LEFT_NAME = re.compile(r"left-[0-9a-f]{8}\.bin")
 _UNFINISHED = f".{MANIFEST}.saving"
 _MOST_CAPACITY = 1 << 37
 _MOST_SLOTS = 1 << 38
@@ -58,7 +60,8 @@ class Shard:
         owner_begin: first owner bucket of its ids.
         owner_end: the one past the last.
         entries: how many it holds.
-        bytes: size of the file.
+        bytes: size of the file; of a compressed one, whose name ends with ``.zst``, what it is
+            uncompressed.
         crc32: checksum of each tensor's bytes.
     """
 
@@ -90,6 +93,36 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Changes:
+    """What a folder says that holds only what changed in a table since an earlier save.
+
+    Attributes:
+        entries: that the table had.
+        left_file: name of the file of slots that held other ids before, with these ids.
+        left: how many it holds.
+        left_crc32: its checksum.
+    """
+
+    entries: int
+    left_file: str
+    left: int
+    left_crc32: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """What a folder says that holds less of each entry than the table has.
+
+    Attributes:
+        dtype: of the rows in its shards.
+        states: whether they hold optimizer states.
+    """
+
+    dtype: str
+    states: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """All of a saved table but its entries.
 
@@ -108,6 +141,9 @@ class Manifest:
         entries: in all shards.
         shards: in the order of their owner buckets.
         counts: of ids that are not admitted; None where the table counted none.
+        changes: where the shards hold only entries that changed since an earlier save; None where
+            they hold the whole table.
+        reduced: where the shards hold less of each entry; None where they hold all.
     """
 
     save: str
@@ -123,12 +159,14 @@ class Manifest:
     shards: tuple[Shard, ...]
     initial_capacity: int | None = None
     counts: Counts | None = None
+    changes: Changes | None = None
+    reduced: Reduced | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
         # What a killed save left, or a link, which must not be followed.
         (folder / _UNFINISHED).unlink(missing_ok=True)
-        write_signed(folder / _UNFINISHED, FORMAT, VERSION, dataclasses.asdict(self), mode="x")
+        write_signed(folder / _UNFINISHED, FORMAT, VERSION, self._content(), mode="x")
 
     @staticmethod
     def commit(folder: Path) -> None:
@@ -158,12 +196,23 @@ class Manifest:
     @property
     def crc32(self) -> int:
         """The checksum that its file names."""
-        return checksum(FORMAT, VERSION, dataclasses.asdict(self))
+        return checksum(FORMAT, VERSION, self._content())
+
+    def _content(self) -> dict[str, Any]:
+        content = dataclasses.asdict(self)
+        # So that earlier versions read what they can.
+        return {key: content[key] for key in content if key not in _OPTIONAL or content[key]}
+
+    @property
+    def total_entries(self) -> int:
+        """Entries of the table, whether all of them are in the shards or not."""
+        return self.entries if self.changes is None else self.changes.entries
 
     @property
     def files(self) -> list[str]:
         """The names of all files but the manifest itself."""
-        return [part.file for part in (*self.shards, self.counts) if part is not None]
+        left = [] if self.changes is None else [self.changes.left_file]
+        return [part.file for part in (*self.shards, self.counts) if part is not None] + left
 
 
 _NUMBER = Number()
@@ -212,6 +261,18 @@ _COUNTS = Fields(
     },
     Counts,
 )
+_CHANGES = Fields(
+    {
+        "entries": Integer(0, _MOST_SLOTS),
+        "left_file": Text(_LEFT_NAME, "the name of a file of what left, as left-0123abcd.bin"),
+        "left": Integer(0, _MOST_SLOTS),
+        "left_crc32": CRC32,
+    },
+    Changes,
+)
+_REDUCED = Fields({"dtype": Choice(("float32", "float16", "bfloat16")), "states": Flag()}, Reduced)
+#: Keys that are not there where they have nothing to say.
+_OPTIONAL = ("changes", "reduced")
 MANIFEST_SCHEMA = Fields(
     {
         "save": SAVE_ID,
@@ -227,8 +288,11 @@ MANIFEST_SCHEMA = Fields(
         "shards": Items(_SHARD),
         "initial_capacity": OrNull(Integer(1, _MOST_CAPACITY)),
         "counts": OrNull(_COUNTS),
+        "changes": _CHANGES,
+        "reduced": _REDUCED,
     },
     Manifest,
+    optional=_OPTIONAL,
 )
 
 
@@ -247,6 +311,8 @@ def check_manifest(manifest: Manifest, place: Place) -> None:
     if manifest.entries > slots:
         raise place.of("entries").refuse(manifest.entries, f"at most the number of slots, {slots}")
     _check_shards(manifest.shards, place.of("shards"))
+    if manifest.changes is not None:
+        _check_changes(manifest.changes, held, slots, place.of("changes"))
     if manifest.counts is not None:
         _check_counts(manifest.counts, place.of("counts"))
 
@@ -308,6 +374,15 @@ def _check_counts(counts: Counts, place: Place) -> None:
         raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
 
 
+def _check_changes(changes: Changes, held: int, slots: int, place: Place) -> None:
+    if not held <= changes.entries <= slots:
+        raise place.of("entries").refuse(
+            changes.entries, f"from {held}, which the shards hold, to the number of slots, {slots}"
+        )
+    if changes.left > slots:
+        raise place.of("left").refuse(changes.left, f"at most the number of slots, {slots}")
+
+
 def new_save_id() -> str:
     """An id that no other save has."""
     return os.urandom(8).hex()
@@ -332,8 +407,13 @@ def counts_name(save: str) -> str:
     return f"counts-{save}.bin"
 
 
+def left_name(save: str) -> str:
+    """The file of what left since an earlier save; ``save`` is 8 hexadecimal digits of its own."""
+    return f"left-{save}.bin"
+
+
 def _is_ours(name: str) -> bool:
-    return bool(_SHARD_NAME.fullmatch(name) or _COUNTS_NAME.fullmatch(name))
+    return any(kind.fullmatch(name) for kind in (_SHARD_NAME, _COUNTS_NAME, _LEFT_NAME))
 
 
 def prepare_folder(folder: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
 from torchrec_hkv.hash_table.files.file_tables import Target
+from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard
 from torchrec_hkv.hash_table.files.save_load import BATCH_BYTES, SAFE_LOAD, describe
 from torchrec_hkv.hash_table.files.shard_files import (
@@ -28,7 +29,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     Staging,
     entry_bytes,
-    fields_of,
+    manifest_fields,
 )
 from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -53,11 +54,25 @@ class Part:
         folder: that it was saved to.
         owners: first owner bucket of the ids that it was asked for, and the one past the last.
         manifest: of the folder.
+        earlier: where the folder holds only what changed since an earlier save: the folders of
+            earlier ones with their manifests, the newest first, the last one whole.
+
+    Raises:
+        ValueError: the folders don't make up a table.
     """
 
     folder: Path
     owners: tuple[int, int]
     manifest: Manifest
+    earlier: tuple[tuple[Path, Manifest], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_layers(self.layers)
+
+    @property
+    def layers(self) -> list[tuple[Path, Manifest]]:
+        """All folders with their manifests, the newest first."""
+        return [(self.folder, self.manifest), *self.earlier]
 
     @property
     def columns(self) -> Columns:
@@ -68,13 +83,7 @@ class Part:
     @property
     def fields(self) -> tuple[Field, ...]:
         """Of its shards."""
-        table = self.manifest.table
-        return fields_of(
-            table["dim"],
-            getattr(torch, table["dtype"]),
-            table["state_dim"],
-            table["eviction"] != "lru",
-        )
+        return manifest_fields(self.manifest)
 
 
 class PartsLoad:
@@ -108,7 +117,7 @@ class PartsLoad:
         self._owners, self._allow_loss = owners, allow_loss
         self._batch_bytes, self._threads = batch_bytes, threads
         self._spec = group.tables[table]
-        self._name = group.labels[table]
+        self.name = group.labels[table]
         self._target = Target(group, table, batch_bytes)
         self.columns = Columns(self._spec.column_offset, self._spec.column_offset + self._spec.dim)
         self._parts = [
@@ -145,7 +154,7 @@ class PartsLoad:
         safe = slots if slots <= 2 * self._target.bucket_slots else int(SAFE_LOAD * slots)
         if entries > safe and not self._allow_loss and self._exact() is None:
             raise ValueError(
-                f"table {self._name!r}: the checkpoint holds {entries} entries for a shard of "
+                f"table {self.name!r}: the checkpoint holds {entries} entries for a shard of "
                 f"{slots} slots, which surely takes {safe}: give the table a larger "
                 "num_embeddings, or pass allow_loss=True to leave out those of the lowest scores."
             )
@@ -189,7 +198,7 @@ class PartsLoad:
             column = columns.end
         if column < self.columns.end:
             raise ValueError(
-                f"table {self._name!r}: the checkpoint does not hold all of its columns "
+                f"table {self.name!r}: the checkpoint does not hold all of its columns "
                 f"{self.columns.begin} to {self.columns.end} for its owner buckets "
                 f"{self._owners[0]} to {self._owners[1]}."
             )
@@ -197,29 +206,36 @@ class PartsLoad:
     def _is_mine(self, owners: tuple[int, int]) -> bool:
         return self._owners[0] <= owners[0] and owners[1] <= self._owners[1]
 
-    def _shards(self, part: Part) -> Iterator[tuple[Shard, bool]]:
-        """Shards of a part that may hold ids of the table, and whether they may hold others."""
-        for shard in part.manifest.shards:
-            # Shards share all owner buckets among them, whatever the part was asked for.
-            held = (
-                max(shard.owner_begin, part.owners[0]),
-                min(shard.owner_end, part.owners[1]),
-            )
-            if max(held[0], self._owners[0]) < min(held[1], self._owners[1]):
-                yield shard, not self._is_mine(held)
+    def _shards(self, part: Part) -> Iterator[tuple[int, Path, Shard, bool]]:
+        """Shards of a part that may hold ids of the table: the number of the layer, the file, the
+        shard, and whether it may hold ids of others."""
+        for layer, (folder, manifest) in enumerate(part.layers):
+            for shard in manifest.shards:
+                # Shards share all owner buckets among them, whatever the part was asked for.
+                held = (
+                    max(shard.owner_begin, part.owners[0]),
+                    min(shard.owner_end, part.owners[1]),
+                )
+                if max(held[0], self._owners[0]) < min(held[1], self._owners[1]):
+                    yield layer, folder / shard.file, shard, not self._is_mine(held)
 
     def _entries(self, part: Part) -> int:
         """How many entries of a part are the table's."""
+        if part.earlier and self._is_mine(part.owners):
+            return part.manifest.total_entries
         count = 0
-        for shard, has_others in self._shards(part):
-            if not has_others:
+        slots = SlotFilter(part.layers)
+        for layer, path, shard, has_others in self._shards(part):
+            if not has_others and not part.earlier:
                 count += shard.entries
                 continue
-            ids = [field for field in part.fields if field.name == "ids"]
-            staging = Staging(ids, min(shard.entries, 1 << 20))
-            with ShardReader(part.folder / shard.file, part.fields, shard) as reader:
+            fields = [field for field in part.fields if field.name in ("ids", "slots")]
+            staging = Staging(fields, min(shard.entries, 1 << 20))
+            with ShardReader(path, part.fields, shard) as reader:
                 for batch in reader.batches(staging):
-                    count += int(self._mine(batch["ids"]).sum())
+                    picked = slots.pick(layer, batch["slots"])
+                    ids = batch["ids"] if picked is None else batch["ids"][picked]
+                    count += int(self._mine(ids).sum()) if has_others else len(ids)
         return count
 
     def _mine(self, ids: Tensor) -> Tensor:
@@ -293,7 +309,7 @@ class PartsLoad:
             )
         if lost and not self._allow_loss:
             raise ValueError(
-                f"table {self._name!r}: {lost} entries of the checkpoint found no place: give "
+                f"table {self.name!r}: {lost} entries of the checkpoint found no place: give "
                 "it a larger num_embeddings, or pass allow_loss=True."
             )
         return lost
@@ -303,31 +319,36 @@ class PartsLoad:
         fields = part.fields
         width = max(entry_bytes(fields), entry_bytes(self._target.fields))
         size = max(1, self._batch_bytes // ((self._threads + _COPIES) * width))
-        size = min(size, max((s.entries for s in part.manifest.shards), default=1))
+        shards = [shard for _, manifest in part.layers for shard in manifest.shards]
+        size = min(size, max((shard.entries for shard in shards), default=1))
+        slots = SlotFilter(part.layers)
         pin = self._group.device.type == "cuda"
         with contextlib.ExitStack() as stack:
             free = [Staging(fields, size, pin) for _ in range(self._threads + 1)]
             pool = stack.enter_context(ThreadPoolExecutor(self._threads))
-            ahead: list[tuple[Future[dict[str, Tensor]], Staging, bool]] = []
+            ahead: list[tuple[Future[dict[str, Tensor]], Staging, int, bool]] = []
 
             def take() -> Iterator[dict[str, Tensor]]:
-                future, staging, has_others = ahead.pop(0)
+                future, staging, layer, has_others = ahead.pop(0)
                 batch = future.result()
+                picked = slots.pick(layer, batch["slots"])
                 if has_others:
                     mine = self._mine(batch["ids"])
-                    batch = {name: tensor[mine] for name, tensor in batch.items()}
+                    picked = mine if picked is None else picked & mine
+                if picked is not None:
+                    batch = {name: tensor[picked] for name, tensor in batch.items()}
                 yield batch
                 free.append(staging)
 
-            for shard, has_others in self._shards(part):
-                reader = stack.enter_context(ShardReader(part.folder / shard.file, fields, shard))
+            for layer, path, shard, has_others in self._shards(part):
+                reader = stack.enter_context(ShardReader(path, fields, shard))
                 for first in range(0, shard.entries, size):
                     if len(ahead) == self._threads:
                         yield from take()
                     staging = free.pop()
                     n = min(size, shard.entries - first)
                     future = pool.submit(reader.read, first, n, staging)
-                    ahead.append((future, staging, has_others))
+                    ahead.append((future, staging, layer, has_others))
             while ahead:
                 yield from take()
 
@@ -348,13 +369,26 @@ class PartsLoad:
                 column_offset=spec.column_offset,
             ).to(spec.dtype)
         states = torch.zeros(n, self._state_dim)
-        given = batch.get("states", torch.empty(n, 0))
+        given = self._states_of(batch, columns)
         copy_columns(
             batch["rows"], given, columns, rows, states, self.columns, self._states, filled=0
         )
         names = {field.name for field in self._target.fields}
         made = {**batch, "rows": rows, "states": states}
         return {name: tensor for name, tensor in made.items() if name in names}
+
+    def _states_of(self, batch: dict[str, Tensor], columns: Columns) -> Tensor:
+        """States of entries; zeros, as of new rows, where files have none."""
+        width = self._states.of_columns * columns.width + self._states.of_rows
+        return batch["states"] if "states" in batch else torch.zeros(len(batch["ids"]), width)
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether the table has optimizer states that the parts were saved without."""
+        return self._state_dim > 0 and any(
+            part.manifest.reduced is not None and not part.manifest.reduced.states
+            for part in self._parts
+        )
 
     @property
     def _state_dim(self) -> int:
@@ -373,7 +407,7 @@ class PartsLoad:
         slots = slots[there] - first
         kept = _ops.read_slots(group.handle, table, slots)
         own_ids, rows, last_steps, scores, states = kept
-        given = batch.get("states", torch.empty(len(batch["ids"]), 0)).to(device)
+        given = self._states_of(batch, columns).to(device)
         copy_columns(
             batch["rows"].to(device)[there],
             given[there],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, Look, verify_left
 from torchrec_hkv.hash_table.files.counts_files import (
     SavedCounts,
     load_counts,
@@ -23,16 +24,18 @@ from torchrec_hkv.hash_table.files.file_tables import (
     verify_shard,
     write_shards,
 )
+from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.manifest import (
     OWNERS,
     Manifest,
+    Reduced,
     counts_name,
     new_save_id,
     prepare_folder,
     remove_others,
     sync_folder,
 )
-from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes
+from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes, manifest_fields
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -83,6 +86,10 @@ def save(
     shard_bytes: int | None = None,
     threads: int = 1,
     save_id: str | None = None,
+    tracker: ChangeTracker | None = None,
+    states: bool = True,
+    row_dtype: torch.dtype | None = None,
+    compression: bool = False,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
@@ -100,9 +107,14 @@ def save(
         threads: that write files at the same time; they share ``batch_bytes``.
         save_id: of a save of several tables (:func:`~.manifest.new_save_id`); by default one of
             its own.
+        tracker: of the table: what changed since its last save is saved alone, where it can say.
+        states: whether optimizer states are saved.
+        row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to; None to save all bits.
+        compression: whether shards are compressed by Zstandard.
 
     Raises:
-        ValueError: ``path`` is something else than a saved table, or a size is not positive.
+        ValueError: ``path`` is something else than a saved table, a size is not positive, or a
+            value of a row is none of ``row_dtype``.
         OSError: writing failed; the last save is whole.
     """
     given = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
@@ -113,10 +125,23 @@ def save(
     try:
         with group.unchanged():
             manifest = _write_files(
-                group, table, folder, epoch, batch_bytes, shard_bytes, threads, save_id, written
+                group,
+                table,
+                folder,
+                epoch,
+                batch_bytes,
+                shard_bytes,
+                threads,
+                save_id,
+                written,
+                tracker,
+                reduced_of(group.tables[table].dtype, states, row_dtype),
+                compression,
             )
         manifest.write(folder)
     except BaseException:
+        if tracker is not None:
+            tracker.forget()
         for file in written:
             file.unlink(missing_ok=True)
         raise
@@ -135,16 +160,22 @@ def _write_files(
     threads: int,
     save_id: str | None,
     written: list[Path],
+    tracker: ChangeTracker | None,
+    reduced: Reduced | None,
+    compression: bool,
 ) -> Manifest:
     """Writes all files but the manifest; ``written`` gets those that were begun."""
-    source = Source(group, table, max(1, batch_bytes // threads))
+    save_name = os.urandom(4).hex()
+    found = Look(None, None)
+    if tracker is not None:
+        found = tracker.look(folder, save_name, batch_bytes, written)
+    source = Source(group, table, max(1, batch_bytes // threads), found.slots, reduced)
     counts = source.count_owners()
     entry = entry_bytes(source.fields)
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
-    save_name = os.urandom(4).hex()
-    shards = tuple(write_shards(source, plan, folder, save_name, written, threads))
+    shards = tuple(write_shards(source, plan, folder, save_name, written, threads, compression))
     written.append(folder / counts_name(save_name))
     unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
     return Manifest(
@@ -161,7 +192,17 @@ def _write_files(
         entries=sum(shard.entries for shard in shards),
         shards=shards,
         counts=unadmitted,
+        changes=found.changes,
+        reduced=reduced,
     )
+
+
+def reduced_of(dtype: torch.dtype, states: bool, row_dtype: torch.dtype | None) -> Reduced | None:
+    """What is saved of the entries of a table with rows of a dtype; None for all."""
+    saved = dtype if row_dtype is None or dtype.itemsize <= row_dtype.itemsize else row_dtype
+    if states and saved == dtype:
+        return None
+    return Reduced(str(saved).removeprefix("torch."), states)
 
 
 def default_shard_bytes(size: int, threads: int) -> int:
@@ -206,6 +247,7 @@ def load(
     _check_positive(batch_bytes=batch_bytes)
     folder = Path(path)
     manifest = Manifest.read(folder)
+    check_layers([(folder, manifest)])
     target = Target(group, table, batch_bytes)
     _check_same_table(folder, manifest, describe(group, table))
     _check_same_optimizer(folder, manifest, group, table)
@@ -252,9 +294,10 @@ def _replace(
     group.clear_table(table)
     try:
         lost = 0
-        staging = target.staging()
+        fields = manifest_fields(manifest)
+        staging = target.staging(fields)
         for shard in manifest.shards:
-            with ShardReader(folder / shard.file, target.fields, shard) as reader:
+            with ShardReader(folder / shard.file, fields, shard) as reader:
                 for batch in reader.batches(staging):
                     lost += target.restore(batch, exact)
         if exact and lost:
@@ -280,6 +323,9 @@ def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> 
         verify_shard(folder, manifest, shard, batch_bytes)
     if manifest.counts is not None:
         verify_counts(folder, manifest.counts, batch_bytes)
+    if manifest.changes is not None:
+        slots = manifest.buckets * manifest.bucket_slots
+        verify_left(folder, manifest.changes, slots, batch_bytes)
 
 
 def describe(group: TableGroup, table: int) -> dict[str, Any]:

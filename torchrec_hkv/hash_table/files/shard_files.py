@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
-from torchrec_hkv.hash_table.files.manifest import Shard
+from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
+from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
 
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -65,6 +66,19 @@ def fields_of(
         fields.append(Field("states", torch.float32, "F32", state_dim))
     fields.append(Field("rows", dtype, _TYPES[dtype], dim))
     return tuple(fields)
+
+
+def manifest_fields(manifest: Manifest) -> tuple[Field, ...]:
+    """The tensors of the shards that a manifest names."""
+    table, reduced = manifest.table, manifest.reduced
+    dtype = table["dtype"] if reduced is None else reduced.dtype
+    has_states = reduced is None or reduced.states
+    return fields_of(
+        table["dim"],
+        getattr(torch, dtype),
+        table["state_dim"] if has_states else 0,
+        table["eviction"] != "lru",
+    )
 
 
 def entry_bytes(fields: Sequence[Field]) -> int:
@@ -223,6 +237,14 @@ class ShardWriter:
         self._file.close()
 
 
+def compressed(path: Path, shard: Shard) -> Shard:
+    """Puts a compressed file in the place of a shard's; returns what a manifest says of it."""
+    into = path.with_name(path.name + SUFFIX)
+    compress(path, into)
+    path.unlink()
+    return dataclasses.replace(shard, file=into.name)
+
+
 class ShardReader:
     """Reads a shard, batch after batch; a context manager.
 
@@ -242,7 +264,11 @@ class ShardReader:
         header = _header(fields, shard)
         self._starts = _starts(fields, shard, header)
         try:
-            self._file = BlockFile(path, os.O_RDONLY, direct=shard.bytes >= _DIRECT_BYTES)
+            self._file: BlockFile | ZstdFile
+            if path.suffix == SUFFIX:
+                self._file = ZstdFile(path)
+            else:
+                self._file = BlockFile(path, os.O_RDONLY, direct=shard.bytes >= _DIRECT_BYTES)
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ class GroupCalls(GroupStrictness):
 
     tables: tuple[TableSpec, ...]
     device: torch.device
+    note_rewrite: Callable[[], None]
     _group: _C.TableGroup
     _arguments: CallArguments
 
@@ -196,6 +199,7 @@ class GroupCalls(GroupStrictness):
         self._check_rows(ids, rows)
         with self.alone():
             slots = self.find_slots(ids, offsets, batch_size)
+            self.note_rewrite()
             self._write(slots, rows, add=False)
         return slots >= 0
 

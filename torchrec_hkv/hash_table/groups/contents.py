@@ -14,6 +14,28 @@ class GroupContents:
     """Whole tables of a group. Part of ``TableGroup``, which has the rest."""
 
     _group: _C.TableGroup
+    _rewrites = 0
+
+    @property
+    def rewrites(self) -> int:
+        """How often rows may have changed that were not looked up, as when a table is loaded."""
+        return self._rewrites
+
+    def note_rewrite(self) -> None:
+        """Called before rows change that are not looked up in the same step."""
+        self._rewrites += 1
+
+    def ids_and_steps(self, table: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and last steps of slots; of free slots they mean nothing.
+
+        Args:
+            table: index of the table.
+            slots: int64 ``[n]``, counted from the table's first slot.
+
+        Returns:
+            int64 ``[n]``, and the bits of unsigned steps, int32 ``[n]``.
+        """
+        return self._group.ids_and_steps(table, slots)
 
     def present_slots(self, table: int) -> int:
         """Slots that a table has at present; it grows up to its capacity."""
@@ -56,6 +78,7 @@ class GroupContents:
             ValueError: a tensor has another shape or dtype, or an id stands where the table would
                 not find it; nothing has changed then.
         """
+        self.note_rewrite()
         loaded = _C.TableState()
         for field in dataclasses.fields(TableState):
             setattr(loaded, field.name, getattr(state, field.name))

@@ -135,12 +135,20 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         """The number of the last call that counted (waits for the device)."""
         return self._group.clock
 
+    @property
+    def first_open_step(self) -> int:
+        """The earliest step whose rows may still change without being looked up again (waits for
+        the device): that of the oldest lookup with a pin whose backward is to come, or else the one
+        after :attr:`clock`."""
+        return self._group.first_open_step
+
     def set_clock(self, clock: int) -> None:
         """Sets the number of the last call, before contents of that time are loaded.
 
         Raises:
             ValueError: it is out of range, or the backward of a lookup is still to come.
         """
+        self.note_rewrite()
         self._group.set_clock(clock)
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,0 +1,173 @@
+"""A write or a merge that is killed at any point leaves the chain before it whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# One process forks for every write, since starting Python with TorchRec takes seconds. A child dies
+# by SIGKILL at a line of the code that writes, chosen at random. Before each write it tells what
+# its model holds, and after it that it has written.
+SCRIPT = """
+import os, random, signal, sys, traceback
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from tests.support.checkpointed import evaluate, held, make_tables, train
+from torchrec_hkv import checkpoint
+
+torch.set_num_threads(1)
+folder, kills, seed, what = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+chain = folder / "chain"
+device = torch.device("cpu")
+PLACES = ("torchrec_hkv/checkpoint/", "torchrec_hkv/hash_table/", "torchrec_hkv/backends/",
+          "torch/distributed/checkpoint/", "/shutil.py", "/json/")
+
+def in_child(work):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reader)
+            torch.manual_seed(0)
+            store = dist.HashStore()
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            work(lambda said: os.write(writer, (repr(said) + "\\n").encode()))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        told = [eval(line) for line in file.read().decode().splitlines()]
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), told
+
+def contents(model):
+    return hash(str((sorted(map(repr, held(model, "adam"))), evaluate(model, device).tolist())))
+
+class Killing:
+    def __init__(self, line):
+        self.lines, self.line = 0, line
+
+    def trace(self, frame, event, _):
+        if not any(place in frame.f_code.co_filename for place in PLACES):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.line:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.trace
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+def write(version, line):
+    def work(tell):
+        model = make_tables(1, device, "row_wise", expire_after=2)
+        writer = checkpoint.DeltaWriter(
+            model, chain, model.fused_optimizer, keep_bases=1, threads=1
+        )
+        killing = Killing(line)
+        for step in range(3):
+            train(model, 0, device, range(10 * version + step, 10 * version + step + 1))
+            tell(contents(model))
+            with killing:
+                writer.write()
+            tell("written")
+        tell(killing.lines)
+    return work
+
+def compact(into, line):
+    def work(tell):
+        killing = Killing(line)
+        with killing:
+            checkpoint.compact(chain, into, threads=1)
+        tell(killing.lines)
+    return work
+
+def load(path):
+    def work(tell):
+        model = make_tables(1, device, "row_wise", expire_after=2)
+        checkpoint.load(path, model, model.fused_optimizer)
+        tell(contents(model))
+    return work
+
+def loaded(path=chain):
+    code, told = in_child(load(path))
+    assert code == 0
+    return told[0]
+
+choice = random.Random(seed)
+code, told = in_child(write(0, -1))
+assert code == 0
+lines = told[-1]
+before = told[-3]
+old = new = 0
+if what == "write":
+    assert loaded() == before
+    for version in range(1, kills + 1):
+        code, told = in_child(write(version, choice.randrange(1, lines)))
+        assert code in (0, -signal.SIGKILL), code
+        states = [before] + [state for state in told if state != "written"]
+        found = loaded()
+        if told[-1] == "written":
+            assert found == states[-1]
+        else:
+            assert found in states[-2:], told
+        old += found != states[-1]
+        new += found == states[-1]
+        before = found
+    code, _ = in_child(write(99, -1))
+    assert code == 0
+else:
+    code, told = in_child(compact(folder / "first", -1))
+    assert code == 0 and loaded(folder / "first") == before
+    lines = told[-1]
+    for turn in range(kills):
+        into = folder / "merged" if turn % 2 else None
+        code, _ = in_child(compact(into, choice.randrange(1, lines)))
+        assert code in (0, -signal.SIGKILL), code
+        assert loaded() == before
+        if (folder / "merged").exists():
+            new += 1
+            assert loaded(folder / "merged") == before
+    code, _ = in_child(compact(folder / "merged", -1))
+    assert code == 0 and loaded(folder / "merged") == before
+    code, _ = in_child(write(99, -1))
+    assert code == 0
+# Whatever was left is cleared by the next writer.
+assert sorted(os.listdir(chain))[0] == f"base-{int(sorted(os.listdir(chain))[0][5:]):06d}"
+print(len(os.listdir(chain)), lines, old, new)
+"""
+
+
+@pytest.mark.parametrize("what", ["write", "compact"])
+def test_killed_at_any_line(tmp_path, what):
+    # TORCHREC_HKV_KILLS=50 takes some minutes.
+    kills = int(os.environ.get("TORCHREC_HKV_KILLS", "9"))
+    seed = random.randrange(1 << 30)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), str(kills), str(seed), what],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    held, lines, old, new = map(int, done.stdout.split())
+    assert held == 4  # a base, two deltas, and the name of the newest
+    assert lines > 1000
+    assert what == "compact" or old + new == kills

@@ -1,0 +1,108 @@
+"""Chains without optimizer states, and with rows of 16 bits: for serving."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.checkpointed import DIMS, held, joined, make_tables, train
+from torchrec_hkv import checkpoint
+
+
+def _write(rank, world_size, device, folder, sharding_type, options):
+    model = make_tables(world_size, device, sharding_type, expire_after=3)
+    writer = checkpoint.DeltaWriter(model, folder, **options)
+    states = []
+    for write in range(3):
+        train(model, rank, device, range(2 * write, 2 * write + 2))
+        writer.write()
+        states.append(held(model, "adam"))
+    return states
+
+
+def _load(rank, world_size, device, path, sharding_type):
+    model = make_tables(world_size, device, sharding_type, expire_after=3)
+    train(model, rank, device, range(50, 51))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.load(path, model)
+    said = [str(w.message) for w in caught if "without optimizer states" in str(w.message)]
+    return held(model, "adam"), said
+
+
+def _expected(values, states, dtype):
+    """All values as they come back."""
+    expected = []
+    for value in values:
+        table, id_, at, what, *bits = value
+        if what == "row" and dtype is not None:
+            row = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+            bits = row.to(dtype).float().view(torch.int32).tolist()
+        elif not states and what in (0, 1) and at != "entry" and id_ != "all":
+            bits = [0]
+        expected.append((table, id_, at, what, *bits))
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"), [("row_wise", "row_wise"), ("row_wise", "column_wise")]
+)
+@pytest.mark.parametrize(
+    ("states", "dtype"), [(False, None), (True, torch.float16), (False, torch.bfloat16)]
+)
+def test_what_comes_back(run_ranks, tmp_path, saved_as, loaded_as, states, dtype):
+    options = {"states": states, "row_dtype": dtype}
+    written = run_ranks(2, _write, tmp_path / "chain", saved_as, options)
+    for write, name in enumerate(["base-000000", "delta-000001", "delta-000002"]):
+        expected = joined([_expected(rank[write], states, dtype) for rank in written])
+        paths = [tmp_path / "chain" / name]
+        if write == 2:
+            checkpoint.compact(tmp_path / "chain", tmp_path / "merged")
+            paths.append(tmp_path / "merged")
+        for path in paths:
+            loaded = run_ranks(2, _load, path, loaded_as)
+            assert joined([result[0] for result in loaded]) == expected
+            said = [message for result in loaded for message in result[1]]
+            assert bool(said) == (not states)
+
+
+def _overflow(rank, world_size, device, folder):
+    model = make_tables(world_size, device, "row_wise")
+    writer = checkpoint.DeltaWriter(model, folder, row_dtype=torch.float16)
+    train(model, rank, device, range(2))
+    writer.write()
+    ids = torch.tensor([5])
+    rows = torch.full((1, DIMS["lru"]), 1e5)
+    checkpoint.import_rows(model, "lru", [(ids, rows)])
+    with pytest.raises(ValueError, match=r"beyond 65504, which are no torch\.float16"):
+        writer.write()
+    dist.barrier()  # rank 0 removes what was written
+    names = sorted(path.name for path in folder.iterdir())
+    checkpoint.import_rows(model, "lru", [(ids, rows / 2)])
+    return names, writer.write().name
+
+
+def test_values_that_do_not_fit(run_ranks, tmp_path):
+    for names, written in run_ranks(2, _overflow, tmp_path / "chain"):
+        assert names == ["base-000000", "deltas.json"]
+        assert written == "base-000001"
+
+
+def test_bad_arguments(tmp_path):
+    for argument, value in [
+        ("states", 1),
+        ("row_dtype", torch.float32),
+        ("every_steps", 0),
+        ("every_seconds", -1.0),
+        ("base_every", 1.5),
+        ("keep_bases", True),
+        ("batch_bytes", 0),
+    ]:
+        with pytest.raises(ValueError, match=f"{argument} is {value!r}, but must be"):
+            checkpoint.DeltaWriter(torch.nn.Module(), tmp_path / "chain", **{argument: value})
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        checkpoint.DeltaWriter(torch.nn.Module(), tmp_path / "file")

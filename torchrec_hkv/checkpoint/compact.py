@@ -1,0 +1,145 @@
+"""A chain of deltas merged into a whole checkpoint, without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
+from torchrec_hkv.checkpoint.place import Place
+from torchrec_hkv.checkpoint.record import TENSORS, Record, TableRecord, TableShardRecord
+from torchrec_hkv.checkpoint.tables import Layers, files_to_verify, saved_shards
+from torchrec_hkv.checkpoint.tensors import verify_file
+from torchrec_hkv.hash_table.files.manifest import sync_folder
+
+#: Memory that a merge takes.
+BATCH_BYTES = 512 << 20
+
+
+def compact(
+    path: str | os.PathLike[str],
+    into: str | os.PathLike[str] | None = None,
+    *,
+    batch_bytes: int = BATCH_BYTES,
+    threads: int = 4,
+) -> Path:
+    """Merges a base and deltas into a whole checkpoint, which loads as they do.
+
+    It needs no model and no process group; where there is one, one rank calls it. The chain stays
+    as it is. Files that need no merge are linked, or copied to another file system.
+
+    Args:
+        path: of a chain of deltas, or of the last delta to merge.
+        into: a folder for the checkpoint; an earlier checkpoint there is replaced. None: the chain
+            gets it as its new base, where ``path`` is the whole chain; nobody may write to it
+            meanwhile, and a :class:`DeltaWriter` that did is to be made anew.
+        batch_bytes: memory it may take, besides one byte for each slot of a table's shard.
+        threads: that verify files at the same time.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        ValueError: ``path`` is of no chain, a file of the chain is missing, damaged or another than
+            it should be, or there is something else where the checkpoint is written. Nothing is
+            written then.
+        OSError: writing failed; what was written is removed.
+    """
+    path, options = Path(path), FileOptions(batch_bytes, threads)
+    chain = Chain.at(path)
+    if chain is None:
+        raise ValueError(f"There is no chain of deltas at {path}: name a DeltaWriter's folder.")
+    layers = chain.layers()
+    if into is None and (newest := Chain(layers[0][0].parent).newest()) is not None:
+        link = Link.read(layers[0][0])
+        if link.number != newest.number:
+            raise ValueError(
+                f"{layers[0][0]} is not the newest checkpoint of its chain: pass into=."
+            )
+        if link.kind == "base":
+            return layers[0][0]
+    root = layers[0][0].parent
+    link = None if into is not None else Link(Chain(root).next_number(), "base", None)
+    place = Place(root / link.name if link is not None else Path(str(into)))
+    place.remove_token(place.prepare())
+    try:
+        _verify(layers, options)
+        _write(layers, place.saving, options, link)
+    except BaseException:
+        place.discard()
+        raise
+    place.commit()
+    if link is not None:
+        Chain(root).name_newest(link, digest_of(place.path))
+    return place.path
+
+
+def _verify(layers: Layers, options: FileOptions) -> None:
+    folder, record = layers[0]
+    jobs: list[Callable[[], None]] = [
+        lambda name=name, file=file: verify_file(folder / name, file)
+        for name, file in record.files.items()
+    ]
+    jobs += [
+        lambda backend=backend, saved=saved, name=name: registry.get(backend).verify_file(
+            saved, name, options
+        )
+        for backend, saved, name in files_to_verify(layers, record.tables)
+    ]
+    with ThreadPoolExecutor(options.threads) as pool:
+        for future in [pool.submit(job) for job in jobs]:
+            future.result()
+
+
+def _write(layers: Layers, folder: Path, options: FileOptions, link: Link | None) -> None:
+    source, record = layers[0]
+    _link_tree(source / TENSORS, folder / TENSORS)
+    tables = {key: _write_table(layers, key, folder, options) for key in record.tables}
+    if link is not None:
+        link.write(folder)
+    merged: Record = dataclasses.replace(record, tables=tables)
+    merged.write(folder)
+    sync_folder(folder)
+
+
+def _write_table(layers: Layers, key: str, folder: Path, options: FileOptions) -> TableRecord:
+    table = layers[0][1].tables[key]
+    if table.shards is None:
+        return table
+    backend = registry.get(table.backend)
+    shards: list[TableShardRecord] = []
+    for shard, saved in zip(table.shards, saved_shards(layers, key), strict=True):
+        to = folder / shard.folder
+        if saved.earlier:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            backend.merge_files([saved.folder, *saved.earlier], to, options)
+            held = backend.saved_folder(to)
+            shards.append(dataclasses.replace(shard, entries=held.entries, crc32=held.crc32))
+        else:
+            _link_tree(saved.folder, to)
+            shards.append(shard)
+        for parent in (to.parent, to.parent.parent):
+            sync_folder(parent)
+    return dataclasses.replace(table, shards=shards)
+
+
+def _link_tree(source: Path, to: Path) -> None:
+    """The files of a folder, which nobody changes in place, under other names."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source, to, copy_function=_link)
+    sync_folder(to)
+
+
+def _link(source: str, to: str) -> None:
+    try:
+        os.link(source, to)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, to)
+        with open(to, "rb") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,190 @@
+"""What changed in a table since it was last saved, found when it is asked for.
+
+Training marks nothing. Every slot keeps the step of its last lookup, and a row changes only between
+a lookup and that lookup's backward: rows that may have changed are those of slots with a step from
+the first one that was open at the last save. Ids that left or moved are found by comparing the id
+of each slot with a copy from the last save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table.files.block_files import host_memory
+from torchrec_hkv.hash_table.files.manifest import Changes, left_name
+from torchrec_hkv.hash_table.groups.table_group import TableGroup
+
+_ops = torch.ops.torchrec_hkv
+#: Bytes of a pair of slot and id.
+_PAIR_BYTES = 16
+_LEAST_STEP = -(1 << 31)
+# Bytes a slot that a look takes: owners, ids and steps of now and before, and comparisons.
+_LOOK_BYTES = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a look at a table found.
+
+    Attributes:
+        slots: bool ``[slots]`` in host memory: those whose entries changed or are new. None where
+            the whole table is to be saved.
+        changes: what the manifest says of it; None where the whole table is to be saved.
+    """
+
+    slots: Tensor | None
+    changes: Changes | None
+
+
+class ChangeTracker:
+    """Knows what a table held when it was last looked at.
+
+    It takes 9 bytes of host memory for each slot of the table.
+
+    Args:
+        group: the table's.
+        table: its index there.
+    """
+
+    def __init__(self, group: TableGroup, table: int) -> None:
+        self._group, self._table = group, table
+        self._ids = torch.empty(0, dtype=torch.int64)
+        self._occupied = torch.empty(0, dtype=torch.bool)
+        # Of the last look; None: the next one finds that everything changed.
+        self._first_open: int | None = None
+        self._rewrites = 0
+
+    def forget(self) -> None:
+        """Makes the next look find that the whole table changed."""
+        self._first_open = None
+
+    def look(self, folder: Path, save_name: str, batch_bytes: int, written: list[Path]) -> Look:
+        """Finds what changed since the last look, and writes which ids left their slots.
+
+        Called within ``group.unchanged()``. If the save fails, call :meth:`forget`.
+
+        Args:
+            folder: gets the file of ids that left.
+            save_name: 8 hexadecimal digits, a name of the save's own.
+            batch_bytes: memory it may take, on the host and on the device, besides one byte a slot
+                of the host's.
+            written: gets the file, if one is begun.
+        """
+        group = self._group
+        first_open, rewrites = group.first_open_step, group.rewrites
+        since = self._first_open if rewrites == self._rewrites else None
+        self.forget()  # until the look has ended
+        self._resize(group.present_slots(self._table), keep=since is not None)
+        batch = max(1, batch_bytes // _LOOK_BYTES)
+        if since is None:
+            for first in range(0, len(self._ids), batch):
+                own = slice(first, min(first + batch, len(self._ids)))
+                self._ids[own], _, self._occupied[own] = self._now(own)
+            found = Look(None, None)
+        else:
+            path = folder / left_name(save_name)
+            written.append(path)
+            found = self._compare(since, path, batch)
+        self._first_open, self._rewrites = first_open, rewrites
+        return found
+
+    def _compare(self, since: int, path: Path, batch: int) -> Look:
+        changed = torch.zeros(len(self._ids), dtype=torch.bool)
+        entries = left = crc32 = 0
+        with open(path, "xb") as file:
+            for first in range(0, len(self._ids), batch):
+                own = slice(first, min(first + batch, len(self._ids)))
+                ids, steps, is_there = self._now(own)
+                before = self._ids[own].to(ids.device)
+                was_there = self._occupied[own].to(ids.device)
+                other = (ids != before) & was_there & is_there | (was_there != is_there)
+                # Unsigned steps as signed numbers of the same order.
+                touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
+                changed[own] = is_there & (touched | other)
+                entries += int(is_there.sum())
+                gone = (was_there & other).nonzero().flatten()
+                pairs = torch.stack([gone + first, before[gone]], dim=1).cpu()
+                data = host_memory(pairs)
+                crc32 = zlib.crc32(data, crc32)
+                file.write(data)
+                left += len(pairs)
+                new = other.nonzero().flatten()
+                self._ids[own][new.cpu()] = ids[new].cpu()
+                self._occupied[own] = is_there
+            file.flush()
+            os.fsync(file.fileno())
+        return Look(changed, Changes(entries, path.name, left, crc32))
+
+    def _resize(self, slots: int, *, keep: bool) -> None:
+        """Makes room for the slots that the table has now; further ones were free before."""
+        if slots == len(self._ids):
+            return
+        ids = torch.zeros(slots, dtype=torch.int64)
+        occupied = torch.zeros(slots, dtype=torch.bool)
+        if keep:
+            ids[: len(self._ids)] = self._ids
+            occupied[: len(self._ids)] = self._occupied
+        self._ids, self._occupied = ids, occupied
+
+    def _now(self, own: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, the bits of last steps, and whether there is an entry, of some slots; on the
+        table's device."""
+        group, table = self._group, self._table
+        slots = torch.arange(own.start, own.stop, device=group.device)
+        ids, steps = group.ids_and_steps(table, slots)
+        n = own.stop - own.start
+        owners = _ops.slot_owners(group.counter_tensor, group.handle, table, own.start, n)
+        return ids, steps, owners >= 0
+
+
+def read_left(folder: Path, changes: Changes, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Slots that held other ids before, and these ids, int64, at most ``batch`` at a time."""
+    with open(folder / changes.left_file, "rb") as file:
+        while data := file.read(batch * _PAIR_BYTES):
+            pairs = torch.frombuffer(bytearray(data), dtype=torch.int64).view(-1, 2)
+            yield pairs[:, 0], pairs[:, 1]
+
+
+def verify_left(folder: Path, changes: Changes, slots: int, batch_bytes: int) -> None:
+    """Reads a file of ids that left.
+
+    Args:
+        folder: that holds it.
+        changes: what the manifest says of it.
+        slots: of the table.
+        batch_bytes: memory it may take.
+
+    Raises:
+        ValueError: it is missing, of another size, damaged, or names an impossible slot.
+    """
+    path = folder / changes.left_file
+    crc32, last, ascending = 0, -1, True
+    try:
+        size, named = path.stat().st_size, changes.left * _PAIR_BYTES
+        if size != named:
+            what = "cut short" if size < named else "too long"
+            raise ValueError(f"{path} is {what}: it has {size} bytes instead of {named}.")
+        with open(path, "rb") as file:
+            while data := file.read(max(1, batch_bytes // (4 * _PAIR_BYTES)) * _PAIR_BYTES):
+                crc32 = zlib.crc32(data, crc32)
+                numbers = torch.frombuffer(bytearray(data), dtype=torch.int64)[::2]
+                ascending &= int(numbers[0]) > last and bool((numbers[1:] > numbers[:-1]).all())
+                last = int(numbers[-1])
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    if crc32 != changes.left_crc32:
+        raise ValueError(
+            f"{path} is damaged: its checksum is {crc32}, but the manifest names "
+            f"{changes.left_crc32}."
+        )
+    if not ascending or last >= slots:
+        raise ValueError(
+            f"{path} contradicts itself: its slots do not ascend from 0 to {slots - 1}."
+        )

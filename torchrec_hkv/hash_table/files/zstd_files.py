@@ -1,0 +1,145 @@
+"""Shards compressed by Zstandard, read at any place.
+
+A file is a sequence of frames of 1 MiB of the shard each, and the table of Zstandard's seekable
+format, which says where they begin. ``zstd -d`` gives back the shard. The package ``zstandard`` is
+needed to write and to read such files, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import struct
+from pathlib import Path
+from types import ModuleType
+
+#: Ends the name of a compressed shard.
+SUFFIX = ".zst"
+_FRAME_BYTES = 1 << 20
+_LEVEL = 3
+# Zstandard's seekable format: a skippable frame of entries and a footer, without checksums, which
+# a shard's manifest has.
+_SKIPPABLE, _SEEKABLE = 0x184D2A5E, 0x8F92EAB1
+_HEAD, _ENTRY, _FOOTER = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
+
+
+def zstandard(what: str) -> ModuleType:
+    """The package.
+
+    Args:
+        what: needs it, as a message begins.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        raise ValueError(
+            f"{what} needs the package zstandard, which is not installed: pip install zstandard."
+        ) from None
+
+
+def compress(path: Path, into: Path) -> None:
+    """Writes a compressed copy of a file to a new one, and makes sure that it is on the disk."""
+    compressor = zstandard("compression='zstd'").ZstdCompressor(level=_LEVEL)
+    sizes = []
+    with open(path, "rb") as source, open(into, "xb") as target:
+        while data := source.read(_FRAME_BYTES):
+            frame = compressor.compress(data)
+            target.write(frame)
+            sizes.append((len(frame), len(data)))
+        target.write(_HEAD.pack(_SKIPPABLE, len(sizes) * _ENTRY.size + _FOOTER.size))
+        for entry in sizes:
+            target.write(_ENTRY.pack(*entry))
+        target.write(_FOOTER.pack(len(sizes), 0, _SEEKABLE))
+        target.flush()
+        os.fsync(target.fileno())
+
+
+class ZstdFile:
+    """What :class:`~torchrec_hkv.hash_table.files.block_files.BlockFile` is to read from, of a
+    compressed file. Several threads may read.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: the file or its table is damaged, or the package ``zstandard`` is missing.
+        OSError: it can't be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._zstandard = zstandard(str(path))
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            self._begins = self._read_table()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _damaged(self, why: str) -> ValueError:
+        return ValueError(f"{self._path} is damaged: {why}.")
+
+    def _read_table(self) -> list[int]:
+        """Where frames begin in the file, and where the last one ends."""
+        size = os.fstat(self._file).st_size
+        footer = os.pread(self._file, _FOOTER.size, max(0, size - _FOOTER.size))
+        if len(footer) < _FOOTER.size:
+            raise self._damaged("it ends within its table of frames")
+        frames, flags, magic = _FOOTER.unpack(footer)
+        length = frames * _ENTRY.size + _FOOTER.size
+        start = size - length - _HEAD.size
+        if magic != _SEEKABLE or flags != 0 or start < 0:
+            raise self._damaged("it does not end with a table of frames")
+        if _HEAD.unpack(os.pread(self._file, _HEAD.size, start)) != (_SKIPPABLE, length):
+            raise self._damaged("its table of frames begins elsewhere")
+        table = os.pread(self._file, frames * _ENTRY.size, start + _HEAD.size)
+        begins, held = [0], []
+        for compressed, bytes_held in _ENTRY.iter_unpack(table):
+            begins.append(begins[-1] + compressed)
+            held.append(bytes_held)
+        # All frames but the last are whole.
+        if begins[-1] != start or any(n != _FRAME_BYTES for n in held[:-1]):
+            raise self._damaged("its table names other frames than it has")
+        if held and not 0 < held[-1] <= _FRAME_BYTES:
+            raise self._damaged("its table names an impossible frame")
+        self._size = sum(held)
+        return begins
+
+    def size(self) -> int:
+        """Bytes of the shard."""
+        return self._size
+
+    def read(self, size: int, at: int) -> bytes:
+        """Reads any bytes; fewer where the shard ends before."""
+        end = min(at + size, self._size)
+        if at >= end:
+            return b""
+        first, last = at // _FRAME_BYTES, -(-end // _FRAME_BYTES)
+        data = b"".join(self._frame(frame) for frame in range(first, last))
+        return data[at - first * _FRAME_BYTES : end - first * _FRAME_BYTES]
+
+    def read_blocks(self, data: memoryview, at: int, needed: int) -> int:
+        """Reads at least ``needed`` bytes where there are so many; returns how many."""
+        return io.BytesIO(self.read(needed, at)).readinto(data)
+
+    def close(self) -> None:
+        """Closes it."""
+        os.close(self._file)
+
+    def _frame(self, number: int) -> bytes:
+        begin, end = self._begins[number], self._begins[number + 1]
+        held = min(_FRAME_BYTES, self._size - number * _FRAME_BYTES)
+        compressed = os.pread(self._file, end - begin, begin)
+        try:
+            data = self._zstandard.ZstdDecompressor().decompress(
+                compressed, max_output_size=_FRAME_BYTES
+            )
+        except self._zstandard.ZstdError as error:
+            raise self._damaged(f"frame {number} can't be decompressed ({error})") from None
+        if len(data) != held:
+            raise self._damaged(f"frame {number} holds {len(data)} bytes instead of {held}")
+        return data
