@@ -28,16 +28,18 @@ hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> i
 }
 
 TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capacity, int64_t dim,
-                        int64_t column_offset, Eviction eviction, RowType row_type, int64_t seed,
-                        std::string distribution, double low, double high, double mean, double std,
-                        int64_t hbm_slots, bool all_states_in_hbm, const AdmissionConfig& admission,
-                        int64_t expire_after, int64_t remember_evicted, bool deterministic) {
+                        int64_t column_offset, Eviction eviction, double aging, RowType row_type,
+                        int64_t seed, std::string distribution, double low, double high,
+                        double mean, double std, int64_t hbm_slots, bool all_states_in_hbm,
+                        const AdmissionConfig& admission, int64_t expire_after,
+                        int64_t remember_evicted, bool deterministic) {
   return TableConfig{std::move(name),
                      capacity,
                      initial_capacity,
                      dim,
                      column_offset,
                      eviction,
+                     aging,
                      row_type,
                      static_cast<uint64_t>(seed),
                      InitialConfig{std::move(distribution), low, high, mean, std},
@@ -183,7 +185,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("LFU", Eviction::kLfu)
       .value("EPOCH_LRU", Eviction::kEpochLru)
       .value("EPOCH_LFU", Eviction::kEpochLfu)
-      .value("CUSTOMIZED", Eviction::kCustomized);
+      .value("CUSTOMIZED", Eviction::kCustomized)
+      .value("AGED_LFU", Eviction::kAgedLfu);
   m.def("keeps_scores", &keeps_scores, py::arg("eviction"),
         "Whether a policy keeps 8 bytes of score a slot.");
   py::enum_<RowType>(m, "RowType")
@@ -232,10 +235,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<TableConfig>(m, "TableConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),
            py::arg("initial_capacity"), py::arg("dim"), py::arg("column_offset"),
-           py::arg("eviction"), py::arg("row_type"), py::arg("seed"), py::arg("distribution"),
-           py::arg("low"), py::arg("high"), py::arg("mean"), py::arg("std"), py::arg("hbm_slots"),
-           py::arg("all_states_in_hbm"), py::arg("admission"), py::arg("expire_after"),
-           py::arg("remember_evicted"), py::arg("deterministic"))
+           py::arg("eviction"), py::arg("aging"), py::arg("row_type"), py::arg("seed"),
+           py::arg("distribution"), py::arg("low"), py::arg("high"), py::arg("mean"),
+           py::arg("std"), py::arg("hbm_slots"), py::arg("all_states_in_hbm"), py::arg("admission"),
+           py::arg("expire_after"), py::arg("remember_evicted"), py::arg("deterministic"))
       .def_readonly("hbm_slots", &TableConfig::hbm_slots)
       .def_readonly("all_states_in_hbm", &TableConfig::all_states_in_hbm);
 
@@ -271,6 +274,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("num_slots", &TableGroup::num_slots)
       .def_property_readonly("counters", &TableGroup::counters)
       .def_property_readonly("optimizer_steps", &TableGroup::optimizer_steps)
+      .def_property_readonly("aged_lfu", &TableGroup::aged_lfu)
+      .def("restart_aging", in_order(kWriteIndex, &TableGroup::restart_aging), py::arg("table"),
+           py::arg("lookups"), py::arg("steps"))
+      .def("set_aging", in_order(kWriteIndex, &TableGroup::set_aging), py::arg("table"),
+           py::arg("c"))
       .def("pin", &TableGroup::pin)
       .def(
           "hold",
@@ -303,7 +311,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("table"))
       .def("last_steps", in_order(kReadIndex, &TableGroup::last_steps), py::arg("table"))
       .def_property_readonly("clock", clock_in_order(kReadIndex, &GroupClock::now))
-      .def("set_clock", clock_in_order(kWriteIndex, &GroupClock::set), py::arg("clock"))
+      .def("set_clock", in_order(kWriteIndex, &TableGroup::set_clock), py::arg("clock"))
       .def("set_epoch", clock_in_order(kWriteIndex, &GroupClock::set_epoch), py::arg("epoch"))
       .def("fill_frames", in_order(kWriteAll, &TableGroup::fill_frames), py::arg("table"))
       .def(

@@ -24,6 +24,8 @@ void check_config(const TableConfig& config, bool cuda) {
   TORCH_CHECK_VALUE(config.dim >= 1 && config.dim <= 2048, "table '", name, "': dim is ",
                     config.dim, ", but must be from 1 to 2048.");
   make_initial_rows(config.initial, config.seed, "table '" + name + "': ");
+  TORCH_CHECK_VALUE(config.eviction != Eviction::kAgedLfu || config.aging >= 0, "table '", name,
+                    "': c of AgedLFU is ", config.aging, ", but must be at least 0.");
   TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
                     config.column_offset, ", but must not be negative.");
   TORCH_CHECK_VALUE(config.initial_capacity >= 1 && config.initial_capacity <= config.capacity,

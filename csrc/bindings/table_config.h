@@ -20,6 +20,7 @@ struct TableConfig {
   int64_t dim;
   int64_t column_offset;
   Eviction eviction;
+  double aging;  // under kAgedLfu: AgedLfu::c (hash_table/aged_lfu.h)
   RowType row_type;
   uint64_t seed;  // already mixed with the table's name
   InitialConfig initial;

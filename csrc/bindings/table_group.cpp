@@ -104,6 +104,9 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   }
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
+  aged_lfu_ = at::zeros({num_tables(), sizeof(hash_table::AgedLfu) / sizeof(double)},
+                        at::dtype(at::kDouble).device(device));
+  for (int64_t t = 0; t < num_tables(); ++t) restart_aging(t);
   make_aging();
   make_moving_rows();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
@@ -167,7 +170,36 @@ void TableGroup::make_aging() {
   aging_ = {expires ? reinterpret_cast<const uint32_t*>(expire_after_.const_data_ptr<int32_t>())
                     : nullptr,
             static_cast<int32_t>(num_tables()), most_buckets,
-            all != nullptr && all->halved ? all : nullptr};
+            all != nullptr && all->halved ? all : nullptr,
+            std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
+              return config.eviction == Eviction::kAgedLfu;
+            })};
+}
+
+void TableGroup::set_aging(int64_t table, double c) {
+  check_index(table);
+  const std::string& name = configs_[table].name;
+  TORCH_CHECK_VALUE(configs_[table].eviction == Eviction::kAgedLfu, "table '", name,
+                    "' does not evict by AgedLFU, whose c was to be set.");
+  TORCH_CHECK_VALUE(c >= 0, "table '", name, "': c of AgedLFU is ", c, ", but must be at least 0.");
+  configs_[table].aging = c;
+  const at::AutoDispatchBelowADInplaceOrView below;  // also where it is an inference tensor
+  aged_lfu_[table][0].fill_(c);
+}
+
+void TableGroup::restart_aging(int64_t table, double lookups, double steps) {
+  check_index(table);
+  if (configs_[table].eviction != Eviction::kAgedLfu) return;
+  hash_table::AgedLfu state{configs_[table].aging, lookups, steps, 0, -1, 0};
+  state.set_half_life(memory_[table].num_slots());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  aged_lfu_[table].copy_(at::from_blob(&state, {aged_lfu_.size(1)}, at::kDouble));
+}
+
+void TableGroup::set_clock(int64_t now) {
+  clock_->set(now);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  aged_lfu_.select(1, offsetof(hash_table::AgedLfu, seen_step) / sizeof(double)).fill_(-1);
 }
 
 std::shared_ptr<TableGroup> TableGroup::make(std::vector<TableConfig> configs,
@@ -256,6 +288,9 @@ TableView TableGroup::make_view(int64_t table) const {
   }
   view.scores =
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
+  if (config.eviction == Eviction::kAgedLfu) {
+    view.aged = reinterpret_cast<hash_table::AgedLfu*>(aged_lfu_[table].data_ptr<double>());
+  }
   view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),
                config.row_type};
   view.states = {memory.state_homes().data(), memory.states_move() ? memory.states.data() : nullptr,

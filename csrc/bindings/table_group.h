@@ -96,6 +96,15 @@ class TableGroup {
   const at::Tensor& optimizer_steps() const { return optimizer_steps_; }
   const GroupAdmission& admission() const { return *admission_; }
   const hash_table::Aging& aging() const { return aging_; }
+  // hash_table::AgedLfu of each table, float64 [tables, 6], on the device; zeros under other
+  // policies.
+  const at::Tensor& aged_lfu() const { return aged_lfu_; }
+  // AgedLfu::c of a table under kAgedLfu, from the next call on. Does not wait for the device.
+  void set_aging(int64_t table, double c);
+  // Forgets what a table has measured for its half-life but for so many lookups in so many steps.
+  void restart_aging(int64_t table, double lookups = 0, double steps = 0);
+  // GroupClock::set.
+  void set_clock(int64_t now);
 
   // On the group's device.
   const hash_table::TableView* views() const;
@@ -240,6 +249,7 @@ class TableGroup {
   hash_table::Aging aging_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor optimizer_steps_;  // int64 [tables]
+  at::Tensor aged_lfu_;         // see aged_lfu()
   at::Tensor views_;            // bytes of TableView[tables], on the device
   at::Tensor feature_tables_;   // int32, on the device
   at::Tensor feature_columns_;  // int32, on the device

@@ -343,6 +343,11 @@ class Backend(abc.ABC):
             "optimizer": None if optimizer is None else optimizer.kind,
         }
 
+    def loads(self, what: str, saved: Any, own: Any) -> bool:
+        """Whether a table loads a saved one that differs so in ``what``, an item of
+        :meth:`identity`."""
+        return bool(saved == own)
+
     def exchanges(self, options: BackendOptions) -> bool:
         """Whether the state of a table has sizes that don't depend on the ranks, so that a rank may
         load places of other ranks' ids. Then tensors of one dimension belong to shards of the first

@@ -6,6 +6,7 @@ import dataclasses
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.admission import Admission, admission_bytes
+from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def table_memory(
     capacity: int,
     dim: int,
     state_width: int,
-    eviction: str,
+    eviction: EvictionPolicy,
     element_bytes: int = 4,
     admission: Admission | None = None,
     initial_capacity: int | None = None,
@@ -71,7 +72,7 @@ def table_memory(
         num_slots=buckets * bucket_slots,
         initial_slots=_C.initial_slots(capacity, initial_capacity),
         bucket_slots=bucket_slots,
-        index_bytes=_C.index_bytes(capacity, eviction != "lru", initial_capacity)
+        index_bytes=_C.index_bytes(capacity, keeps_scores(eviction), initial_capacity)
         + admission_bytes(admission)
         + 2 * (remember_evicted or 0),
         row_bytes=element_bytes * dim + 4 * state_width,

@@ -189,7 +189,7 @@ class Placing {
       }
       slot = place.slot;
       if (place.evicts) {
-        note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.row(slot));
+        note_leaver(it, table.ids[slot], score_of(table, slot), table.row(slot));
         victims_.leaves(it.table, slot);
       }
       place_new(table, id, it.choice, slot, visit_.now(), score);
@@ -209,7 +209,8 @@ class Placing {
     const bool holds = seen != kNoSlot && table.last_steps[seen] < visit_.pinned_from();
     const int64_t victim = holds ? seen : victims_.lowest(it.table, it.choice);
     const bool outranked =
-        placement_.refuse_lower && victim != kNoSlot && own_score < rank_of(table, victim).score;
+        placement_.refuse_lower && victim != kNoSlot &&
+        table.ranking().of(own_score, visit_.now()) < rank_of(table, victim).score;
     return Place{outranked ? kNoSlot : victim, true, outranked};
   }
 
@@ -299,6 +300,7 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads) {
   age(tables, aging, visit, threads);
+  if (aging.ages_counts && batch.num_ids > 0) begin_aged_call(tables, aging.num_tables, visit);
   if (placement.believed == nullptr) {
     find_and_touch(tables, batch, visit, slots, found, threads);
   } else {

@@ -34,6 +34,7 @@ from torchrec_hkv.backends.protocol import (
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
+from torchrec_hkv.hash_table.eviction import name_of, reads_files_of
 
 #: Of rows, and of outputs.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -100,9 +101,12 @@ class HKVBackend(Backend):
         options = options_of(shard)
         return {
             **super().identity(shard, optimizer),
-            "eviction": options.eviction,
+            "eviction": name_of(options.eviction),
             "seed": options.seed,
         }
+
+    def loads(self, what: str, saved: Any, own: Any) -> bool:
+        return reads_files_of(own, saved) if what == "eviction" else saved == own
 
     def exchanges(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)

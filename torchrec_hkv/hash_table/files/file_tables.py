@@ -20,6 +20,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
     Staging,
     entry_bytes,
     fields_of,
+    fields_of_manifest,
 )
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -102,9 +103,9 @@ class Target(FileTable):
         super().__init__(group, table, batch_bytes)
         self.capacity = group.full_slots(table)
 
-    def staging(self) -> Staging:
-        """Host memory for a batch."""
-        return Staging(self.fields, self.batch, pin=self.group.device.type == "cuda")
+    def staging(self, fields: Sequence[Field]) -> Staging:
+        """Host memory for a batch of a file with these fields."""
+        return Staging(fields, self.batch, pin=self.group.device.type == "cuda")
 
     def can_have(self, buckets: int, bucket_slots: int) -> bool:
         """Whether the table has this geometry, or can grow to it."""
@@ -120,15 +121,22 @@ class Target(FileTable):
             self.group.reserve(self.table, min(manifest.entries, self.capacity))
 
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
-        """Puts entries into the table; returns how many found no place."""
+        """Puts entries into the table; returns how many found no place.
+
+        Where the table keeps counts and the entries come without, each counts once.
+        """
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
         ids, device = moved["ids"], self.group.device
+        if not self.keeps_scores:
+            scores = torch.empty(0, dtype=torch.int64, device=device)
+        elif (scores := moved.get("scores")) is None:
+            scores = torch.ones(n, dtype=torch.int64, device=device)
         entries = (
             ids,
             moved["rows"],
             moved["last_steps"],
-            moved.get("scores", torch.empty(0, dtype=torch.int64, device=device)),
+            scores,
             moved.get("states", torch.empty((n, 0), device=device)),
         )
         place = (self.group.counter_tensor, self.group.handle, self.table)
@@ -281,13 +289,7 @@ def verify_shard(
         ValueError: it is missing, damaged, or contradicts the manifest.
     """
     path = folder / shard.file
-    table = manifest.table
-    fields = fields_of(
-        table["dim"],
-        getattr(torch, table["dtype"]),
-        table["state_dim"],
-        table["eviction"] != "lru",
-    )
+    fields = fields_of_manifest(manifest)
     batch = max(1, batch_bytes // (2 * entry_bytes(fields)))
     staging = Staging(fields, min(batch, shard.entries))
     misplaced = 0

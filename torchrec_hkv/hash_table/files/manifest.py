@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.json_schema import (
@@ -108,6 +109,8 @@ class Manifest:
         entries: in all shards.
         shards: in the order of their owner buckets.
         counts: of ids that are not admitted; None where the table counted none.
+        aging: under ``aged_lfu``, the lookups of some calls, and the number of these; else None,
+            and not in the file.
     """
 
     save: str
@@ -123,12 +126,13 @@ class Manifest:
     shards: tuple[Shard, ...]
     initial_capacity: int | None = None
     counts: Counts | None = None
+    aging: tuple[float, float] | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
         # What a killed save left, or a link, which must not be followed.
         (folder / _UNFINISHED).unlink(missing_ok=True)
-        write_signed(folder / _UNFINISHED, FORMAT, VERSION, dataclasses.asdict(self), mode="x")
+        write_signed(folder / _UNFINISHED, FORMAT, VERSION, self._content, mode="x")
 
     @staticmethod
     def commit(folder: Path) -> None:
@@ -156,9 +160,16 @@ class Manifest:
         return manifest
 
     @property
+    def _content(self) -> dict[str, Any]:
+        content = dataclasses.asdict(self)
+        if self.aging is None:
+            del content["aging"]
+        return content
+
+    @property
     def crc32(self) -> int:
         """The checksum that its file names."""
-        return checksum(FORMAT, VERSION, dataclasses.asdict(self))
+        return checksum(FORMAT, VERSION, self._content)
 
     @property
     def files(self) -> list[str]:
@@ -171,7 +182,7 @@ _TABLE = Fields(
     {
         "name": Text(),
         "dim": Integer(1, 2048),
-        "eviction": Choice(("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")),
+        "eviction": Choice(tuple(KINDS)),
         "seed": Integer(-(1 << 63), (1 << 63) - 1),
         "initializer": OrNull(
             ByType(
@@ -227,8 +238,10 @@ MANIFEST_SCHEMA = Fields(
         "shards": Items(_SHARD),
         "initial_capacity": OrNull(Integer(1, _MOST_CAPACITY)),
         "counts": OrNull(_COUNTS),
+        "aging": Items(Number(0), 2),
     },
     Manifest,
+    optional=["aging"],
 )
 
 

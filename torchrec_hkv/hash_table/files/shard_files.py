@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table import eviction
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
-from torchrec_hkv.hash_table.files.manifest import Shard
+from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 
 # The format's names. Steps and scores are unsigned, but a table hands them over as signed.
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -65,6 +66,14 @@ def fields_of(
         fields.append(Field("states", torch.float32, "F32", state_dim))
     fields.append(Field("rows", dtype, _TYPES[dtype], dim))
     return tuple(fields)
+
+
+def fields_of_manifest(manifest: Manifest) -> tuple[Field, ...]:
+    """Of the shards of a saved table."""
+    table = manifest.table
+    dtype = getattr(torch, table["dtype"])
+    scored = eviction.keeps_scores(table["eviction"])
+    return fields_of(table["dim"], dtype, table["state_dim"], scored)
 
 
 def entry_bytes(fields: Sequence[Field]) -> int:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
+from torchrec_hkv.hash_table.eviction import AgedLFU
 from torchrec_hkv.hash_table.groups.accumulation import Accumulator
 from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
 from torchrec_hkv.hash_table.groups.copies import GroupCopies
-from torchrec_hkv.hash_table.groups.counters import GroupCounters
+from torchrec_hkv.hash_table.groups.counters import COUNTERS, GroupCounters
 from torchrec_hkv.hash_table.groups.rows import GroupRows
 from torchrec_hkv.hash_table.id_types import int64_ids
 from torchrec_hkv.hash_table.optimizers import Optimizer
@@ -153,6 +154,35 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
             raise ValueError(f"epoch is {epoch}, but must be from 0 to 2^32 - 1.")
         self._group.set_epoch(epoch)
         self._epoch = epoch
+
+    @property
+    def aged_lfu(self) -> Tensor:
+        """What tables under :class:`AgedLFU` measure, float64 ``[tables, 6]`` on the device: c; the
+        lookups of some calls, and the number of these; three more. Zeros under other policies."""
+        return self._group.aged_lfu
+
+    def measured_lookups(self, table: int) -> tuple[float, float] | None:
+        """The lookups of some calls, and the number of these, from which a table under
+        :class:`AgedLFU` tells its half-life; None under other policies (waits for the device)."""
+        if not isinstance(self.tables[table].eviction, AgedLFU):
+            return None
+        _, lookups, steps, seen_lookups, seen_step, _ = self.aged_lfu[table].tolist()
+        if seen_step < 0:
+            return lookups, steps
+        counted = int(self.counter_tensor[table, COUNTERS.index("lookups")])
+        return lookups + counted - seen_lookups, steps + self.clock + 1 - seen_step
+
+    def restart_aging(self, table: int, measured: tuple[float, float] | None) -> None:
+        """Has a table go on from :meth:`measured_lookups` of another; None: begin anew."""
+        self._group.restart_aging(table, *(measured or (0.0, 0.0)))
+
+    def set_aging(self, table: int, c: float) -> None:
+        """Sets the c of a table under :class:`AgedLFU` for the calls to come; does not wait.
+
+        Raises:
+            ValueError: ``c`` is less than 0, or the table has another policy.
+        """
+        self._group.set_aging(table, c)
 
     def pin(self) -> Pin:
         """A pin for the rows of one training lookup.

@@ -37,12 +37,23 @@ namespace {
 // time, so many must be on their way.
 constexpr int kInsertBlocks = 4;
 
-// One block: the clock goes on, and the flags are cleared. Lookups are known without looking; where
-// insertions are not counted in their order, they are counted here, beside the find.
+// One block: the clock goes on, counts age, and the flags are cleared. Lookups are known without
+// looking; where insertions are not counted in their order, they are counted here, beside the find.
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing,
-                 const TableView* __restrict__ tables, const Batch batch, bool counts) {
-  let_next_kernel_start();  // it may read all but the clock and the flags
+                 const TableView* __restrict__ tables, const Batch batch, bool counts,
+                 int32_t aged_tables) {
+  let_next_kernel_start();  // it may read all but the clock, the flags and what ages
+  if (aged_tables > 0) {
+    const uint32_t now = next_step(clock->now, tick);
+    for (int32_t t = threadIdx.x; t < aged_tables; t += kThreads) {
+      AgedLfu* const aged = tables[t].aged;
+      if (aged != nullptr) {
+        aged->begin_call(now, tables[t].counters[kLookups], tables[t].num_slots);
+      }
+    }
+    __syncthreads();  // before the clock goes on and lookups are counted
+  }
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
     return;
@@ -325,7 +336,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
-  begin_kernel<<<1, kThreads, 0, stream>>>(clock, tick, missing, tables, batch, !placement.ordered);
+  begin_kernel<<<1, kThreads, 0, stream>>>(clock, tick, missing, tables, batch, !placement.ordered,
+                                           aging.ages_counts ? aging.num_tables : 0);
   HKV_CUDA_CHECK_LAUNCH();
   age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);
