@@ -67,6 +67,13 @@ int64_t evicted_bytes(const TableConfig& config) {
   return config.remember_evicted * static_cast<int64_t>(sizeof(uint16_t));
 }
 
+int64_t miniature_bytes(const TableConfig& config) {
+  if (!config.adaptive) return 0;
+  const int64_t slots =
+      hash_table::geometry_of(config.capacity, config.initial_capacity).num_slots();
+  return hash_table::MiniatureSize::of(slots).bytes();
+}
+
 at::ScalarType scalar_type(RowType type) {
   switch (type) {
     case RowType::kFloat16:

@@ -61,13 +61,14 @@ struct Ranking {
 
 // What a table under LFU with aging keeps, in the memory of the device that runs the kernels. The
 // host writes `c`, and the rest when a table is loaded or cleared; torchrec_hkv.hash_table reads it
-// as float64 [6].
+// as float64 [7].
 struct AgedLfu {
   double c;             // half-life in lookups / slots
   double lookups;       // of the table ...
   double steps;         // ... in so many steps; both are halved now and then
   double seen_lookups;  // the table's counter of lookups at the last update
   double seen_step;     // of the last update; -1: none yet
+  double unit;          // the half-life where c is 1, as below
   uint64_t half_life;   // as Ranking::half_life, or kInfiniteHalfLife
 
   HKV_HOST_DEVICE Ranking ranking() const {
@@ -92,16 +93,21 @@ struct AgedLfu {
   }
 
   HKV_HOST_DEVICE void set_half_life(int64_t slots) {
-    if (c > 1e300) {
-      half_life = kInfiniteHalfLife;
-      return;
-    }
     const double per_lookup = lookups > 0 ? steps / lookups : 0;
-    const double wanted = c * static_cast<double>(slots) * per_lookup * 65536.0;
-    half_life =
-        wanted < static_cast<double>(kMostHalfLife) ? static_cast<uint64_t>(wanted) : kMostHalfLife;
+    unit = static_cast<double>(slots) * per_lookup * 65536.0;
+    half_life = c > 1e300 ? kInfiniteHalfLife : half_life_of(c);
+  }
+
+  HKV_HOST_DEVICE uint64_t half_life_of(double any_c) const {
+    const double wanted = any_c * unit;
+    return wanted < static_cast<double>(kMostHalfLife) ? static_cast<uint64_t>(wanted)
+                                                       : kMostHalfLife;
+  }
+  // With another, finite c.
+  HKV_HOST_DEVICE Ranking ranking_of(double any_c) const {
+    return Ranking{true, half_life_of(any_c)};
   }
 };
-static_assert(sizeof(AgedLfu) == 6 * sizeof(double));
+static_assert(sizeof(AgedLfu) == 7 * sizeof(double));
 
 }  // namespace torchrec_hkv::hash_table

@@ -28,8 +28,7 @@ namespace cpu {
 
 inline void begin_aged_call(const TableView* tables, int32_t num_tables, const Visit& visit) {
   for (const TableView* table = tables; table < tables + num_tables; ++table) {
-    if (table->aged == nullptr) continue;
-    table->aged->begin_call(visit.now(), table->counters[kLookups], table->num_slots);
+    if (table->aged != nullptr) table->begin_aged_call(visit.now());
   }
 }
 

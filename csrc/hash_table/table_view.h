@@ -22,6 +22,7 @@
 #include "hash_table/clock.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
+#include "hash_table/miniatures.h"
 #include "hash_table/packed_entries.h"
 #include "hash_table/row_matrix.h"
 
@@ -74,8 +75,9 @@ struct TableView {
   PackedEntries entries;
   uint32_t*
       oldest;  // [num_buckets][kGroups] no entry of the group has an earlier last step; packed
-  uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps
-  AgedLfu* aged;     // on the table's device; null but under kAgedLfu
+  uint64_t* scores;       // [num_slots]; null under LRU, whose scores are the last steps
+  AgedLfu* aged;          // on the table's device; null but under kAgedLfu
+  Miniatures miniatures;  // under kAgedLfu, where they choose AgedLfu::c
   RowStore rows;
   RowStore states;  // optimizer state, float32
   Frames frames;
@@ -93,6 +95,12 @@ struct TableView {
   InitialRows initial_rows;
 
   HKV_HOST_DEVICE int32_t dim() const { return rows.width; }
+  // Under kAgedLfu, at the start of a call with this step, before its lookups are counted.
+  HKV_HOST_DEVICE void begin_aged_call(uint32_t now) const {
+    const uint64_t counted = counters[kLookups];
+    if (miniatures.entries != nullptr) miniatures.choose(counted, num_slots, &aged->c);
+    aged->begin_call(now, counted, num_slots);
+  }
   // How the table's entries rank in the present call.
   HKV_HOST_DEVICE Ranking ranking() const {
     return aged == nullptr ? Ranking{false, 0} : aged->ranking();
@@ -305,6 +313,8 @@ struct Placement {
   bool spread = false;
   // Whether a table of the group keeps scores.
   bool keeps_scores = true;
+  // Whether a table of the group has miniatures.
+  bool simulates = false;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
   // Whether ids are placed in the order of the batch, so that a call's result follows from the

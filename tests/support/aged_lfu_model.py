@@ -31,7 +31,7 @@ class AgedLFUModel:
         """The table was cleared or loaded: what was measured is of other steps."""
         self.lookups = self.steps = 0.0
         self.seen: tuple[int, int] | None = None
-        self.half_life = 0
+        self.half_life, self.unit = 0, 0.0
 
     def reload(self, now: int, counted: int) -> None:
         """The table was saved after call ``now`` and loaded again: it goes on as if it had not."""
@@ -59,9 +59,13 @@ class AgedLFUModel:
 
     def set_half_life(self, slots: int) -> None:
         """From what has been measured."""
-        steps = self.steps / self.lookups if self.lookups else 0.0
+        self.unit = slots * (self.steps / self.lookups if self.lookups else 0.0) * 65536
         if math.isfinite(self.c):
-            self.half_life = int(min(self.c * slots * steps * 65536, MOST_HALF_LIFE))
+            self.half_life = self.half_life_of(self.c)
+
+    def half_life_of(self, c: float) -> int:
+        """With another c: steps, with 16 bits of fraction."""
+        return int(min(c * self.unit, MOST_HALF_LIFE))
 
     def rank(self, count: int, touched: int) -> int:
         """The lowest leaves."""

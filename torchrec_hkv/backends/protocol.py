@@ -276,7 +276,8 @@ class GroupLookup(nn.Module, abc.ABC):
         Returns:
             Keys, and int64 ``[tables, 12]`` on the tables' device: ``lookups``, ``hits``,
             ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``fetched``,
-            ``written_home``, ``host_hits``, ``returned``, ``size``.
+            ``written_home``, ``host_hits``, ``returned``, ``size``. More columns may follow, as
+            :data:`torchrec_hkv.hash_table.groups.counters.DEVICE_COUNTS` names them.
         """
         return None
 

@@ -33,9 +33,7 @@ class AgedLFU:
         object.__setattr__(self, "c", float(self.c))
 
 
-EvictionPolicy = (
-    Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"] | AgedLFU  # with its c
-)
+EvictionPolicy = Literal["lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized"] | AgedLFU
 
 #: As files name the policies, and as kernels do.
 KINDS = {
@@ -81,7 +79,7 @@ def check_eviction(where: str, eviction: object, allowed: tuple[str, ...]) -> No
 
 def name_of(eviction: EvictionPolicy) -> str:
     """A policy as files name it; they don't keep its parameters."""
-    return "aged_lfu" if isinstance(eviction, AgedLFU) else eviction
+    return "aged_lfu" if isinstance(eviction, AgedLFU) or eviction == "adaptive" else eviction
 
 
 def policy_of(name: str) -> EvictionPolicy:

@@ -28,10 +28,10 @@ class HashTable(SavedTable):
     call on an id that is not there never fails.
 
     Operations that name a score take it where the policy takes scores from outside: counts to add
-    under ``"lfu"``, ``"epoch_lfu"`` and ``AgedLFU`` (1 where none is given), the score itself, any
-    int64, under ``"customized"``. A count below 0 is refused; on a GPU, where looking would wait
-    for the device, it counts as 0. Counts add up to at most 2^63 - 1. Scores of the epoch policies
-    are unsigned 64-bit numbers, given back as the int64 of the same bits.
+    under ``"lfu"``, ``"epoch_lfu"``, ``AgedLFU`` and ``"adaptive"`` (1 where none is given), the
+    score itself, any int64, under ``"customized"``. A count below 0 is refused; on a GPU, where
+    looking would wait for the device, it counts as 0. Counts add up to at most 2^63 - 1. Scores of
+    the epoch policies are unsigned 64-bit numbers, given back as the int64 of the same bits.
     Counted calls are insertions, ``find_or_insert`` among them, and ``assign`` and
     ``assign_scores``.
 
@@ -43,14 +43,15 @@ class HashTable(SavedTable):
     | --- | --- | --- |
     | ``"lru"`` | number of the call that last touched it | set |
     | ``"lfu"`` | counts, added up | added |
-    | ``AgedLFU(c)`` | counts, added up | added |
+    | ``AgedLFU(c)``, ``"adaptive"`` | counts, added up | added |
     | ``"epoch_lru"`` | epoch in the high 32 bits, number of the call in the low | set |
     | ``"epoch_lfu"`` | epoch in the high 32 bits, counts in the low | epoch set, counts added |
     | ``"customized"`` | as given | set |
 
     In two full buckets the lowest score leaves, among equals the one touched longest ago; what the
     same call has touched stays. Under :class:`torchrec_hkv.hash_table.AgedLFU` counts are compared
-    by what they are worth at their age. An id whose own score is lower than all of those is
+    by what they are worth at their age; ``"adaptive"`` chooses its c while the table runs, by the
+    hit rates of miniatures of the table. An id whose own score is lower than all of those is
     refused, and so is one whose buckets are full of ids of the same call. Of several scores given
     for one id, all must be too low for that; counts add up, and of other scores one stays (on a CPU
     the last).

@@ -18,7 +18,7 @@ from torchrec_hkv.hash_table.spec_checks import (
 from torchrec_hkv.hash_table.table_memory import hbm_share_for, table_memory
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-_NAMED = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
+_NAMED = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -90,7 +90,8 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         dim=spec.dim,
         column_offset=spec.column_offset,
         eviction=KINDS[name_of(spec.eviction)],
-        aging=spec.eviction.c if isinstance(spec.eviction, AgedLFU) else 0.0,
+        aging=(spec.eviction if isinstance(spec.eviction, AgedLFU) else AgedLFU()).c,
+        adaptive=spec.eviction == "adaptive",
         row_type=_ROW_TYPES[spec.dtype],
         seed=table_seed(spec.seed, spec.name),
         hbm_slots=share.slots,

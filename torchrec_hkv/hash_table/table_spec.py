@@ -21,8 +21,9 @@ class TableSpec:
         capacity: rows it must hold, at least 1.
         dim: columns of its rows, 1 to 2048.
         eviction: which id leaves a full bucket: ``"lru"``, ``"lfu"``, an
-            :class:`torchrec_hkv.hash_table.AgedLFU`, ``"epoch_lru"``, ``"epoch_lfu"`` or
-            ``"customized"``; :class:`torchrec_hkv.hash_table.HashTable` says what their scores are.
+            :class:`torchrec_hkv.hash_table.AgedLFU`, ``"adaptive"``, ``"epoch_lru"``,
+            ``"epoch_lfu"`` or ``"customized"``; :class:`torchrec_hkv.hash_table.HashTable` says
+            what their scores are.
         hbm_bytes: what it may take of a GPU's memory, index included. A table whose rows don't all
             fit there has all of them in host memory, and those of the highest score in HBM too.
             None: all in HBM. On a CPU the table is in host memory.

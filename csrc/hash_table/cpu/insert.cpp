@@ -10,6 +10,7 @@
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/cpu/find.h"
 #include "hash_table/cpu/highest_given.h"
+#include "hash_table/cpu/miniatures.h"
 #include "hash_table/cpu/missing.h"
 #include "hash_table/cpu/new_rows.h"
 #include "hash_table/cpu/place.h"
@@ -324,6 +325,7 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, placement, slots, threads);
   }
+  if (placement.simulates) simulate(tables, batch, visit, threads);
 }
 
 int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,

@@ -90,5 +90,5 @@ def test_training_goes_on_as_without_a_save(device_type, tmp_path):
             table.find_or_insert(ids)
         if device_type == "cpu":
             assert scores_of(source) == scores_of(loaded) == scores_of(tables[2])
-    measured = [table.group.measured_lookups(0) for table in tables]
+    measured = [table.group.measured_aging(0) for table in tables]
     assert measured[0] == measured[1] == measured[2]

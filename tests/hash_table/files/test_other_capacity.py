@@ -13,7 +13,7 @@ def rank(entry, policy, table):
     _, step, score, _ = entry
     if isinstance(policy, AgedLFU):
         model = AgedLFUModel(policy.c)
-        model.lookups, model.steps = table.group.measured_lookups(0)
+        model.lookups, model.steps, _ = table.group.measured_aging(0)
         model.set_half_life(table.capacity)
         return (model.rank(score, step), step)
     return (step, step) if policy == "lru" else (score, step)

@@ -14,7 +14,7 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_remember_evicted,
 )
 
-_EVICTIONS = ("lru", "lfu")
+_EVICTIONS = ("lru", "lfu", "adaptive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,9 @@ class HKVOptions(BackendOptions):
         eviction: which id leaves a full bucket: ``"lru"``, the one looked up longest ago;
             ``"lfu"``, the one looked up least often (among equals, longest ago); or an
             :class:`torchrec_hkv.AgedLFU`, between the two: the one looked up least often where
-            counts lose half their worth after each half-life in which the id is not looked up. Only
-            lookups in training count.
+            counts lose half their worth after each half-life in which the id is not looked up.
+            ``"adaptive"`` chooses that half-life while the table runs, by the hit rates of small
+            tables that see a sample of the ids. Only lookups in training count.
         hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
             and optimizer states don't all fit there has all of them in host memory, and those of
             the highest score in HBM too: lookups in training bring them there. None: all in the
@@ -67,7 +68,7 @@ class HKVOptions(BackendOptions):
             while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
     """
 
-    eviction: Literal["lru", "lfu"] | AgedLFU = "lru"
+    eviction: Literal["lru", "lfu", "adaptive"] | AgedLFU = "lru"
     hbm_bytes: int | Literal["index"] | None = None
     seed: int = 0
     initializer: Initializer | None = None

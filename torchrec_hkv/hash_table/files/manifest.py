@@ -109,7 +109,7 @@ class Manifest:
         entries: in all shards.
         shards: in the order of their owner buckets.
         counts: of ids that are not admitted; None where the table counted none.
-        aging: under ``aged_lfu``, the lookups of some calls, and the number of these; else None,
+        aging: under ``aged_lfu``, the lookups of some calls, the number of these, and c; else None,
             and not in the file.
     """
 
@@ -126,7 +126,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     initial_capacity: int | None = None
     counts: Counts | None = None
-    aging: tuple[float, float] | None = None
+    aging: tuple[float, float, float] | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
@@ -238,7 +238,7 @@ MANIFEST_SCHEMA = Fields(
         "shards": Items(_SHARD),
         "initial_capacity": OrNull(Integer(1, _MOST_CAPACITY)),
         "counts": OrNull(_COUNTS),
-        "aging": Items(Number(0), 2),
+        "aging": Items(Number(0), 3),
     },
     Manifest,
     optional=["aging"],

@@ -257,7 +257,7 @@ class PartsLoad:
             entries = sum(self._entries(part) for part in self._by_columns[0][1])
             group.reserve(table, min(entries, self._target.capacity))
         group.clear_table(table)
-        group.restart_aging(table, self._measured_lookups())
+        group.restart_aging(table, self._measured_aging())
         try:
             lost = self._fill(manifest is not None)
         except BaseException:
@@ -274,20 +274,20 @@ class PartsLoad:
         group.optimizer_steps[table] = max(part.manifest.optimizer_step for part in self._parts)
         return lost
 
-    def _measured_lookups(self) -> tuple[float, float] | None:
+    def _measured_aging(self) -> tuple[float, float, float] | None:
         """Those of the parts, where owners have as many lookups each in all of them."""
         measured = [(part, part.manifest.aging) for part in self._by_columns[0][1]]
         if len(measured) == 1 and measured[0][0].owners == self._owners:
             return measured[0][1]
-        lookups, owners, calls = 0.0, 0, 0.0
+        lookups, owners, calls, c = 0.0, 0, 0.0, 0.0
         for part, aging in measured:
             if aging is not None and aging[1] > 0:
                 lookups += aging[0] / aging[1]
                 owners += part.owners[1] - part.owners[0]
-                calls = max(calls, aging[1])
+                calls, c = max(calls, aging[1]), max(c, aging[2])
         if owners == 0:
             return None
-        return lookups / owners * (self._owners[1] - self._owners[0]) * calls, calls
+        return lookups / owners * (self._owners[1] - self._owners[0]) * calls, calls, c
 
     def _fill(self, exact: bool) -> int:
         lost = filled = 0

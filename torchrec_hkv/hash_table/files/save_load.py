@@ -162,7 +162,7 @@ def _write_files(
         entries=sum(shard.entries for shard in shards),
         shards=shards,
         counts=unadmitted,
-        aging=group.measured_lookups(table),
+        aging=group.measured_aging(table),
     )
 
 

@@ -54,6 +54,11 @@ class GroupCopies(GroupSelection, GroupContents):
             made.optimizer_steps.copy_(self.optimizer_steps)
             made.counter_tensor.copy_(self.counter_tensor)
             made.aged_lfu.copy_(self.aged_lfu)
+            made._group.miniature_tally.copy_(self._group.miniature_tally)
+            for to, its in zip(
+                made._group.miniature_entries, self._group.miniature_entries, strict=True
+            ):
+                to.copy_(its)
             made._crowded = list(self._crowded)
         return made
 

@@ -23,6 +23,7 @@
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/leavers.cuh"
+#include "hash_table/cuda/insert/miniatures.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
 #include "hash_table/cuda/insert/ordered.cuh"
@@ -47,10 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   if (aged_tables > 0) {
     const uint32_t now = next_step(clock->now, tick);
     for (int32_t t = threadIdx.x; t < aged_tables; t += kThreads) {
-      AgedLfu* const aged = tables[t].aged;
-      if (aged != nullptr) {
-        aged->begin_call(now, tables[t].counters[kLookups], tables[t].num_slots);
-      }
+      if (tables[t].aged != nullptr) tables[t].begin_aged_call(now);
     }
     __syncthreads();  // before the clock goes on and lookups are counted
   }
@@ -305,6 +303,8 @@ struct ScratchLayout {
     }
     moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
     bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
+    // Which come last, when nothing else needs the scratch any more.
+    if (placement.simulates) bytes = std::max(bytes, miniature_scratch(num_ids));
   }
 };
 
@@ -392,6 +392,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
                 placement.moving, memory + layout.moves, stream);
   }
+  if (placement.simulates) simulate(tables, aging.num_tables, batch, visit, scratch, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda
