@@ -100,7 +100,7 @@ def _gpu_sections() -> dict[str, list[Cell]]:
         ],
         "policy": [
             Cell("policy", (128,) * 26, skew, bag=10, policy=policy)
-            for policy in ("lru", "lfu", "epoch_lru", "epoch_lfu")
+            for policy in ("lru", "lfu", "epoch_lru", "epoch_lfu", "adaptive")
             for skew in SKEWS
         ],
         "optimizer": [
@@ -122,7 +122,7 @@ def _gpu_sections() -> dict[str, list[Cell]]:
         ],
         "evicting": [
             Cell("evicting", (128,) * 26, bag=10, policy=policy, room=0.7, rows=1_000_000)
-            for policy in ("lru", "lfu")
+            for policy in ("lru", "lfu", "adaptive")
         ],
     }
 

@@ -20,7 +20,7 @@ from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import register as register_backend
 from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
 from torchrec_hkv.backends.tt import TTBackend, TTOptions
-from torchrec_hkv.hash_table import HashTable
+from torchrec_hkv.hash_table import AgedLFU, HashTable
 from torchrec_hkv.nn import (
     HierarchicalHashEmbedding,
     HKVAdagrad,
@@ -38,6 +38,7 @@ register_backend(HKVBackend())
 register_backend(TTBackend())
 
 __all__ = [
+    "AgedLFU",
     "EmbeddingShardingPlanner",
     "HKVAdagrad",
     "HKVAdamOptimizer",

@@ -28,9 +28,10 @@ hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> i
 }
 
 TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capacity, int64_t dim,
-                        int64_t column_offset, Eviction eviction, RowType row_type, int64_t seed,
-                        std::string distribution, double low, double high, double mean, double std,
-                        int64_t hbm_slots, bool all_states_in_hbm, const AdmissionConfig& admission,
+                        int64_t column_offset, Eviction eviction, double aging, bool adaptive,
+                        RowType row_type, int64_t seed, std::string distribution, double low,
+                        double high, double mean, double std, int64_t hbm_slots,
+                        bool all_states_in_hbm, const AdmissionConfig& admission,
                         int64_t expire_after, int64_t remember_evicted, bool deterministic) {
   return TableConfig{std::move(name),
                      capacity,
@@ -38,6 +39,8 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                      dim,
                      column_offset,
                      eviction,
+                     aging,
+                     adaptive,
                      row_type,
                      static_cast<uint64_t>(seed),
                      InitialConfig{std::move(distribution), low, high, mean, std},
@@ -174,6 +177,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Bytes of a table's index: all it takes beside rows and states. One that is packed "
       "(hash_table/packed_entries.h) takes less, unless it has few slots.");
   m.def(
+      "miniature_bytes",
+      [](int64_t capacity, std::optional<int64_t> initial_capacity) {
+        const int64_t slots = checked_geometry(capacity, initial_capacity).num_slots();
+        return hash_table::MiniatureSize::of(slots).bytes();
+      },
+      py::arg("capacity"), py::arg("initial_capacity") = py::none(),
+      "Bytes that the miniatures of a table take, whose hit rates choose the half-life of counts.");
+  m.attr("MINIATURES") = [] {
+    py::list cs;
+    for (int k = 0; k < hash_table::kMiniatures; ++k) cs.append(hash_table::c_of_miniature(k));
+    return py::tuple(cs);
+  }();
+  m.def(
       "set_packed_from", &set_packed_from, py::arg("slots"),
       "For tests: from how many slots on ids and last steps of a table are packed, where they can "
       "be; of groups that are made later. Returns the number before.");
@@ -183,7 +199,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("LFU", Eviction::kLfu)
       .value("EPOCH_LRU", Eviction::kEpochLru)
       .value("EPOCH_LFU", Eviction::kEpochLfu)
-      .value("CUSTOMIZED", Eviction::kCustomized);
+      .value("CUSTOMIZED", Eviction::kCustomized)
+      .value("AGED_LFU", Eviction::kAgedLfu);
   m.def("keeps_scores", &keeps_scores, py::arg("eviction"),
         "Whether a policy keeps 8 bytes of score a slot.");
   py::enum_<RowType>(m, "RowType")
@@ -232,10 +249,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<TableConfig>(m, "TableConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("name"), py::arg("capacity"),
            py::arg("initial_capacity"), py::arg("dim"), py::arg("column_offset"),
-           py::arg("eviction"), py::arg("row_type"), py::arg("seed"), py::arg("distribution"),
-           py::arg("low"), py::arg("high"), py::arg("mean"), py::arg("std"), py::arg("hbm_slots"),
-           py::arg("all_states_in_hbm"), py::arg("admission"), py::arg("expire_after"),
-           py::arg("remember_evicted"), py::arg("deterministic"))
+           py::arg("eviction"), py::arg("aging"), py::arg("adaptive"), py::arg("row_type"),
+           py::arg("seed"), py::arg("distribution"), py::arg("low"), py::arg("high"),
+           py::arg("mean"), py::arg("std"), py::arg("hbm_slots"), py::arg("all_states_in_hbm"),
+           py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"),
+           py::arg("deterministic"))
+      .def_readonly("eviction", &TableConfig::eviction)
       .def_readonly("hbm_slots", &TableConfig::hbm_slots)
       .def_readonly("all_states_in_hbm", &TableConfig::all_states_in_hbm);
 
@@ -271,6 +290,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("num_slots", &TableGroup::num_slots)
       .def_property_readonly("counters", &TableGroup::counters)
       .def_property_readonly("optimizer_steps", &TableGroup::optimizer_steps)
+      .def_property_readonly("aged_lfu", &TableGroup::aged_lfu)
+      .def_property_readonly("miniature_tally", &TableGroup::miniature_tally)
+      .def_property_readonly("miniature_entries", &TableGroup::miniature_entries)
+      .def("restart_aging", in_order(kWriteIndex, &TableGroup::restart_aging), py::arg("table"),
+           py::arg("lookups"), py::arg("steps"), py::arg("c"))
+      .def("set_aging", in_order(kWriteIndex, &TableGroup::set_aging), py::arg("table"),
+           py::arg("c"))
       .def("pin", &TableGroup::pin)
       .def(
           "hold",
@@ -307,7 +333,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                              clock_in_order(kReadIndex, &GroupClock::first_open_step))
       .def("ids_and_steps", in_order(kReadIndex, &TableGroup::ids_and_steps), py::arg("table"),
            py::arg("slots"))
-      .def("set_clock", clock_in_order(kWriteIndex, &GroupClock::set), py::arg("clock"))
+      .def("set_clock", in_order(kWriteIndex, &TableGroup::set_clock), py::arg("clock"))
       .def("set_epoch", clock_in_order(kWriteIndex, &GroupClock::set_epoch), py::arg("epoch"))
       .def("fill_frames", in_order(kWriteAll, &TableGroup::fill_frames), py::arg("table"))
       .def(

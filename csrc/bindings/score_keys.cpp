@@ -16,7 +16,7 @@ struct Kinds {
     for (int64_t t = 0; t < group.num_tables(); ++t) {
       const Eviction eviction = group.view(t).eviction;
       customized += eviction == Eviction::kCustomized;
-      counted += eviction == Eviction::kLfu || eviction == Eviction::kEpochLfu;
+      counted += sums_scores(eviction);
     }
     all_customized = customized == group.num_tables();
     all_counted = counted == group.num_tables();
@@ -48,8 +48,8 @@ at::Tensor checked_counts(const TableGroup& group, const at::Tensor& counts) {
   if (group.device().is_cuda()) return counts.clamp_min(0);
   if (counts.numel() == 0) return counts;
   const int64_t lowest = counts.min().item<int64_t>();
-  TORCH_CHECK_VALUE(lowest >= 0, "scores are counts to add under evictions 'lfu' and 'epoch_lfu' ",
-                    "and must not be negative, but the lowest is ", lowest, ".");
+  TORCH_CHECK_VALUE(lowest >= 0, "scores are counts to add under evictions 'lfu', 'epoch_lfu' and ",
+                    "AgedLFU, and must not be negative, but the lowest is ", lowest, ".");
   return counts;
 }
 
@@ -64,9 +64,7 @@ at::Tensor keys_of_given(const TableGroup& group, const at::Tensor& scores,
   if (kinds.all_counted) return checked_counts(group, scores);
   at::Tensor keys = scores;
   if (kinds.counted > 0) {
-    const at::Tensor counted = ids_where(group, scores, offsets, first_bags, [](Eviction eviction) {
-      return eviction == Eviction::kLfu || eviction == Eviction::kEpochLfu;
-    });
+    const at::Tensor counted = ids_where(group, scores, offsets, first_bags, sums_scores);
     const at::Tensor counts = checked_counts(group, scores.masked_fill(counted.logical_not(), 0));
     keys = at::where(counted, counts, keys);
   }

@@ -24,6 +24,8 @@ void check_config(const TableConfig& config, bool cuda) {
   TORCH_CHECK_VALUE(config.dim >= 1 && config.dim <= 2048, "table '", name, "': dim is ",
                     config.dim, ", but must be from 1 to 2048.");
   make_initial_rows(config.initial, config.seed, "table '" + name + "': ");
+  TORCH_CHECK_VALUE(config.eviction != Eviction::kAgedLfu || config.aging >= 0, "table '", name,
+                    "': c of AgedLFU is ", config.aging, ", but must be at least 0.");
   TORCH_CHECK_VALUE(config.column_offset >= 0, "table '", name, "': column offset is ",
                     config.column_offset, ", but must not be negative.");
   TORCH_CHECK_VALUE(config.initial_capacity >= 1 && config.initial_capacity <= config.capacity,
@@ -63,6 +65,13 @@ int64_t set_packed_from(int64_t slots) { return packed_from.exchange(slots); }
 
 int64_t evicted_bytes(const TableConfig& config) {
   return config.remember_evicted * static_cast<int64_t>(sizeof(uint16_t));
+}
+
+int64_t miniature_bytes(const TableConfig& config) {
+  if (!config.adaptive) return 0;
+  const int64_t slots =
+      hash_table::geometry_of(config.capacity, config.initial_capacity).num_slots();
+  return hash_table::MiniatureSize::of(slots).bytes();
 }
 
 at::ScalarType scalar_type(RowType type) {

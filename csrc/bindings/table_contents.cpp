@@ -212,6 +212,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   memory.row_homes().tensor.copy_(present(state.rows));
   memory.state_homes().tensor.copy_(present(state.states));
   optimizer_steps_.slice(0, table, table + 1).copy_(state.optimizer_step);
+  restart_aging(table);
   admission_->clear(table);
   evicted_[table].zero_();
   growth_[table].most_entries += occupied.sum().item<int64_t>();
@@ -242,6 +243,7 @@ void TableGroup::clear_table(int64_t table) {
   c10::OptionalDeviceGuard guard(device_);
   memory_[table].clear();
   optimizer_steps_.slice(0, table, table + 1).zero_();
+  restart_aging(table);
   admission_->clear(table);
   evicted_[table].zero_();
   growth_[table] = Growth{};

@@ -104,6 +104,18 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   }
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
+  aged_lfu_ = at::zeros({num_tables(), sizeof(hash_table::AgedLfu) / sizeof(double)},
+                        at::dtype(at::kDouble).device(device));
+  miniature_tally_ = at::zeros({num_tables(), hash_table::kMiniatureTallyWords},
+                               at::dtype(at::kLong).device(device));
+  for (int64_t t = 0; t < num_tables(); ++t) {
+    const bool adaptive = configs_[t].adaptive;
+    simulates_ = simulates_ || adaptive;
+    const int64_t words =
+        adaptive ? hash_table::MiniatureSize::of(memory_[t].full_slots()).words() : 0;
+    miniature_entries_.push_back(at::zeros({words}, at::dtype(at::kInt).device(device)));
+    restart_aging(t);
+  }
   make_aging();
   make_moving_rows();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
@@ -167,7 +179,41 @@ void TableGroup::make_aging() {
   aging_ = {expires ? reinterpret_cast<const uint32_t*>(expire_after_.const_data_ptr<int32_t>())
                     : nullptr,
             static_cast<int32_t>(num_tables()), most_buckets,
-            all != nullptr && all->halved ? all : nullptr};
+            all != nullptr && all->halved ? all : nullptr,
+            std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
+              return config.eviction == Eviction::kAgedLfu;
+            })};
+}
+
+void TableGroup::set_aging(int64_t table, double c) {
+  check_index(table);
+  const std::string& name = configs_[table].name;
+  TORCH_CHECK_VALUE(configs_[table].eviction == Eviction::kAgedLfu, "table '", name,
+                    "' does not evict by AgedLFU, whose c was to be set.");
+  TORCH_CHECK_VALUE(!configs_[table].adaptive, "table '", name,
+                    "' chooses its c itself: make it with an AgedLFU to set it.");
+  TORCH_CHECK_VALUE(c >= 0, "table '", name, "': c of AgedLFU is ", c, ", but must be at least 0.");
+  configs_[table].aging = c;
+  const at::AutoDispatchBelowADInplaceOrView below;  // also where it is an inference tensor
+  aged_lfu_[table][0].fill_(c);
+}
+
+void TableGroup::restart_aging(int64_t table, double lookups, double steps, double c) {
+  check_index(table);
+  if (configs_[table].eviction != Eviction::kAgedLfu) return;
+  const bool chosen = configs_[table].adaptive && c >= 0;
+  hash_table::AgedLfu state{chosen ? c : configs_[table].aging, lookups, steps, 0, -1, 0, 0};
+  state.set_half_life(memory_[table].num_slots());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  aged_lfu_[table].copy_(at::from_blob(&state, {aged_lfu_.size(1)}, at::kDouble));
+  miniature_tally_[table].zero_();
+  miniature_entries_[table].zero_();
+}
+
+void TableGroup::set_clock(int64_t now) {
+  clock_->set(now);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  aged_lfu_.select(1, offsetof(hash_table::AgedLfu, seen_step) / sizeof(double)).fill_(-1);
 }
 
 std::shared_ptr<TableGroup> TableGroup::make(std::vector<TableConfig> configs,
@@ -224,7 +270,8 @@ void TableGroup::check_memory(const AvailableMemory& available) const {
     const TableLayout its = layout(config);
     initial += memory_of(its, its.geometry.initial_buckets(), device_);
     full += memory_of(its, its.geometry.num_buckets, device_);
-    const int64_t counts = admission_bytes(config.admission) + evicted_bytes(config);
+    const int64_t counts =
+        admission_bytes(config.admission) + evicted_bytes(config) + miniature_bytes(config);
     const MemoryBytes fixed = device_.is_cpu() ? MemoryBytes{0, counts} : MemoryBytes{counts, 0};
     initial += fixed;
     full += fixed;
@@ -256,6 +303,16 @@ TableView TableGroup::make_view(int64_t table) const {
   }
   view.scores =
       keeps_scores(config.eviction) ? reinterpret_cast<uint64_t*>(memory.scores.data()) : nullptr;
+  if (config.eviction == Eviction::kAgedLfu) {
+    view.aged = reinterpret_cast<hash_table::AgedLfu*>(aged_lfu_[table].data_ptr<double>());
+    if (config.adaptive) {
+      view.miniatures = hash_table::Miniatures::make(
+          reinterpret_cast<uint32_t*>(miniature_entries_[table].data_ptr<int32_t>()),
+          reinterpret_cast<hash_table::MiniatureTally*>(
+              miniature_tally_[table].data_ptr<int64_t>()),
+          memory.full_slots());
+    }
+  }
   view.rows = {memory.row_homes().data(), memory.rows.data(), static_cast<int32_t>(config.dim),
                config.row_type};
   view.states = {memory.state_homes().data(), memory.states_move() ? memory.states.data() : nullptr,
@@ -336,13 +393,15 @@ std::shared_ptr<Pin> TableGroup::pin() const {
 
 int64_t TableGroup::hbm_bytes(int64_t table) const {
   check_index(table);
-  const int64_t fixed = admission_->bytes(table) + evicted_bytes(configs_[table]);
+  const int64_t fixed =
+      admission_->bytes(table) + evicted_bytes(configs_[table]) + miniature_bytes(configs_[table]);
   return memory_[table].hbm_bytes() + (device_.is_cuda() ? fixed : 0);
 }
 
 int64_t TableGroup::host_bytes(int64_t table) const {
   check_index(table);
-  const int64_t fixed = admission_->bytes(table) + evicted_bytes(configs_[table]);
+  const int64_t fixed =
+      admission_->bytes(table) + evicted_bytes(configs_[table]) + miniature_bytes(configs_[table]);
   return memory_[table].host_bytes() + (device_.is_cpu() ? fixed : 0);
 }
 

@@ -96,6 +96,21 @@ class TableGroup {
   const at::Tensor& optimizer_steps() const { return optimizer_steps_; }
   const GroupAdmission& admission() const { return *admission_; }
   const hash_table::Aging& aging() const { return aging_; }
+  // hash_table::AgedLfu of each table, float64 [tables, 7], on the device; zeros under other
+  // policies.
+  const at::Tensor& aged_lfu() const { return aged_lfu_; }
+  // hash_table::MiniatureTally of each table, int64 [tables, 14], and their entries, on the device.
+  const at::Tensor& miniature_tally() const { return miniature_tally_; }
+  const std::vector<at::Tensor>& miniature_entries() const { return miniature_entries_; }
+  // Whether one of the tables has miniatures.
+  bool simulates() const { return simulates_; }
+  // AgedLfu::c of a table under kAgedLfu, from the next call on. Does not wait for the device.
+  void set_aging(int64_t table, double c);
+  // Forgets what a table has measured for its half-life but for so many lookups in so many steps.
+  // c: where the table chooses its own, the first; -1: as it was made.
+  void restart_aging(int64_t table, double lookups = 0, double steps = 0, double c = -1);
+  // GroupClock::set.
+  void set_clock(int64_t now);
 
   // On the group's device.
   const hash_table::TableView* views() const;
@@ -228,6 +243,7 @@ class TableGroup {
   bool needs_scores_ = false;
   hash_table::MovingRows moving_rows_;
   bool remembers_evicted_ = false;
+  bool simulates_ = false;
   bool packed_ = false;  // whether ids and last steps are, of the only table
   bool deterministic_ = false;
   hash_table::NewRows initial_rows_ = hash_table::NewRows::kUniform;
@@ -240,9 +256,12 @@ class TableGroup {
   hash_table::Aging aging_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]
   at::Tensor optimizer_steps_;  // int64 [tables]
-  at::Tensor views_;            // bytes of TableView[tables], on the device
-  at::Tensor feature_tables_;   // int32, on the device
-  at::Tensor feature_columns_;  // int32, on the device
+  at::Tensor aged_lfu_;         // see aged_lfu()
+  at::Tensor miniature_tally_;
+  std::vector<at::Tensor> miniature_entries_;  // int32; empty: the table has none
+  at::Tensor views_;                           // bytes of TableView[tables], on the device
+  at::Tensor feature_tables_;                  // int32, on the device
+  at::Tensor feature_columns_;                 // int32, on the device
   int64_t handle_ = 0;
 
   // What the host knows of a table that grows. Changed in turns of order().

@@ -216,6 +216,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   placement.moving = group.moving_rows();
   placement.keeps_scores = group.shape().keeps_scores;
   placement.remembers = group.remembers_evicted();
+  placement.simulates = group.simulates();
   placement.ordered = deterministic;
   if (leavers) {
     placement.leavers = {left_ids.data_ptr<int64_t>(), matrix_of(left_rows, group.matrix_type()),

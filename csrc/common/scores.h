@@ -1,5 +1,5 @@
 // Scores: which id leaves a full bucket. The lowest goes; among equals the one looked up longest
-// ago.
+// ago. Under kAgedLfu scores are not compared as they are, see hash_table/aged_lfu.h.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,19 @@ enum class Eviction : int32_t {
   kEpochLru = 2,    // score = epoch in the high 32 bits, step in the low
   kEpochLfu = 3,    // score = epoch of the last lookup in the high 32 bits, lookups in the low
   kCustomized = 4,  // score = what was given last, as bits that are compared without a sign
+  kAgedLfu = 5,     // score as under kLfu; aged_lfu.h says how it is compared
 };
 
 // Whether a policy takes scores with ids: counts under the frequency policies, where 1 stands for
 // none given; the score itself under kCustomized.
 HKV_HOST_DEVICE bool takes_scores(Eviction policy) {
-  return policy == Eviction::kLfu || policy == Eviction::kEpochLfu ||
-         policy == Eviction::kCustomized;
+  return policy == Eviction::kLfu || policy == Eviction::kAgedLfu ||
+         policy == Eviction::kEpochLfu || policy == Eviction::kCustomized;
 }
 
 // Whether a score is the sum of what all lookups of an id give.
 HKV_HOST_DEVICE bool sums_scores(Eviction policy) {
-  return policy == Eviction::kLfu || policy == Eviction::kEpochLfu;
+  return policy == Eviction::kLfu || policy == Eviction::kAgedLfu || policy == Eviction::kEpochLfu;
 }
 
 // LRU scores are the last steps, which every table keeps; the others need an array of their own.
@@ -58,6 +59,7 @@ HKV_HOST_DEVICE uint64_t next_score(Eviction policy, uint64_t old, uint32_t now,
                                     uint64_t given) {
   switch (policy) {
     case Eviction::kLfu:
+    case Eviction::kAgedLfu:
       return old + given > kMostCounts || old > kMostCounts ? kMostCounts : old + given;
     case Eviction::kEpochLfu:
       return with_epoch(epoch, (old & 0xffffffffull) + with_epoch(0, given));

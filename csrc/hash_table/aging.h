@@ -21,9 +21,16 @@ struct Aging {
   int32_t num_tables;
   uint32_t most_buckets;         // that one table sweeps in a call
   const Admissions* admissions;  // in host memory, those whose counts are halved; null: none
+  bool ages_counts;  // whether a table's policy is kAgedLfu: calls with ids tell it their step
 };
 
 namespace cpu {
+
+inline void begin_aged_call(const TableView* tables, int32_t num_tables, const Visit& visit) {
+  for (const TableView* table = tables; table < tables + num_tables; ++table) {
+    if (table->aged != nullptr) table->begin_aged_call(visit.now());
+  }
+}
 
 inline void age(const TableView* tables, const Aging& aging, const Visit& visit, int threads) {
   if (aging.expire_after != nullptr) {

@@ -18,9 +18,11 @@
 #include "common/initial_rows.h"
 #include "common/macros.h"
 #include "common/scores.h"
+#include "hash_table/aged_lfu.h"
 #include "hash_table/clock.h"
 #include "hash_table/evicted_memory.h"
 #include "hash_table/frames.h"
+#include "hash_table/miniatures.h"
 #include "hash_table/packed_entries.h"
 #include "hash_table/row_matrix.h"
 
@@ -73,7 +75,9 @@ struct TableView {
   PackedEntries entries;
   uint32_t*
       oldest;  // [num_buckets][kGroups] no entry of the group has an earlier last step; packed
-  uint64_t* scores;  // [num_slots]; null under LRU, whose scores are the last steps
+  uint64_t* scores;       // [num_slots]; null under LRU, whose scores are the last steps
+  AgedLfu* aged;          // on the table's device; null but under kAgedLfu
+  Miniatures miniatures;  // under kAgedLfu, where they choose AgedLfu::c
   RowStore rows;
   RowStore states;  // optimizer state, float32
   Frames frames;
@@ -91,6 +95,16 @@ struct TableView {
   InitialRows initial_rows;
 
   HKV_HOST_DEVICE int32_t dim() const { return rows.width; }
+  // Under kAgedLfu, at the start of a call with this step, before its lookups are counted.
+  HKV_HOST_DEVICE void begin_aged_call(uint32_t now) const {
+    const uint64_t counted = counters[kLookups];
+    if (miniatures.entries != nullptr) miniatures.choose(counted, num_slots, &aged->c);
+    aged->begin_call(now, counted, num_slots);
+  }
+  // How the table's entries rank in the present call.
+  HKV_HOST_DEVICE Ranking ranking() const {
+    return aged == nullptr ? Ranking{false, 0} : aged->ranking();
+  }
   // Whether a slot, numbered through the group, is one of this table's; kNoSlot is none.
   HKV_HOST_DEVICE bool has(int64_t slot) const {
     return static_cast<uint64_t>(slot - first_slot) < static_cast<uint64_t>(num_slots);
@@ -159,7 +173,7 @@ struct GroupShape {
 
 // How low an entry ranks: the lowest leaves a full bucket.
 struct Rank {
-  uint64_t score;
+  uint64_t score;  // what Ranking makes of the entry's score
   uint32_t last_step;
 
   HKV_HOST_DEVICE bool operator<(const Rank& other) const {
@@ -299,6 +313,8 @@ struct Placement {
   bool spread = false;
   // Whether a table of the group keeps scores.
   bool keeps_scores = true;
+  // Whether a table of the group has miniatures.
+  bool simulates = false;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
   // Whether ids are placed in the order of the batch, so that a call's result follows from the
@@ -333,8 +349,9 @@ struct Entries {
   const float* states;         // [n][state width]
   int64_t n;
 
-  HKV_HOST_DEVICE Rank rank(int64_t i) const {
-    return Rank{scores != nullptr ? scores[i] : last_steps[i], last_steps[i]};
+  HKV_HOST_DEVICE Rank rank(const Ranking& ranking, int64_t i) const {
+    const uint64_t score = scores != nullptr ? scores[i] : last_steps[i];
+    return Rank{ranking.of(score, last_steps[i]), last_steps[i]};
   }
 };
 
@@ -346,9 +363,9 @@ struct Selection {
   uint64_t score_at_most;
   int64_t touched_before;  // the step of an entry's last touch is lower than this
 
-  HKV_HOST_DEVICE bool meets(uint16_t digest, Rank rank) const {
-    return digest != kEmptyDigest && digest != kClosedDigest && rank.score >= score_at_least &&
-           rank.score <= score_at_most && static_cast<int64_t>(rank.last_step) < touched_before;
+  HKV_HOST_DEVICE bool meets(uint16_t digest, uint64_t score, uint32_t last_step) const {
+    return digest != kEmptyDigest && digest != kClosedDigest && score >= score_at_least &&
+           score <= score_at_most && static_cast<int64_t>(last_step) < touched_before;
   }
 };
 

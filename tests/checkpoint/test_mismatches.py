@@ -23,7 +23,6 @@ OTHERS = {
         {"optimizer": "adam"},
         "has optimizer 'adagrad' and here 'adam'",
     ),
-    "eviction": ({"eviction": "lru"}, "has eviction 'lfu' and here 'lru'"),
     "seed": ({"seed": 4}, "has seed 3 and here 4"),
     "backend": (
         {"kinds": {"tt": "hkv"}},

@@ -37,7 +37,7 @@ def test_a_wait_would_be_seen():
         one.item()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "adaptive"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations(operation, policy):
     table = make("cuda", 1000, 8, eviction=policy)

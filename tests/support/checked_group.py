@@ -139,6 +139,8 @@ class CheckedGroup:
     def _ids(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor, int]:
         lengths = torch.tensor([0] + [len(part.ids) for part in parts])
         ids = self._joined([part.ids for part in parts])
+        for checked in self.checked:
+            checked.ids_of_group = ids.numel()
         return ids, lengths.cumsum(0).to(self.group.device), 1
 
     def _scores(self, parts: Sequence[Part]) -> Tensor | None:

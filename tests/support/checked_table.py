@@ -19,6 +19,7 @@ from torchrec_hkv.hash_table import (
     Constant,
     Entries,
     Evicted,
+    EvictionPolicy,
     HashTable,
     TableSpec,
     Uniform,
@@ -32,7 +33,7 @@ def signed(score: int) -> int:
     return score - 2**64 if score >= 2**63 else score
 
 
-def score_of(given: int, policy: str) -> int:
+def score_of(given: int, policy: EvictionPolicy) -> int:
     """The score that a policy means by an int64 of a table's."""
     return given if policy == "customized" else given % 2**64
 
@@ -81,7 +82,7 @@ class CheckedTable:
 
     def __init__(
         self,
-        policy: str,
+        policy: EvictionPolicy,
         capacity: int,
         dim: int = 2,
         device: str = "cpu",
@@ -149,6 +150,8 @@ class CheckedTable:
         )
         assert self.table.capacity == self.model.num_slots
         self.slots = self.table.num_slots
+        # Of the call, with those of the other tables of a group; None: the table is alone.
+        self.ids_of_group: int | None = None
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.table.device)
@@ -175,6 +178,7 @@ class CheckedTable:
         assert table.size == len(model.entries)
         assert table.load_factor == len(model.entries) / model.num_slots
         counters = table.counters()
+        assert counters["lookups"] == model.lookups
         assert counters["inserted"] == model.inserted
         assert counters["evicted"] == model.evicted
         assert counters["unadmitted"] == model.unadmitted
@@ -183,12 +187,13 @@ class CheckedTable:
             assert counters["refused"] == model.refused
 
     def _after_insertion(
-        self, ids: Sequence[int], scores: Sequence[int] | None
+        self, ids: Sequence[int], scores: Sequence[int] | None, named: int | None = None
     ) -> tuple[Insertion, dict[int, Seen]]:
         after = observe(self.table)
         self._notice_growth()
         self.model.check_nothing_moved(after)
-        insertion = self.model.insert(ids, scores, after)
+        named = named if self.ids_of_group is None else self.ids_of_group
+        insertion = self.model.insert(ids, scores, after, self.table.num_slots, named)
         slots, capacity = self.table.num_slots, self.table.capacity
         assert slots == capacity or len(self.model.entries) <= slots - slots // 8
         assert slots == capacity or self.table.counters()["refused"] == 0
@@ -304,7 +309,7 @@ class CheckedTable:
         flags = torch.tensor(accumulate, dtype=torch.bool, device=self.table.device)
         self.table.accum_or_assign(self._ids(ids), self._rows(rows), flags, self._scores(scores))
         part = None if scores is None else [scores[at] for at in chosen]
-        _, after = self._after_insertion([ids[at] for at in chosen], part)
+        _, after = self._after_insertion([ids[at] for at in chosen], part, len(ids))
         add = [at for at in chosen if accumulate[at]]
         new = [at for at in chosen if not accumulate[at]]
         self.model.add_rows([ids[at] for at in add], [rows[at] for at in add])
@@ -385,8 +390,7 @@ class CheckedTable:
     def clear(self) -> None:
         """Forgets all."""
         self.table.clear()
-        self.model.entries.clear()
-        self.model.admission.clear()
+        self.model.clear()
         self.check()
 
     def reserve(self, rows: int) -> None:
@@ -399,6 +403,7 @@ class CheckedTable:
         """Saves the table and loads it again."""
         self.table.save(folder)
         self.table.load(folder)
+        self.model.reload()
         self._notice_growth()
         self.check()
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 _MASK = 2**64 - 1
 
 
-def buckets_of(id_: int, num_buckets: int) -> tuple[int, int]:
-    """The two candidate buckets of an id: the halves of a mix of it, scaled."""
-    x = (id_ % 2**64) ^ 0x6A09E667F3BCC909
+def mix64(x: int) -> int:
+    """A mix of 64 bits."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
-    x ^= x >> 31
+    return x ^ x >> 31
+
+
+def buckets_of(id_: int, num_buckets: int) -> tuple[int, int]:
+    """The two candidate buckets of an id: the halves of a mix of it, scaled."""
+    x = mix64((id_ % 2**64) ^ 0x6A09E667F3BCC909)
     first, second = (half * num_buckets >> 32 for half in (x >> 32, x & 0xFFFFFFFF))
     if first == second and num_buckets > 1:
         second = (first + 1) % num_buckets

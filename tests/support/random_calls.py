@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
 from tests.support.table_model import TAKES_SCORES, Row
+from torchrec_hkv.hash_table import EvictionPolicy
 
 CALLS = [
     "find",
@@ -47,7 +48,7 @@ class Driver:
     def __init__(
         self,
         checked: CheckedTable,
-        policy: str,
+        policy: EvictionPolicy,
         capacity: int,
         seed: int,
         batch: int | None = None,
@@ -112,7 +113,7 @@ class Driver:
             checked.export_if(1 + self.random.randrange(2 * self.batch), score_at_least=low)
             checked.export_if(11 + self.batch // 5, score_at_least=low, older_than=1)
             checked.erase_if(score_below=low, older_than=2)
-        elif name == "next_epoch" and self.policy.startswith("epoch"):
+        elif name == "next_epoch" and self.policy in ("epoch_lru", "epoch_lfu"):
             checked.next_epoch()
         elif name == "expire":
             if checked.model.expire_after is not None:

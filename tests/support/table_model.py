@@ -8,13 +8,17 @@ takes from the real table which ids have gone and checks that they were the ones
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from tests.support.admission_model import EveryId
+from tests.support.aged_lfu_model import AgedLFUModel
 from tests.support.geometry import geometry
+from torchrec_hkv.hash_table import AgedLFU, EvictionPolicy
 
-POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
-TAKES_SCORES = ("lfu", "epoch_lfu", "customized")
+AGED = (AgedLFU(0.0), AgedLFU(0.7), AgedLFU(math.inf))
+POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized", *AGED)
+TAKES_SCORES = ("lfu", "epoch_lfu", "customized", *AGED)
 UINT32_MAX, INT64_MAX = 2**32 - 1, 2**63 - 1
 
 Row = tuple[float, ...]
@@ -33,11 +37,6 @@ class Entry:
     row: Row
     score: int
     touched: int
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The lowest leaves first."""
-        return self.score, self.touched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ class TableModel:
 
     def __init__(
         self,
-        policy: str,
+        policy: EvictionPolicy,
         capacity: int,
         initial_row: Callable[[int], Row],
         add: Callable[[Row, Row], Row],
@@ -112,6 +111,8 @@ class TableModel:
         self.admission = admission or EveryId()
         self.expire_after = expire_after
         self.inserted = self.evicted = self.refused = self.unadmitted = self.expired = 0
+        self.lookups = 0
+        self.aged = AgedLFUModel(policy.c) if isinstance(policy, AgedLFU) else None
         self.entries: dict[int, Entry] = {}
         self.slots: dict[int, int] = {}
         self.buckets: dict[int, set[int]] = {}
@@ -120,6 +121,8 @@ class TableModel:
 
     def first_score(self, given: int) -> int:
         """Score of an id that is inserted."""
+        if self.aged is not None:
+            return given
         return {
             "lru": self.calls,
             "lfu": given,
@@ -130,11 +133,22 @@ class TableModel:
 
     def next_score(self, old: int, given: int) -> int:
         """Score of an id that is met again."""
-        if self.policy == "lfu":
+        if self.policy == "lfu" or self.aged is not None:
             return min(old + given, INT64_MAX)
         if self.policy == "epoch_lfu":
             return self.epoch << 32 | min((old & UINT32_MAX) + given, UINT32_MAX)
         return self.first_score(given)
+
+    def _rank(self, score: int, touched: int) -> int:
+        return score if self.aged is None else self.aged.rank(score, touched)
+
+    def _order(self, entry: Entry) -> tuple[int, int]:
+        """The lowest leaves first."""
+        return self._rank(entry.score, entry.touched), entry.touched
+
+    def _first_rank(self, given: int) -> int:
+        """Of an id that is inserted."""
+        return self._rank(self.first_score(given), self.calls)
 
     def _meet(self, id_: int, given: int) -> None:
         entry = self.entries[id_]
@@ -170,12 +184,21 @@ class TableModel:
     # -- calls ------------------------------------------------------------------------------------
 
     def insert(
-        self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]
+        self,
+        ids: Sequence[int],
+        given: Sequence[int] | None,
+        after: dict[int, Seen],
+        slots: int | None = None,
+        named: int | None = None,
     ) -> Insertion:
         """Scores and entries after a call that inserts; new ids have their initial rows.
 
-        The call has begun.
+        The call has begun. ``slots`` are those that the table has at present, by default all;
+        ``named`` how many ids the call was given, by default those of ``ids``.
         """
+        if self.aged is not None and (len(ids) if named is None else named):
+            self.aged.begin_call(self.calls, self.lookups, slots or self.num_slots)
+        self.lookups += len(ids)
         given = [1] * len(ids) if given is None else given
         before = dict(self.entries)
         found = [id_ in before for id_ in ids]
@@ -211,7 +234,7 @@ class TableModel:
         # Candidates don't change during the call: what it touches stays. Among equals the real
         # table's choice counts.
         candidates = [
-            (entry.order, id_ in after, id_)
+            (self._order(entry), id_ in after, id_)
             for id_, entry in self.entries.items()
             if entry.touched != self.calls
         ]
@@ -227,7 +250,7 @@ class TableModel:
                 continue
             own = self.first_score(given[at])
             if len(self.entries) == self.num_slots:
-                if not candidates or self.first_score(highest[id_]) < candidates[-1][0][0]:
+                if not candidates or self._first_rank(highest[id_]) < candidates[-1][0][0]:
                     continue
                 del self.entries[candidates.pop()[2]]
             self.entries[id_] = Entry(self.initial_row(id_), own, self.calls)
@@ -258,22 +281,24 @@ class TableModel:
             holder[seen.slot] = id_
             entry = self.entries.get(id_)
             if entry is not None and entry.touched != self.calls:
-                lowest[bucket] = min(entry.order, lowest.get(bucket, entry.order))
+                order = self._order(entry)
+                lowest[bucket] = min(order, lowest.get(bucket, order))
         for id_, entry in evicted.items():
             if id_ not in self.slots:  # the table has grown in this call
                 continue
             slot = self.slots[id_]
             bucket = slot // self.bucket_slots
             assert filled[bucket] == self.bucket_slots, "an id left a bucket that has room"
-            assert entry.order <= lowest.get(bucket, entry.order), "a lower score stayed"
+            order = self._order(entry)
+            assert order <= lowest.get(bucket, order), "a lower score stayed"
             assert holder[slot] in scores, "an id left, and its slot is not a new id's"
-            own = max(self.first_score(score) for score in scores[holder[slot]])
-            assert own >= entry.score, "an id left for one of lower score"
+            own = max(self._first_rank(score) for score in scores[holder[slot]])
+            assert own >= order[0], "an id left for one of lower score"
         for id_, its_scores in scores.items():
             if id_ in after:
                 self.entries[id_] = self._new_entry(id_, its_scores)
                 continue
-            own = max(self.first_score(score) for score in its_scores)
+            own = max(self._first_rank(score) for score in its_scores)
             assert any(
                 number == self.bucket_slots and (bucket not in lowest or own < lowest[bucket][0])
                 for bucket, number in filled.items()
@@ -339,6 +364,18 @@ class TableModel:
             and (score_at_least is None or entry.score >= score_at_least)
             and (older_than is None or self.calls - entry.touched > older_than)
         }
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self.entries.clear()
+        self.admission.clear()
+        if self.aged is not None:
+            self.aged.restart()
+
+    def reload(self) -> None:
+        """The table was saved and loaded again."""
+        if self.aged is not None:
+            self.aged.reload(self.calls, self.lookups)
 
     def erase(self, ids: Iterable[int]) -> None:
         """Forgets ids."""

@@ -296,7 +296,8 @@ class GroupLookup(nn.Module, abc.ABC):
         Returns:
             Keys, and int64 ``[tables, 12]`` on the tables' device: ``lookups``, ``hits``,
             ``inserted``, ``evicted``, ``refused``, ``unadmitted``, ``expired``, ``fetched``,
-            ``written_home``, ``host_hits``, ``returned``, ``size``.
+            ``written_home``, ``host_hits``, ``returned``, ``size``. More columns may follow, as
+            :data:`torchrec_hkv.hash_table.groups.counters.DEVICE_COUNTS` names them.
         """
         return None
 
@@ -411,6 +412,11 @@ class Backend(abc.ABC):
             "dtype": str(shard.dtype).removeprefix("torch."),
             "optimizer": None if optimizer is None else optimizer.kind,
         }
+
+    def loads(self, what: str, saved: Any, own: Any) -> bool:
+        """Whether a table loads a saved one that differs so in ``what``, an item of
+        :meth:`identity`."""
+        return bool(saved == own)
 
     def exchanges(self, options: BackendOptions) -> bool:
         """Whether the state of a table has sizes that don't depend on the ranks, so that a rank may

@@ -164,8 +164,9 @@ def check_tables(
                 f"here of {here.backend!r}: convert it with torchrec_hkv.checkpoint.export_rows "
                 "and import_rows."
             )
+        backend = registry.get(here.backend)
         for what, own in here.identity.items():
-            if saved.identity.get(what) != own:
+            if not backend.loads(what, saved.identity.get(what), own):
                 raise ValueError(
                     f"In the checkpoint {folder}, table {key!r} has {what} "
                     f"{saved.identity.get(what)!r} and here {own!r}."

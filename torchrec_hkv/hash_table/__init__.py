@@ -5,6 +5,7 @@ Knows nothing of TorchRec.
 
 from torchrec_hkv.hash_table.admission import Admission, MinFrequency, Probability
 from torchrec_hkv.hash_table.entries import Entries, Evicted, GroupEntries, GroupEvicted
+from torchrec_hkv.hash_table.eviction import AgedLFU, EvictionPolicy
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.hash_table import HashTable
 from torchrec_hkv.hash_table.initial_rows import initial_rows, table_seed
@@ -45,9 +46,11 @@ __all__ = [
     "Adam",
     "AdamW",
     "Admission",
+    "AgedLFU",
     "Constant",
     "Entries",
     "Evicted",
+    "EvictionPolicy",
     "GroupEntries",
     "GroupEvicted",
     "HashTable",

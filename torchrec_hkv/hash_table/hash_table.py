@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.entries import Entries, Evicted
+from torchrec_hkv.hash_table.eviction import AgedLFU, EvictionPolicy, check_c
 from torchrec_hkv.hash_table.groups.selection import Conditions, check_some_condition
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.saved_table import SavedTable
 from torchrec_hkv.hash_table.spec_checks import check_integer, check_number
 from torchrec_hkv.hash_table.table_spec import TableSpec
-
-EvictionPolicy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
 
 
 class HashTable(SavedTable):
@@ -29,10 +28,10 @@ class HashTable(SavedTable):
     call on an id that is not there never fails.
 
     Operations that name a score take it where the policy takes scores from outside: counts to add
-    under ``"lfu"`` and ``"epoch_lfu"`` (1 where none is given), the score itself, any int64, under
-    ``"customized"``. A count below 0 is refused; on a GPU, where looking would wait for the device,
-    it counts as 0. Counts add up to at most 2^63 - 1. Scores of the epoch policies are unsigned
-    64-bit numbers, given back as the int64 of the same bits.
+    under ``"lfu"``, ``"epoch_lfu"``, ``AgedLFU`` and ``"adaptive"`` (1 where none is given), the
+    score itself, any int64, under ``"customized"``. A count below 0 is refused; on a GPU, where
+    looking would wait for the device, it counts as 0. Counts add up to at most 2^63 - 1. Scores of
+    the epoch policies are unsigned 64-bit numbers, given back as the int64 of the same bits.
     Counted calls are insertions, ``find_or_insert`` among them, and ``assign`` and
     ``assign_scores``.
 
@@ -44,14 +43,18 @@ class HashTable(SavedTable):
     | --- | --- | --- |
     | ``"lru"`` | number of the call that last touched it | set |
     | ``"lfu"`` | counts, added up | added |
+    | ``AgedLFU(c)``, ``"adaptive"`` | counts, added up | added |
     | ``"epoch_lru"`` | epoch in the high 32 bits, number of the call in the low | set |
     | ``"epoch_lfu"`` | epoch in the high 32 bits, counts in the low | epoch set, counts added |
     | ``"customized"`` | as given | set |
 
     In two full buckets the lowest score leaves, among equals the one touched longest ago; what the
-    same call has touched stays. An id whose own score is lower than all of those is refused, and so
-    is one whose buckets are full of ids of the same call. Of several scores given for one id, all
-    must be too low for that; counts add up, and of other scores one stays (on a CPU the last).
+    same call has touched stays. Under :class:`torchrec_hkv.hash_table.AgedLFU` counts are compared
+    by what they are worth at their age; ``"adaptive"`` chooses its c while the table runs, by the
+    hit rates of miniatures of the table. An id whose own score is lower than all of those is
+    refused, and so is one whose buckets are full of ids of the same call. Of several scores given
+    for one id, all must be too low for that; counts add up, and of other scores one stays (on a CPU
+    the last).
 
     Args:
         dim: columns of a row, 1 to 2048.
@@ -170,6 +173,19 @@ class HashTable(SavedTable):
     def group(self) -> TableGroup:
         """The group that has this table alone."""
         return self._group
+
+    def set_aging(self, c: float) -> None:
+        """Sets the half-life of counts for the calls to come; does not wait for the device.
+
+        Args:
+            c: as of :class:`torchrec_hkv.hash_table.AgedLFU`.
+
+        Raises:
+            ValueError: ``c`` is no number of at least 0, or the table has another policy.
+        """
+        check_c("set_aging", c)
+        self._group.set_aging(0, c)
+        self.eviction = AgedLFU(c)
 
     @property
     def epoch(self) -> int:

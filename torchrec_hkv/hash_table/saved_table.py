@@ -11,6 +11,7 @@ import torch
 
 from torchrec_hkv.hash_table import files
 from torchrec_hkv.hash_table.admission import Admission
+from torchrec_hkv.hash_table.eviction import EvictionPolicy
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
@@ -80,6 +81,7 @@ class SavedTable:
         *,
         capacity: int | None = None,
         initial_capacity: int | None = None,
+        eviction: EvictionPolicy | None = None,
         device: torch.device | str = "cpu",
         hbm_bytes: int | None = None,
         admission: Admission | None = None,
@@ -96,6 +98,9 @@ class SavedTable:
             capacity: by default that of the saved table.
             initial_capacity: as for a new table; by default that of the saved table, where
                 ``capacity`` is, too. The table grows at once as far as the files need it.
+            eviction: by default that of the saved table, ``AgedLFU`` with the default c. A table
+                under LRU, LFU or AgedLFU can be read as one under another of these; an id whose
+                count is not known counts once.
             device: as for a new table.
             hbm_bytes: as for a new table.
             admission: as for a new table, since a file does not say; so the next four.
@@ -117,6 +122,8 @@ class SavedTable:
             "remember_evicted": remember_evicted,
             "deterministic": deterministic,
         }
+        if eviction is not None:
+            changes["eviction"] = eviction
         if capacity is not None:
             changes |= {"capacity": capacity, "initial_capacity": initial_capacity}
         elif initial_capacity is not None:

@@ -6,6 +6,7 @@ import torch
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.admission import admission_config
+from torchrec_hkv.hash_table.eviction import KINDS, AgedLFU, check_eviction, name_of
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.spec_checks import (
@@ -17,13 +18,7 @@ from torchrec_hkv.hash_table.spec_checks import (
 from torchrec_hkv.hash_table.table_memory import hbm_share_for, table_memory
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-_EVICTIONS = {
-    "lru": _C.Eviction.LRU,
-    "lfu": _C.Eviction.LFU,
-    "epoch_lru": _C.Eviction.EPOCH_LRU,
-    "epoch_lfu": _C.Eviction.EPOCH_LFU,
-    "customized": _C.Eviction.CUSTOMIZED,
-}
+_NAMED = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -56,11 +51,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
     Raises:
         ValueError: the spec is impossible; the sentence names the table.
     """
-    if spec.eviction not in _EVICTIONS:
-        raise ValueError(
-            f"table '{spec.name}': eviction is {spec.eviction!r}, but must be one of "
-            f"{', '.join(map(repr, _EVICTIONS))}."
-        )
+    check_eviction(f"table '{spec.name}'", spec.eviction, _NAMED)
     if spec.dtype not in _ROW_TYPES:
         raise ValueError(
             f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "
@@ -98,7 +89,9 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         initial_capacity=initial,
         dim=spec.dim,
         column_offset=spec.column_offset,
-        eviction=_EVICTIONS[spec.eviction],
+        eviction=KINDS[name_of(spec.eviction)],
+        aging=(spec.eviction if isinstance(spec.eviction, AgedLFU) else AgedLFU()).c,
+        adaptive=spec.eviction == "adaptive",
         row_type=_ROW_TYPES[spec.dtype],
         seed=table_seed(spec.seed, spec.name),
         hbm_slots=share.slots,

@@ -6,6 +6,7 @@ import dataclasses
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.admission import Admission, admission_bytes
+from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,9 +17,9 @@ class TableMemory:
         num_slots: slots it gets: the capacity, rounded up by less than one slot a bucket.
         initial_slots: slots it begins with.
         bucket_slots: slots of one bucket, at most 64.
-        index_bytes: digests, ids, steps, scores, the counts of ids that are not admitted and the
-            marks of evicted ones; always in HBM on a GPU. A large table that is alone in its group
-            may take a little less there.
+        index_bytes: digests, ids, steps, scores, the miniatures of an ``"adaptive"`` table, the
+            counts of ids that are not admitted and the marks of evicted ones; always in HBM on a
+            GPU. A large table that is alone in its group may take a little less there.
         row_bytes: one row with its optimizer state.
         state_bytes: of these, the state.
     """
@@ -48,7 +49,7 @@ def table_memory(
     capacity: int,
     dim: int,
     state_width: int,
-    eviction: str,
+    eviction: EvictionPolicy,
     element_bytes: int = 4,
     admission: Admission | None = None,
     initial_capacity: int | None = None,
@@ -71,8 +72,9 @@ def table_memory(
         num_slots=buckets * bucket_slots,
         initial_slots=_C.initial_slots(capacity, initial_capacity),
         bucket_slots=bucket_slots,
-        index_bytes=_C.index_bytes(capacity, eviction != "lru", initial_capacity)
+        index_bytes=_C.index_bytes(capacity, keeps_scores(eviction), initial_capacity)
         + admission_bytes(admission)
+        + (_C.miniature_bytes(capacity, initial_capacity) if eviction == "adaptive" else 0)
         + 2 * (remember_evicted or 0),
         row_bytes=element_bytes * dim + 4 * state_width,
         state_bytes=4 * state_width,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.admission import Admission
+from torchrec_hkv.hash_table.eviction import EvictionPolicy
 from torchrec_hkv.hash_table.initializers import Initializer
 
 
@@ -20,7 +20,8 @@ class TableSpec:
         name: mixed into the seed of its initial rows.
         capacity: rows it must hold, at least 1.
         dim: columns of its rows, 1 to 2048.
-        eviction: which id leaves a full bucket: ``"lru"``, ``"lfu"``, ``"epoch_lru"``,
+        eviction: which id leaves a full bucket: ``"lru"``, ``"lfu"``, an
+            :class:`torchrec_hkv.hash_table.AgedLFU`, ``"adaptive"``, ``"epoch_lru"``,
             ``"epoch_lfu"`` or ``"customized"``; :class:`torchrec_hkv.hash_table.HashTable` says
             what their scores are.
         hbm_bytes: what it may take of a GPU's memory, index included. A table whose rows don't all
@@ -53,7 +54,7 @@ class TableSpec:
     name: str
     capacity: int
     dim: int
-    eviction: Literal["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"] = "lru"
+    eviction: EvictionPolicy = "lru"
     hbm_bytes: int | None = None
     seed: int = 0
     initializer: Initializer | None = None

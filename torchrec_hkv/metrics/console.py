@@ -22,7 +22,8 @@ def describe(
         before: of an earlier time; the hit rate is that since then.
 
     Returns:
-        Hit rate, load factor, evictions, and what else there was; where rows lie in HBM and in host
+        Hit rate, load factor, evictions, the mean c of tables whose counts age, and what else there
+        was; where rows lie in HBM and in host
         memory, the hit rate of each, and the bytes; "" without tables.
     """
     if not metrics:
@@ -38,6 +39,8 @@ def describe(
     if total.capacity:
         parts.append(f"load factor {total.load_factor:.2f}")
     parts.append(f"evictions {total.evicted:,}")
+    if total.aged:
+        parts.append(f"c {total.c:.1f}")
     for name in ("returned", "refused", "unadmitted", "expired"):
         if count := getattr(total, name):
             parts.append(f"{name} {count:,}")

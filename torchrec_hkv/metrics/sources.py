@@ -29,7 +29,7 @@ class Probe:
 
     Attributes:
         names: of the tables, in full.
-        counts: gives int64 ``[tables, 12]``, in the order of :data:`DEVICE_FIELDS`; on a GPU
+        counts: gives int64 ``[tables, 20]``, in the order of :data:`DEVICE_FIELDS`; on a GPU
             without a wait, where the backend can.
         sizes: gives for each table what :data:`HOST_FIELDS` are.
     """
@@ -91,7 +91,8 @@ def _lookup_probe(lookup: GroupLookup, prefix: str, keys: Sequence[str]) -> Prob
             rows = [lookup.counters(key) for key in keys]
             return torch.tensor([[row.get(name, 0) for name in DEVICE_FIELDS] for row in rows])
         order = [list(given[0]).index(key) for key in keys]
-        return torch.stack([given[1][at] for at in order])
+        rows = torch.stack([given[1][at] for at in order])
+        return nn.functional.pad(rows, (0, len(DEVICE_FIELDS) - rows.shape[1]))
 
     def sizes() -> list[list[int]]:
         memory = [lookup.memory(key) for key in keys]

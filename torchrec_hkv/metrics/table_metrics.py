@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from torchrec_hkv.hash_table.groups.counters import MINIATURE_CS
+
 
 @dataclasses.dataclass(frozen=True)
 class TableMetrics:
@@ -23,6 +25,15 @@ class TableMetrics:
         returned: ids that got a slot after they had been evicted, of a table with
             ``remember_evicted``.
         size: ids in the table.
+        aged: 1 where counts age, that is under ``AgedLFU`` or ``"adaptive"``; so many shards.
+        c_hundredths: of these, the sum of c in hundredths.
+        miniature_lookups: ids that the miniatures of an adaptive table have looked up lately; so
+            the next.
+        miniature_hits_0: hits of the miniature with c = 0, LRU.
+        miniature_hits_1: with c = 1.
+        miniature_hits_2: with c = 2.
+        miniature_hits_4: with c = 4.
+        miniature_hits_16: with c = 16.
         capacity: ids it may hold.
         hbm_bytes: what it takes of GPUs' memory, index included.
         host_bytes: what it takes of host memory.
@@ -40,6 +51,14 @@ class TableMetrics:
     host_hits: int = 0
     returned: int = 0
     size: int = 0
+    aged: int = 0
+    c_hundredths: int = 0
+    miniature_lookups: int = 0
+    miniature_hits_0: int = 0
+    miniature_hits_1: int = 0
+    miniature_hits_2: int = 0
+    miniature_hits_4: int = 0
+    miniature_hits_16: int = 0
     capacity: int = 0
     hbm_bytes: int = 0
     host_bytes: int = 0
@@ -63,6 +82,20 @@ class TableMetrics:
     def load_factor(self) -> float:
         """Share of the slots that are taken; NaN without any."""
         return self.size / self.capacity if self.capacity else float("nan")
+
+    @property
+    def c(self) -> float:
+        """The half-life of counts in use, as ``AgedLFU`` has it: the mean of the shards; NaN under
+        policies that have none."""
+        return self.c_hundredths / 100 / self.aged if self.aged else float("nan")
+
+    @property
+    def miniature_hit_rates(self) -> dict[float, float]:
+        """Hit rates of the miniatures of an adaptive table lately, by their c; {} without any."""
+        if not self.miniature_lookups:
+            return {}
+        hits = {c: getattr(self, f"miniature_hits_{c:g}") for c in MINIATURE_CS}
+        return {c: its / self.miniature_lookups for c, its in hits.items()}
 
     def __add__(self, other: TableMetrics) -> TableMetrics:
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)

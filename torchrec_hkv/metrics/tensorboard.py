@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torchrec_hkv.metrics.table_metrics import COUNTED, TableMetrics
 
-_STATES = ("size", "load_factor", "hbm_bytes", "host_bytes")
+_STATES = ("size", "load_factor", "hbm_bytes", "host_bytes", "c")
 # Written only for tables that have rows in HBM and in host memory.
 _BY_MEMORY = ("host_hits", "hbm_hit_rate", "host_hit_rate")
 
@@ -27,9 +27,9 @@ class TensorBoard:
     """A sink of :class:`torchrec_hkv.metrics.Watch` that writes for TensorBoard.
 
     For each table ``{table}/{metric}``: counts and the hit rates since the last time; size, load
-    factor and bytes as they are. A table has only the metrics that it uses: a count is written from
-    the first reading on in which it is not zero, evictions from the first insertion on, and hits by
-    memory where the table has rows in HBM and in host memory.
+    factor, bytes, c and the hit rates of miniatures as they are. A table has only the metrics that
+    it uses: a count is written from the first reading on in which it is not zero, evictions from
+    the first insertion on, and hits by memory where the table has rows in HBM and in host memory.
 
     Args:
         log_dir: a folder for the files; None where ``writer`` is given.
@@ -73,6 +73,8 @@ class TensorBoard:
                 else:  # a rate of no lookups
                     continue
                 self.writer.add_scalar(f"{table}/{name}", value, step)
+            for c, rate in now.miniature_hit_rates.items():
+                self.writer.add_scalar(f"{table}/miniature_hit_rate_{c:g}", rate, step)
         self._before = dict(metrics)
 
     def scalars(self, step: int, **figures: float) -> None:
@@ -93,6 +95,8 @@ def _used(now: TableMetrics) -> list[str]:
         names.append("evicted")
     if now.lookups:
         names.append("hit_rate")
+    if now.aged:
+        names.append("c")
     if now.hbm_bytes and now.host_bytes:
         names += _BY_MEMORY
     names += [name for name in ("hbm_bytes", "host_bytes") if getattr(now, name)]

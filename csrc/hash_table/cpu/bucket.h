@@ -126,9 +126,13 @@ inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint
   } while (next != old && !score.compare_exchange_weak(old, next, std::memory_order_relaxed));
 }
 
+inline uint64_t score_of(const TableView& table, int64_t slot) {
+  return table.scores != nullptr ? table.scores[slot] : table.last_steps[slot];
+}
+
 inline Rank rank_of(const TableView& table, int64_t slot) {
   const uint32_t step = table.last_steps[slot];
-  return Rank{table.scores != nullptr ? table.scores[slot] : step, step};
+  return Rank{table.ranking().of(score_of(table, slot), step), step};
 }
 
 inline void count(const TableView& table, Counter counter, uint64_t by) {

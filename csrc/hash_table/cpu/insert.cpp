@@ -10,6 +10,7 @@
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/cpu/find.h"
 #include "hash_table/cpu/highest_given.h"
+#include "hash_table/cpu/miniatures.h"
 #include "hash_table/cpu/missing.h"
 #include "hash_table/cpu/new_rows.h"
 #include "hash_table/cpu/place.h"
@@ -189,7 +190,7 @@ class Placing {
       }
       slot = place.slot;
       if (place.evicts) {
-        note_leaver(it, table.ids[slot], rank_of(table, slot).score, table.row(slot));
+        note_leaver(it, table.ids[slot], score_of(table, slot), table.row(slot));
         victims_.leaves(it.table, slot);
       }
       place_new(table, id, it.choice, slot, visit_.now(), score);
@@ -209,7 +210,8 @@ class Placing {
     const bool holds = seen != kNoSlot && table.last_steps[seen] < visit_.pinned_from();
     const int64_t victim = holds ? seen : victims_.lowest(it.table, it.choice);
     const bool outranked =
-        placement_.refuse_lower && victim != kNoSlot && own_score < rank_of(table, victim).score;
+        placement_.refuse_lower && victim != kNoSlot &&
+        table.ranking().of(own_score, visit_.now()) < rank_of(table, victim).score;
     return Place{outranked ? kNoSlot : victim, true, outranked};
   }
 
@@ -299,6 +301,7 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads) {
   age(tables, aging, visit, threads);
+  if (aging.ages_counts && batch.num_ids > 0) begin_aged_call(tables, aging.num_tables, visit);
   if (placement.believed == nullptr) {
     find_and_touch(tables, batch, visit, slots, found, threads);
   } else {
@@ -322,6 +325,7 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   if (placement.admissions != nullptr) {
     finish_admission(tables, batch, visit, placement, slots, threads);
   }
+  if (placement.simulates) simulate(tables, batch, visit, threads);
 }
 
 int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,

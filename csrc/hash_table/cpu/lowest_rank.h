@@ -73,6 +73,45 @@ inline uint32_t lowest_step(const uint32_t* steps, int32_t n, int32_t but) {
   return step;
 }
 
+// ranks[p] = Ranking::of the scores and steps, which are all read.
+inline void rank_scores(const Ranking& ranking, const uint64_t* scores, const uint32_t* steps,
+                        int32_t n, uint64_t* ranks) {
+  int32_t p = 0;
+#ifdef __AVX2__
+  const auto all = [](uint64_t value) { return _mm256_set1_epi64x(static_cast<int64_t>(value)); };
+  const auto lesser = [](__m256i a, __m256i b) {  // counts have no sign bit
+    return _mm256_blendv_epi8(a, b, _mm256_cmpgt_epi64(a, b));
+  };
+  const __m256i two_to_52 = _mm256_castpd_si256(_mm256_set1_pd(0x1p52));
+  const __m256i fraction = all(0xffff), one = all(1 << kFractionBits);
+  const __m256i low = all(ranking.half_life & 0xffffffffu), high = all(ranking.half_life >> 32);
+  for (; p + 4 <= n; p += 4) {
+    __m256i count = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scores + p));
+    count = lesser(count, all(kMostLogCount));
+    count = _mm256_add_epi64(count, _mm256_srli_epi64(_mm256_cmpeq_epi64(count, all(0)), 63));
+    // The double of the same number has the exponent and the fraction of log2_of_count.
+    const __m256d number = _mm256_sub_pd(_mm256_castsi256_pd(_mm256_or_si256(count, two_to_52)),
+                                         _mm256_castsi256_pd(two_to_52));
+    const __m256i log =
+        _mm256_sub_epi64(_mm256_srli_epi64(_mm256_castpd_si256(number), 52 - kFractionBits),
+                         all(uint64_t{1023} << kFractionBits));
+    // As log2_of_fraction; products of 32 bits.
+    const __m256i f = _mm256_and_si256(log, fraction);
+    const __m256i arc = _mm256_srli_epi64(_mm256_mul_epu32(f, _mm256_sub_epi64(one, f)), 16);
+    const __m256i bent =
+        _mm256_add_epi64(log, _mm256_srli_epi64(_mm256_mul_epu32(arc, all(kBend)), 16));
+    const __m256i worth = _mm256_add_epi64(_mm256_mul_epu32(low, bent),
+                                           _mm256_slli_epi64(_mm256_mul_epu32(high, bent), 32));
+    const __m256i step =
+        _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(steps + p)));
+    const __m256i rank = _mm256_add_epi64(_mm256_slli_epi64(step, kFractionBits),
+                                          _mm256_srli_epi64(worth, kFractionBits));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ranks + p), rank);
+  }
+#endif
+  for (; p < n; ++p) ranks[p] = ranking.of(scores[p], steps[p]);
+}
+
 // The slots of the lowest rank in a full bucket, `but` aside: a position, or -1. Pinned slots do
 // not take part. No branches on ranks: they are not to be foreseen.
 inline Lowest lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t pinned_from,
@@ -86,7 +125,12 @@ inline Lowest lowest_rank_in(const TableView& table, uint32_t bucket, uint32_t p
     if (step >= pinned_from) return kAllPinned;
     return Lowest{match_steps(steps, n, step) & allowed, {step, step}};
   }
-  const uint64_t* const scores = table.scores + base;
+  const uint64_t* scores = table.scores + base;
+  uint64_t aged[kBucketDigests];
+  if (const Ranking ranking = table.ranking(); ranking.aged) {
+    rank_scores(ranking, scores, steps, n, aged);
+    scores = aged;
+  }
   ScoreLanes lows = ~ScoreLanes{};
   StepLanes at = {0, 1, 2, 3, 4, 5, 6, 7};
   int32_t p = 0;

@@ -98,7 +98,7 @@ void restore_entries(const TableView& table, const Entries& entries, const Displ
     int64_t slot = free_slot(table, choice);
     if (slot == kNoSlot) {
       const Victim victim = lowest_rank(table, choice, UINT32_MAX);
-      if (victim.slot == kNoSlot || !(victim.rank < entries.rank(i))) {
+      if (victim.slot == kNoSlot || !(victim.rank < entries.rank(table.ranking(), i))) {
         ++displaced.counts[1];
         continue;
       }

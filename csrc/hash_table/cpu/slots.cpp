@@ -162,7 +162,8 @@ void select_slots(const TableView* tables, int32_t num_tables, const Selection& 
           const int64_t slot = bucket * table.bucket_slots + position;
           // Of free slots nothing else is looked at: their memory may never have been touched.
           const bool taken = digests[position] != kEmptyDigest;
-          out[slot] = taken && selection.meets(digests[position], rank_of(table, slot));
+          out[slot] = taken && selection.meets(digests[position], score_of(table, slot),
+                                               table.last_steps[slot]);
         }
       }
     });
@@ -176,7 +177,7 @@ void export_slots(const TableView* tables, int32_t num_tables, const int64_t* sl
       const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
       const int64_t slot = slots[i] - table.first_slot;
       out.ids[i] = table.ids[slot];
-      out.scores[i] = rank_of(table, slot).score;
+      out.scores[i] = score_of(table, slot);
       copy_to_matrix(out.rows, i, table.rows.type, table.row(slot), table.dim());
       if (out.states.columns == 0) continue;
       copy_to_matrix(out.states, i, table.states.type,

@@ -86,7 +86,8 @@ class Victims {
     const int64_t base = first_slot_of(table, bucket);
     Lowest lowest{kept.positions, {kept.last_step, kept.last_step}};
     if (table.scores != nullptr && kept.positions != 0) {
-      lowest.rank.score = table.scores[base + __builtin_ctzll(kept.positions)];
+      const uint64_t score = table.scores[base + __builtin_ctzll(kept.positions)];
+      lowest.rank.score = table.ranking().of(score, kept.last_step);
     }
     if (kept.positions == 0) lowest = kAllPinned;
     return lowest.first(base);

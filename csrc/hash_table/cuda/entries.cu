@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads)
          slot < table.num_slots; slot += static_cast<int64_t>(gridDim.x) * kThreads) {
       const uint16_t digest = *digest_of_slot(table, slot);
       const uint32_t step = *step_of(table, slot);
-      const Rank rank{table.scores == nullptr ? step : table.scores[slot], step};
-      out[slot] = selection.meets(digest, rank);
+      const uint64_t score = table.scores == nullptr ? step : table.scores[slot];
+      out[slot] = selection.meets(digest, score, step);
     }
   }
 }

@@ -122,7 +122,8 @@ __device__ __forceinline__ void touch(const TableView& table, int64_t slot, cons
 
 __device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {
   const uint32_t step = load_l2(step_of(table, slot));
-  return Rank{table.scores == nullptr ? step : load_score(table, slot), step};
+  const uint64_t score = table.scores == nullptr ? step : load_score(table, slot);
+  return Rank{table.ranking().of(score, step), step};
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

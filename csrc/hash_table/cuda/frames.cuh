@@ -84,7 +84,10 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
         if (steps[p] >= pinned_from) continue;
         const uint32_t tag = frames.tag_at(tags, p);
         const int64_t other = frames.slot_of(home, tag);
-        rank = Rank{table.scores == nullptr ? tag & kTagAgain : load_score(table, other), steps[p]};
+        rank.score = table.scores == nullptr
+                         ? tag & kTagAgain
+                         : table.ranking().of(load_score(table, other), steps[p]);
+        rank.last_step = steps[p];
         if (tag & kTagDirty) leaver = other;
       }
       if (place >= 0 && !(rank < lowest)) continue;

@@ -20,7 +20,8 @@ constexpr uint32_t kBusyStep = 0xffffffffu;
 // What a displaced entry leaves behind.
 struct Source {
   int64_t id;
-  Rank rank;
+  uint64_t score;
+  uint32_t last_step;
   const char* row;
   const char* state;
 };
@@ -31,8 +32,8 @@ __device__ void note_displaced(const TableView& table, const Source& source,
   if (threadIdx.x % kWarp == 0) {
     at = atomicAdd(reinterpret_cast<unsigned long long*>(&displaced.counts[0]), 1ull);
     displaced.ids[at] = source.id;
-    displaced.last_steps[at] = source.rank.last_step;
-    if (table.scores != nullptr) displaced.scores[at] = source.rank.score;
+    displaced.last_steps[at] = source.last_step;
+    if (table.scores != nullptr) displaced.scores[at] = source.score;
   }
   at = __shfl_sync(kAllLanes, at, 0);
   const Widths widths(table);
@@ -182,7 +183,7 @@ __device__ bool claim_victim(const TableView& table, const Victim& victim) {
     mine = atomicCAS(step, victim.rank.last_step, kBusyStep) == victim.rank.last_step;
     __threadfence();
     if (mine && table.scores != nullptr &&
-        load_l2(reinterpret_cast<const unsigned long long*>(&table.scores[victim.slot])) !=
+        table.ranking().of(load_score(table, victim.slot), victim.rank.last_step) !=
             victim.rank.score) {
       store_l2(step, victim.rank.last_step);
       mine = 0;
@@ -200,14 +201,18 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= entries.n || !waiting[i]) return;
   const Widths widths(table);
   const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
-  const Rank own = entries.rank(i);
+  const Rank own = entries.rank(table.ranking(), i);
+  const auto score_of = [&](const uint64_t* scores, int64_t at) {
+    return scores == nullptr ? uint64_t{0} : scores[at];
+  };
   Victim victim;
   do {
     victim = lowest_rank(table, choice);
     if (victim.slot == kNoSlot || !(victim.rank < own)) {
       if (victim.busy) {
         note_displaced(table,
-                       {entries.ids[i], own, entries.rows + i * widths.row,
+                       {entries.ids[i], score_of(entries.scores, i), own.last_step,
+                        entries.rows + i * widths.row,
                         reinterpret_cast<const char*>(entries.states) + i * widths.state},
                        displaced);
       } else if (threadIdx.x % kWarp == 0) {
@@ -217,10 +222,11 @@ __global__ void __launch_bounds__(kThreads)
     }
   } while (!claim_victim(table, victim));
   const int64_t slot = victim.slot;
-  note_displaced(table,
-                 {id_of_slot(table, slot), victim.rank, table.row(slot),
-                  reinterpret_cast<const char*>(table.state(slot))},
-                 displaced);
+  note_displaced(
+      table,
+      {id_of_slot(table, slot), table.scores == nullptr ? 0 : load_score(table, slot),
+       victim.rank.last_step, table.row(slot), reinterpret_cast<const char*>(table.state(slot))},
+      displaced);
   __syncwarp();
   write_entry(table, slot, entries, i);
   if (threadIdx.x % kWarp == 0) store_l2(digest_of_slot(table, slot), choice.digest);

@@ -98,7 +98,7 @@ __device__ void note_displaced(const TableView& table, const Victim& victim,
   if (threadIdx.x % kWarp == 0) {
     displaced.ids[i] = id_of_slot(table, victim.slot);
     displaced.last_steps[i] = victim.rank.last_step;
-    if (table.scores != nullptr) displaced.scores[i] = victim.rank.score;
+    if (table.scores != nullptr) displaced.scores[i] = load_score(table, victim.slot);
   }
   copy_vector(displaced.rows + i * widths.row, table.row(victim.slot), widths.row);
   copy_vector(reinterpret_cast<char*>(displaced.states) + i * widths.state,
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
     bool moved = false;
     if (slot == kNoSlot) {
       const Victim victim = lowest_rank_of_warp(table, choice);
-      moved = victim.slot != kNoSlot && victim.rank < entries.rank(i);
+      moved = victim.slot != kNoSlot && victim.rank < entries.rank(table.ranking(), i);
       if (moved) {
         slot = victim.slot;
         note_displaced(table, victim, displaced, i);

@@ -69,12 +69,13 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
 }
 
 // Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
-// under LFU and epoch LFU, and what one of them gives under the other policies.
+// under the frequency policies, and what one of them gives under the other policies.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
                                              const Visit& visit, uint64_t given) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   switch (table.eviction) {
     case Eviction::kLfu:
+    case Eviction::kAgedLfu:
       add_to_count(score, given);
       break;
     case Eviction::kEpochLfu:

@@ -8,6 +8,7 @@ from tests.support.gpu import NEEDS_GPU
 from tests.support.power_law_bags import power_law_bags
 from tests.support.table_states import assert_same_states
 from torchrec_hkv.hash_table import (
+    AgedLFU,
     MinFrequency,
     Probability,
     TableGroup,
@@ -24,6 +25,8 @@ OPTIONS = {
     "lfu": {"eviction": "lfu"},
     "epoch_lru": {"eviction": "epoch_lru"},
     "epoch_lfu": {"eviction": "epoch_lfu"},
+    "aged_lfu": {"eviction": AgedLFU(0.5)},
+    "adaptive": {"eviction": "adaptive"},
     "remembering": {"remember_evicted": 1000},
     "remembering few": {"remember_evicted": 7},
     "counted": {"admission": MinFrequency(2, entries=4096)},

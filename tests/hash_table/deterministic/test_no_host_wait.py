@@ -25,7 +25,7 @@ class Case:
         self.scores = constant_scores(table, 600)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "adaptive"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations(operation, policy):
     table = make("cuda", 1000, 8, eviction=policy, deterministic=True, remember_evicted=100)

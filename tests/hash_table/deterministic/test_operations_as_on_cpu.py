@@ -8,10 +8,10 @@ import torch
 
 from tests.support.gpu import NEEDS_GPU
 from tests.support.table_states import assert_same_states
-from torchrec_hkv.hash_table import HashTable, MinFrequency, Uniform
+from torchrec_hkv.hash_table import AgedLFU, HashTable, MinFrequency, Uniform
 
 pytestmark = NEEDS_GPU
-POLICIES = ["lru", "lfu", "epoch_lru", "epoch_lfu", "customized"]
+POLICIES = ["lru", "lfu", AgedLFU(0.5), "adaptive", "epoch_lru", "epoch_lfu", "customized"]
 
 
 def make(policy, dtype, **options):
@@ -39,7 +39,7 @@ def batches(policy, dtype, n=900, calls=12):
         ids = torch.randint(500, (n,), generator=generator) * 0x9E3779B97F4A7C1 + call % 3 * 200
         rows = torch.randn(n, 6, generator=generator).to(dtype)
         scores = None
-        if policy in ("lfu", "epoch_lfu", "customized"):
+        if policy not in ("lru", "epoch_lru"):
             scores = torch.randint(1, 1000, (n,), generator=generator)
         yield ids, rows, scores, torch.rand(n, generator=generator) < 0.5
 

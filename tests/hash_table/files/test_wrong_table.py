@@ -11,7 +11,7 @@ from torchrec_hkv.hash_table import Uniform
 OTHERS = {
     "dim": ({"dim": 8}, "4", "8"),
     "dtype": ({"dtype": torch.float16}, "'float32'", "'float16'"),
-    "eviction": ({"eviction": "lfu"}, "'lru'", "'lfu'"),
+    "eviction": ({"eviction": "epoch_lfu"}, "'lru'", "'epoch_lfu'"),
     "state_dim": ({"state_dim": 2}, "0", "2"),
     "name": ({"name": "other"}, "'table'", "'other'"),
     "seed": ({"seed": 7}, "0", "7"),

@@ -17,7 +17,14 @@ from hypothesis.stateful import (
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
 from tests.support.table_model import POLICIES, TAKES_SCORES, Row
-from torchrec_hkv.hash_table import Admission, Constant, MinFrequency, Probability, Uniform
+from torchrec_hkv.hash_table import (
+    Admission,
+    Constant,
+    EvictionPolicy,
+    MinFrequency,
+    Probability,
+    Uniform,
+)
 
 EXTREMES = [INT64_MIN, INT64_MIN + 1, -2, -1, 0, 1, 2**31, 2**32, INT64_MAX - 1, INT64_MAX]
 single_ids = st.one_of(
@@ -74,7 +81,7 @@ def id_batches(draw: st.DrawFn, capacity: int) -> list[int]:
 class HashTableMachine(RuleBasedStateMachine):
     """The operations of one table."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__()
         self.policy = policy
         self.rows_made = 0
@@ -123,7 +130,7 @@ class HashTableMachine(RuleBasedStateMachine):
             return None
         if self.policy != "customized" and data.draw(st.booleans(), label="no scores"):
             return None
-        few = st.lists(given_scores[self.policy], min_size=1, max_size=7)
+        few = st.lists(given_scores.get(self.policy, given_scores["lfu"]), min_size=1, max_size=7)
         scores = data.draw(few, label="scores, repeated")
         return [scores[at % len(scores)] for at in range(n)]
 
@@ -227,7 +234,7 @@ class HashTableMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.checked.clear()
 
-    @precondition(lambda self: self.policy.startswith("epoch"))
+    @precondition(lambda self: self.policy in ("epoch_lru", "epoch_lfu"))
     @rule(by=st.sampled_from([1, 2, 1000]))
     def next_epoch(self, by: int) -> None:
         self.checked.next_epoch(by)

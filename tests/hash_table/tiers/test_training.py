@@ -11,6 +11,7 @@ from tests.support.tiers import hbm_bytes_for, tiered_group
 from torchrec_hkv.hash_table import (
     SGD,
     Adam,
+    AgedLFU,
     RowWiseAdagrad,
     TableGroup,
     TableSpec,
@@ -87,7 +88,7 @@ def test_evictions(share, eviction):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1])
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "epoch_lfu"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", AgedLFU(1.0), "adaptive", "epoch_lfu"])
 def test_the_next_batches_are_looked_up_before_a_backward(share, eviction):
     """Rows of three batches wait for their backwards, more than there are frames."""
     groups = [

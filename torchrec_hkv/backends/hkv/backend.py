@@ -36,6 +36,7 @@ from torchrec_hkv.backends.protocol import (
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
+from torchrec_hkv.hash_table.eviction import name_of, reads_files_of
 
 
 class HKVBackend(Backend):
@@ -130,9 +131,12 @@ class HKVBackend(Backend):
         options = options_of(shard)
         return {
             **super().identity(shard, optimizer),
-            "eviction": options.eviction,
+            "eviction": name_of(options.eviction),
             "seed": options.seed,
         }
+
+    def loads(self, what: str, saved: Any, own: Any) -> bool:
+        return reads_files_of(own, saved) if what == "eviction" else saved == own
 
     def exchanges(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)

@@ -8,14 +8,15 @@ from typing import Literal
 import torch
 
 from torchrec_hkv.backends.protocol import BackendOptions
-from torchrec_hkv.hash_table import Admission, Initializer
+from torchrec_hkv.hash_table import Admission, AgedLFU, Initializer
+from torchrec_hkv.hash_table.eviction import check_eviction
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
     check_flag,
     check_remember_evicted,
 )
 
-_EVICTIONS = ("lru", "lfu")
+_EVICTIONS = ("lru", "lfu", "adaptive")
 #: Of rows, and of outputs.
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -25,9 +26,12 @@ class HKVOptions(BackendOptions):
     """Options of an ``hkv`` table.
 
     Attributes:
-        eviction: which id leaves a full bucket: ``"lru"``, the one looked up longest ago, or
-            ``"lfu"``, the one looked up least often (among equals, longest ago). Only lookups in
-            training count.
+        eviction: which id leaves a full bucket: ``"lru"``, the one looked up longest ago;
+            ``"lfu"``, the one looked up least often (among equals, longest ago); or an
+            :class:`torchrec_hkv.AgedLFU`, between the two: the one looked up least often where
+            counts lose half their worth after each half-life in which the id is not looked up.
+            ``"adaptive"`` chooses that half-life while the table runs, by the hit rates of small
+            tables that see a sample of the ids. Only lookups in training count.
         hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
             and optimizer states don't all fit there has all of them in host memory, and those of
             the highest score in HBM too: lookups in training bring them there. None: all in the
@@ -75,7 +79,7 @@ class HKVOptions(BackendOptions):
             while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
     """
 
-    eviction: Literal["lru", "lfu"] = "lru"
+    eviction: Literal["lru", "lfu", "adaptive"] | AgedLFU = "lru"
     hbm_bytes: int | Literal["index"] | None = None
     seed: int = 0
     initializer: Initializer | None = None
@@ -90,10 +94,7 @@ class HKVOptions(BackendOptions):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.eviction not in _EVICTIONS:
-            raise ValueError(
-                f"HKVOptions: eviction is {self.eviction!r}, but must be 'lru' or 'lfu'."
-            )
+        check_eviction("HKVOptions", self.eviction, _EVICTIONS)
         if self.hbm_bytes not in (None, "index") and not (
             _is_int(self.hbm_bytes) and 0 < self.hbm_bytes < 1 << 63
         ):

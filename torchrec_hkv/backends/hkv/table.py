@@ -8,6 +8,7 @@ from torchrec_hkv.backends.hkv.state import state_spec
 from torchrec_hkv.backends.optimizers import state_width
 from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
 from torchrec_hkv.hash_table import Initializer, TableMemory, TableSpec, Uniform, table_memory
+from torchrec_hkv.hash_table.eviction import keeps_scores
 
 
 def options_of(shard: TableShard) -> HKVOptions:
@@ -103,5 +104,5 @@ def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, Te
     options = options_of(shard)
     if options.dense:
         return {"weight": TensorSpec((shard.capacity, shard.dim), shard.dtype)}
-    slots, keeps_scores = memory_of(shard, optimizer).num_slots, options.eviction == "lfu"
-    return state_spec(shard, optimizer, slots, keeps_scores, options.admission)
+    slots, scored = memory_of(shard, optimizer).num_slots, keeps_scores(options.eviction)
+    return state_spec(shard, optimizer, slots, scored, options.admission)

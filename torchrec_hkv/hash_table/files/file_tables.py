@@ -148,7 +148,7 @@ class Target(FileTable):
         self.capacity = group.full_slots(table)
 
     def staging(self, fields: Sequence[Field]) -> Staging:
-        """Host memory for a batch."""
+        """Host memory for a batch of a file with these fields."""
         return Staging(fields, self.batch, pin=self.group.device.type == "cuda")
 
     def can_have(self, buckets: int, bucket_slots: int) -> bool:
@@ -165,16 +165,23 @@ class Target(FileTable):
             self.group.reserve(self.table, min(manifest.entries, self.capacity))
 
     def restore(self, batch: dict[str, Tensor], exact: bool) -> int:
-        """Puts entries into the table; returns how many found no place."""
+        """Puts entries into the table; returns how many found no place.
+
+        Where the table keeps counts and the entries come without, each counts once.
+        """
         n = batch["ids"].numel()
         moved = {name: tensor.to(self.group.device) for name, tensor in batch.items()}
         ids, device = moved["ids"], self.group.device
         _, dtype, width = self._layout
+        if not self.keeps_scores:
+            scores = torch.empty(0, dtype=torch.int64, device=device)
+        elif (scores := moved.get("scores")) is None:
+            scores = torch.ones(n, dtype=torch.int64, device=device)
         entries = (
             ids,
             moved["rows"].to(dtype),
             moved["last_steps"],
-            moved.get("scores", torch.empty(0, dtype=torch.int64, device=device)),
+            scores,
             moved.get("states", torch.zeros((n, width), device=device)),
         )
         place = (self.group.counter_tensor, self.group.handle, self.table)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.json_schema import (
@@ -144,6 +145,8 @@ class Manifest:
         changes: where the shards hold only entries that changed since an earlier save; None where
             they hold the whole table.
         reduced: where the shards hold less of each entry; None where they hold all.
+        aging: under ``aged_lfu``, the lookups of some calls, the number of these, and c; else None,
+            and not in the file.
     """
 
     save: str
@@ -161,6 +164,7 @@ class Manifest:
     counts: Counts | None = None
     changes: Changes | None = None
     reduced: Reduced | None = None
+    aging: tuple[float, float, float] | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it beside the folder's manifest, for :meth:`commit`."""
@@ -201,7 +205,9 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         content = dataclasses.asdict(self)
         # So that earlier versions read what they can.
-        return {key: content[key] for key in content if key not in _OPTIONAL or content[key]}
+        return {
+            key: content[key] for key in content if key not in _OPTIONAL or content[key] is not None
+        }
 
     @property
     def total_entries(self) -> int:
@@ -220,7 +226,7 @@ _TABLE = Fields(
     {
         "name": Text(),
         "dim": Integer(1, 2048),
-        "eviction": Choice(("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")),
+        "eviction": Choice(tuple(KINDS)),
         "seed": Integer(-(1 << 63), (1 << 63) - 1),
         "initializer": OrNull(
             ByType(
@@ -272,7 +278,7 @@ _CHANGES = Fields(
 )
 _REDUCED = Fields({"dtype": Choice(("float32", "float16", "bfloat16")), "states": Flag()}, Reduced)
 #: Keys that are not there where they have nothing to say.
-_OPTIONAL = ("changes", "reduced")
+_OPTIONAL = ("changes", "reduced", "aging")
 MANIFEST_SCHEMA = Fields(
     {
         "save": SAVE_ID,
@@ -290,6 +296,7 @@ MANIFEST_SCHEMA = Fields(
         "counts": OrNull(_COUNTS),
         "changes": _CHANGES,
         "reduced": _REDUCED,
+        "aging": Items(Number(0), 3),
     },
     Manifest,
     optional=_OPTIONAL,

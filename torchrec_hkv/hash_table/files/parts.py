@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.eviction import reads_files_of
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts
 from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
@@ -162,6 +163,8 @@ class PartsLoad:
     def _check_same(self, part: Part, here: dict[str, Any]) -> None:
         for what in (*here, *part.manifest.table):
             saved, own = part.manifest.table.get(what), here.get(what)
+            if what == "eviction" and reads_files_of(own, saved):
+                continue
             if what not in _MAY_DIFFER and saved != own:
                 raise ValueError(
                     f"{part.folder} is of another table: its {what} is {saved!r}, but that of "
@@ -276,6 +279,7 @@ class PartsLoad:
             entries = sum(self._entries(part) for part in self._by_columns[0][1])
             group.reserve(table, min(entries, self._target.capacity))
         group.clear_table(table)
+        group.restart_aging(table, self._measured_aging())
         try:
             lost = self._fill(manifest is not None)
         except BaseException:
@@ -291,6 +295,21 @@ class PartsLoad:
         group.fill_frames(table)
         group.optimizer_steps[table] = max(part.manifest.optimizer_step for part in self._parts)
         return lost
+
+    def _measured_aging(self) -> tuple[float, float, float] | None:
+        """Those of the parts, where owners have as many lookups each in all of them."""
+        measured = [(part, part.manifest.aging) for part in self._by_columns[0][1]]
+        if len(measured) == 1 and measured[0][0].owners == self._owners:
+            return measured[0][1]
+        lookups, owners, calls, c = 0.0, 0, 0.0, 0.0
+        for part, aging in measured:
+            if aging is not None and aging[1] > 0:
+                lookups += aging[0] / aging[1]
+                owners += part.owners[1] - part.owners[0]
+                calls, c = max(calls, aging[1]), max(c, aging[2])
+        if owners == 0:
+            return None
+        return lookups / owners * (self._owners[1] - self._owners[0]) * calls, calls, c
 
     def _fill(self, exact: bool) -> int:
         lost = filled = 0

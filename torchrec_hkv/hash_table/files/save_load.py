@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchrec_hkv import _C
+from torchrec_hkv.hash_table.eviction import name_of, policy_of, reads_files_of
 from torchrec_hkv.hash_table.files.changes import ChangeTracker, Look, verify_left
 from torchrec_hkv.hash_table.files.counts_files import (
     SavedCounts,
@@ -194,6 +195,7 @@ def _write_files(
         counts=unadmitted,
         changes=found.changes,
         reduced=reduced,
+        aging=group.measured_aging(table),
     )
 
 
@@ -229,7 +231,9 @@ def load(
 
     Where the table has the geometry of the saved one, or can grow to it, every entry gets its own
     slot again. In another one entries are placed anew; where both buckets of an entry are full, the
-    lowest scores leave. Calls of other threads wait from the first change until all is loaded.
+    lowest scores leave. Tables under LRU, LFU and AgedLFU load what the others have saved; an id
+    whose count is not known counts once. Calls of other threads wait from the first change until
+    all is loaded.
 
     Args:
         group: the table's.
@@ -292,6 +296,7 @@ def _replace(
         group.set_clock(clock)
         raise
     group.clear_table(table)
+    group.restart_aging(table, manifest.aging)
     try:
         lost = 0
         fields = manifest_fields(manifest)
@@ -333,6 +338,7 @@ def describe(group: TableGroup, table: int) -> dict[str, Any]:
     spec = group.tables[table]
     names = [field.name for field in dataclasses.fields(spec) if field.name not in _FREE_FIELDS]
     description = {name: _plain(getattr(spec, name)) for name in names}
+    description["eviction"] = name_of(spec.eviction)
     return {**description, "state_dim": _C.table_layout(group.handle, table)[2]}
 
 
@@ -346,6 +352,7 @@ def saved_spec(path: str | os.PathLike[str]) -> tuple[TableSpec, int]:
     fields = dict(manifest.table)
     state_dim = fields.pop("state_dim")
     fields["dtype"] = getattr(torch, fields["dtype"])
+    fields["eviction"] = policy_of(fields["eviction"])
     if fields["initializer"] is not None:
         fields["initializer"] = initializer_from_fields(fields["initializer"])
     sizes = {"capacity": manifest.capacity, "initial_capacity": manifest.initial_capacity}
@@ -369,6 +376,8 @@ def _check_positive(**sizes: int) -> None:
 def _check_same_table(folder: Path, manifest: Manifest, here: dict[str, Any]) -> None:
     for what in (*here, *manifest.table):
         saved, own = manifest.table.get(what), here.get(what)
+        if what == "eviction" and reads_files_of(own, saved):
+            continue
         if saved != own:
             raise ValueError(
                 f"{folder} is of another table: its {what} is {saved!r}, but that of table "

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_hkv.hash_table import eviction
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
 from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
@@ -77,7 +78,7 @@ def manifest_fields(manifest: Manifest) -> tuple[Field, ...]:
         table["dim"],
         getattr(torch, dtype),
         table["state_dim"] if has_states else 0,
-        table["eviction"] != "lru",
+        eviction.keeps_scores(table["eviction"]),
     )
 
 

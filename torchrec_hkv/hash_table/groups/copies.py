@@ -25,6 +25,7 @@ class GroupCopies(GroupSelection, GroupContents):
     optimizer: Optimizer | None
     optimizer_steps: torch.Tensor
     counter_tensor: torch.Tensor
+    aged_lfu: torch.Tensor
     set_clock: Callable[[int], None]
     set_epoch: Callable[[int], None]
     _accumulator: Accumulator
@@ -52,6 +53,12 @@ class GroupCopies(GroupSelection, GroupContents):
                 made.fill_frames(table)
             made.optimizer_steps.copy_(self.optimizer_steps)
             made.counter_tensor.copy_(self.counter_tensor)
+            made.aged_lfu.copy_(self.aged_lfu)
+            made._group.miniature_tally.copy_(self._group.miniature_tally)
+            for to, its in zip(
+                made._group.miniature_entries, self._group.miniature_entries, strict=True
+            ):
+                to.copy_(its)
             made._crowded = list(self._crowded)
         return made
 

@@ -13,6 +13,13 @@ from torchrec_hkv.hash_table.table_spec import TableSpec
 #: What :meth:`GroupCounters.device_counters` gives of a table.
 DEVICE_COUNTS = ("lookups", "hits", "inserted", "evicted", "refused", "unadmitted")
 DEVICE_COUNTS += ("expired", "fetched", "written_home", "host_hits", "returned", "size")
+_COUNTED = DEVICE_COUNTS[:-1]
+#: Half-lives of the miniatures of an adaptive table, as an ``AgedLFU`` names them.
+MINIATURE_CS = _C.MINIATURES
+#: Behind these, of tables whose counts age: 1 each, c in hundredths (at most 10^8), and what their
+#: miniatures have counted lately.
+DEVICE_COUNTS += ("aged", "c_hundredths", "miniature_lookups")
+DEVICE_COUNTS += tuple(f"miniature_hits_{c:g}" for c in MINIATURE_CS)
 #: What kernels count, by column of the counters.
 COUNTERS = (
     "lookups",
@@ -42,6 +49,8 @@ class GroupCounters:
             [self.device.type == "cpu" or config.hbm_slots == 0 for config in configs],
             device=self.device,
         )
+        aged = [config.eviction == _C.Eviction.AGED_LFU for config in configs]
+        self._aged = torch.tensor(aged, device=self.device).long().unsqueeze(1)
 
     @property
     def counter_tensor(self) -> Tensor:
@@ -73,23 +82,27 @@ class GroupCounters:
         self._group.check_offsets()
         capacities = map(self._group.full_slots, range(len(self.tables)))
         return [
-            {**dict(zip(DEVICE_COUNTS[:-1], count, strict=True)), "size": size, "capacity": slots}
+            {**dict(zip(_COUNTED, count, strict=True)), "size": size, "capacity": slots}
             for count, size, slots in zip(counts, sizes, capacities, strict=True)
         ]
 
     def device_counters(self) -> Tensor:
-        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 12]`` on the device; no wait."""
+        """:data:`DEVICE_COUNTS` of each table, int64 ``[tables, 20]`` on the device; no wait."""
         sizes = self._group.sizes().to(self.device)  # first: in order with other streams
-        return torch.cat([self._counts(), sizes.unsqueeze(1)], dim=1)
+        hundredths = (self._group.aged_lfu[:, :1] * 100).clamp(max=1e8).long()
+        tally, k = self._group.miniature_tally, len(MINIATURE_CS)
+        recent = tally[:, : k + 1] + tally[:, k + 1 : 2 * k + 2]  # hits, and lookups
+        parts = [self._counts(), sizes.unsqueeze(1), self._aged * 1, self._aged * hundredths]
+        return torch.cat([*parts, recent[:, k:], recent[:, :k]], dim=1)
 
     def _counts(self) -> Tensor:
-        """:data:`DEVICE_COUNTS` but for the last."""
+        """What is counted since the tables were made."""
         counted = dict(zip(COUNTERS, self._group.counters.unbind(1), strict=True))
         counted["hits"] = counted["lookups"] - counted["misses"]
         # Kernels count hits in host memory where there are frames in HBM; elsewhere a table has all
         # its rows in one memory.
         counted["host_hits"] = torch.where(self._all_on_host, counted["hits"], counted["host_hits"])
-        return torch.stack([counted[name] for name in DEVICE_COUNTS[:-1]], dim=1)
+        return torch.stack([counted[name] for name in _COUNTED], dim=1)
 
     def hbm_bytes(self, table: int) -> int:
         """Bytes a table takes of a GPU's memory."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.devices import known_device
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
+from torchrec_hkv.hash_table.eviction import name_of
 from torchrec_hkv.hash_table.groups.accumulation import Accumulator
 from torchrec_hkv.hash_table.groups.call_arguments import CallArguments
 from torchrec_hkv.hash_table.groups.copies import GroupCopies
-from torchrec_hkv.hash_table.groups.counters import GroupCounters
+from torchrec_hkv.hash_table.groups.counters import COUNTERS, GroupCounters
 from torchrec_hkv.hash_table.groups.rows import GroupRows
 from torchrec_hkv.hash_table.id_types import int64_ids
 from torchrec_hkv.hash_table.optimizers import Optimizer
@@ -161,6 +162,44 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
             raise ValueError(f"epoch is {epoch}, but must be from 0 to 2^32 - 1.")
         self._group.set_epoch(epoch)
         self._epoch = epoch
+
+    @property
+    def aged_lfu(self) -> Tensor:
+        """What tables under :class:`AgedLFU` measure, float64 ``[tables, 7]`` on the device: c; the
+        lookups of some calls, and the number of these; four more. Zeros under other policies."""
+        return self._group.aged_lfu
+
+    @property
+    def miniature_tally(self) -> Tensor:
+        """What the miniatures of ``"adaptive"`` tables have counted, int64 ``[tables, 14]`` on the
+        device (``csrc/hash_table/miniatures.h``)."""
+        return self._group.miniature_tally
+
+    def measured_aging(self, table: int) -> tuple[float, float, float] | None:
+        """From what a table under :class:`AgedLFU` or ``"adaptive"`` tells its half-life: the
+        lookups of some calls, the number of these, and c (at most 1e300); None under other
+        policies. Waits for the device."""
+        if name_of(self.tables[table].eviction) != "aged_lfu":
+            return None
+        c, lookups, steps, seen_lookups, seen_step, *_ = self.aged_lfu[table].tolist()
+        if seen_step >= 0:
+            counted = int(self.counter_tensor[table, COUNTERS.index("lookups")])
+            lookups += counted - seen_lookups
+            steps += self.clock + 1 - seen_step
+        return lookups, steps, min(c, 1e300)
+
+    def restart_aging(self, table: int, measured: tuple[float, float, float] | None) -> None:
+        """Has a table go on from :meth:`measured_aging` of another; None: begin anew. Its c only
+        counts where the table chooses that itself."""
+        self._group.restart_aging(table, *(measured or (0.0, 0.0, -1.0)))
+
+    def set_aging(self, table: int, c: float) -> None:
+        """Sets the c of a table under :class:`AgedLFU` for the calls to come; does not wait.
+
+        Raises:
+            ValueError: ``c`` is less than 0, or the table has another policy.
+        """
+        self._group.set_aging(table, c)
 
     def pin(self) -> Pin:
         """A pin for the rows of one training lookup.

@@ -23,6 +23,7 @@
 #include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/leavers.cuh"
+#include "hash_table/cuda/insert/miniatures.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
 #include "hash_table/cuda/insert/ordered.cuh"
@@ -37,12 +38,20 @@ namespace {
 // time, so many must be on their way.
 constexpr int kInsertBlocks = 4;
 
-// One block: the clock goes on, and the flags are cleared. Lookups are known without looking; where
-// insertions are not counted in their order, they are counted here, beside the find.
+// One block: the clock goes on, counts age, and the flags are cleared. Lookups are known without
+// looking; where insertions are not counted in their order, they are counted here, beside the find.
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing,
-                 const TableView* __restrict__ tables, const Batch batch, bool counts) {
-  let_next_kernel_start();  // it may read all but the clock and the flags
+                 const TableView* __restrict__ tables, const Batch batch, bool counts,
+                 int32_t aged_tables) {
+  let_next_kernel_start();  // it may read all but the clock, the flags and what ages
+  if (aged_tables > 0) {
+    const uint32_t now = next_step(clock->now, tick);
+    for (int32_t t = threadIdx.x; t < aged_tables; t += kThreads) {
+      if (tables[t].aged != nullptr) tables[t].begin_aged_call(now);
+    }
+    __syncthreads();  // before the clock goes on and lookups are counted
+  }
   if (threadIdx.x < kWarp) {
     tick_warp(clock, tick);
     return;
@@ -294,6 +303,8 @@ struct ScratchLayout {
     }
     moves = placed + (notes_places(placement) ? aligned(num_ids * sizeof(bool)) : 0);
     bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
+    // Which come last, when nothing else needs the scratch any more.
+    if (placement.simulates) bytes = std::max(bytes, miniature_scratch(num_ids));
   }
 };
 
@@ -325,7 +336,8 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
-  begin_kernel<<<1, kThreads, 0, stream>>>(clock, tick, missing, tables, batch, !placement.ordered);
+  begin_kernel<<<1, kThreads, 0, stream>>>(clock, tick, missing, tables, batch, !placement.ordered,
+                                           aging.ages_counts ? aging.num_tables : 0);
   HKV_CUDA_CHECK_LAUNCH();
   age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);
@@ -380,6 +392,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
                 placement.moving, memory + layout.moves, stream);
   }
+  if (placement.simulates) simulate(tables, aging.num_tables, batch, visit, scratch, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

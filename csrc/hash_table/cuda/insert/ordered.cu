@@ -183,8 +183,10 @@ __device__ __forceinline__ Place choose_place(const TableView& table, const Buck
                             ? oldest_packed(table, choice, visit.pinned_from(), tile, lane)
                             : lowest_rank(table, choice, visit.pinned_from(), tile, lane);
   if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
-  if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
-  return Place{kReplaced, victim.slot, victim.rank.score};
+  if (refuse_lower && table.ranking().of(score, visit.now()) < victim.rank.score) {
+    return Place{kOutranked, kNoSlot, 0};
+  }
+  return Place{kReplaced, victim.slot, score_of_victim(table, victim)};
 }
 
 // A missing id in the hands of a tile.

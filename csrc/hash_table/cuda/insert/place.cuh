@@ -167,17 +167,20 @@ struct Lowest {
   uint32_t place = 2 * kBucketDigests;
 
   __device__ __forceinline__ void look_at(uint64_t score, uint32_t step, uint32_t at,
-                                          uint32_t pinned_from) {
-    const Rank other{score, step};
+                                          uint32_t pinned_from,
+                                          const Ranking& ranking = Ranking{false, 0}) {
+    const Rank other{ranking.of(score, step), step};
     if (step < pinned_from && other < rank) {
       rank = other;
       place = at;
     }
   }
   __device__ __forceinline__ void look_at(const TableView& table, int64_t slot, uint32_t step,
-                                          uint32_t at, uint32_t pinned_from) {
+                                          uint32_t at, uint32_t pinned_from,
+                                          const Ranking& ranking) {
     if (step >= pinned_from) return;
-    look_at(table.scores == nullptr ? step : load_score(table, slot), step, at, pinned_from);
+    look_at(table.scores == nullptr ? step : load_score(table, slot), step, at, pinned_from,
+            ranking);
   }
 };
 
@@ -186,6 +189,7 @@ struct Lowest {
 __device__ __forceinline__ Victim lowest_rank(const TableView& table, const BucketChoice& choice,
                                               uint32_t pinned_from, unsigned tile, int lane) {
   Lowest lowest;
+  const Ranking ranking = table.ranking();
   const int64_t starts[2] = {static_cast<int64_t>(choice.first) * table.bucket_slots,
                              static_cast<int64_t>(choice.second) * table.bucket_slots};
   constexpr int kVectorsOfLane = kBucketDigests / 4 / kVictimLanes;
@@ -205,10 +209,10 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
 #pragma unroll
       for (int v = 0; v < kVectorsOfLane; ++v) {
         const uint32_t at = bucket * kBucketDigests + (v * kVictimLanes + lane) * 4;
-        lowest.look_at(scores[2 * v].x, steps[v].x, at, pinned_from);
-        lowest.look_at(scores[2 * v].y, steps[v].y, at + 1, pinned_from);
-        lowest.look_at(scores[2 * v + 1].x, steps[v].z, at + 2, pinned_from);
-        lowest.look_at(scores[2 * v + 1].y, steps[v].w, at + 3, pinned_from);
+        lowest.look_at(scores[2 * v].x, steps[v].x, at, pinned_from, ranking);
+        lowest.look_at(scores[2 * v].y, steps[v].y, at + 1, pinned_from, ranking);
+        lowest.look_at(scores[2 * v + 1].x, steps[v].z, at + 2, pinned_from, ranking);
+        lowest.look_at(scores[2 * v + 1].y, steps[v].w, at + 3, pinned_from, ranking);
       }
     }
   } else if (table.bucket_slots == kBucketDigests) {
@@ -233,7 +237,7 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
       for (int at = lane; at < table.bucket_slots; at += kVictimLanes) {
         const int64_t slot = starts[bucket] + at;
         lowest.look_at(table, slot, load_l2(&table.last_steps[slot]), bucket * kBucketDigests + at,
-                       pinned_from);
+                       pinned_from, ranking);
       }
     }
   }
@@ -258,6 +262,11 @@ __device__ __forceinline__ Victim lowest_rank(const TableView& table, const Buck
   return Victim{starts[lowest.place / kBucketDigests] + lowest.place % kBucketDigests, lowest.rank};
 }
 
+// Of an entry that has been claimed: its score as it is stored.
+__device__ __forceinline__ uint64_t score_of_victim(const TableView& table, const Victim& victim) {
+  return table.aged == nullptr ? victim.rank.score : load_score(table, victim.slot);
+}
+
 // Claims the place of another entry for an id of this score whose buckets are full. By a tile,
 // whose lanes all get the answer; `refuse_lower` as in Placement.
 __device__ __forceinline__ Place claim_victim(const TableView& table, const BucketChoice& choice,
@@ -266,7 +275,9 @@ __device__ __forceinline__ Place claim_victim(const TableView& table, const Buck
   for (;;) {
     const Victim victim = lowest_rank(table, choice, visit.pinned_from(), tile, lane);
     if (victim.slot == kNoSlot) return Place{kNoRoom, kNoSlot, 0};
-    if (refuse_lower && score < victim.rank.score) return Place{kOutranked, kNoSlot, 0};
+    if (refuse_lower && table.ranking().of(score, visit.now()) < victim.rank.score) {
+      return Place{kOutranked, kNoSlot, 0};
+    }
     bool claimed = false;
     if (lane == 0) {
       claimed = atomicCAS(&table.last_steps[victim.slot], victim.rank.last_step, visit.now()) ==
@@ -279,7 +290,7 @@ __device__ __forceinline__ Place claim_victim(const TableView& table, const Buck
       }
     }
     if (__ballot_sync(tile, claimed) != 0) {
-      return Place{kReplaced, victim.slot, victim.rank.score};
+      return Place{kReplaced, victim.slot, score_of_victim(table, victim)};
     }
   }
 }

@@ -1,0 +1,161 @@
+#include "hash_table/cpu/miniatures.h"
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "common/parallel.h"
+#include "hash_table/cpu/lowest_rank.h"
+
+namespace torchrec_hkv::hash_table::cpu {
+namespace {
+
+// A set of one miniature during a call.
+class MiniatureSet {
+ public:
+  MiniatureSet(const Miniatures& miniatures, int k, uint32_t set, const Ranking& ranking,
+               uint32_t now)
+      : tags_(miniatures.set_of(k, set)),
+        counts_(tags_ + kMiniatureWays),
+        last_steps_(counts_ + kMiniatureWays),
+        ways_(static_cast<int32_t>(miniatures.size.ways)),
+        ranking_(ranking),
+        now_(now) {}
+
+  // Once for all ids of the call ...
+  void look_up(const SampledId& it) {
+    const uint64_t at = match_steps(tags_, ways_, it.tag);
+    if (at == 0) return;
+    ++hits;
+    count(__builtin_ctzll(at), it.given);
+  }
+  // ... and then again.
+  void place_missing(const SampledId& it) {
+    if (const uint64_t at = match_steps(tags_, ways_, it.tag); at != 0) {
+      const int p = __builtin_ctzll(at);
+      if (fresh_ >> p & 1) count(p, it.given);
+      return;
+    }
+    int p = -1;
+    if (const uint64_t free = match_steps(tags_, ways_, 0); free != 0) {
+      p = __builtin_ctzll(free);
+    } else if ((p = lowest()) >= 0) {
+      ++evicted;
+    } else {
+      p = fresh_with_higher_tag(it.tag);
+    }
+    if (p < 0) return;
+    tags_[p] = it.tag;
+    counts_[p] = it.given;
+    last_steps_[p] = now_;
+    fresh_ |= uint64_t{1} << p;
+  }
+
+  uint64_t hits = 0, evicted = 0;
+
+ private:
+  void count(int p, uint32_t given) {
+    const uint64_t sum = uint64_t{counts_[p]} + given;
+    counts_[p] = static_cast<uint32_t>(std::min<uint64_t>(sum, 0xffffffffu));
+    last_steps_[p] = now_;
+  }
+
+  int lowest() const {
+    uint64_t counts[kMiniatureWays], ranks[kMiniatureWays];
+    for (int32_t p = 0; p < ways_; ++p) counts[p] = counts_[p];
+    rank_scores(ranking_, counts, last_steps_, ways_, ranks);
+    constexpr uint64_t kTouched = ~uint64_t{0};  // no rank is so high
+    uint64_t least = kTouched;
+    for (int32_t p = 0; p < ways_; ++p) {
+      ranks[p] = last_steps_[p] == now_ ? kTouched : ranks[p];
+      least = std::min(least, ranks[p]);
+    }
+    if (least == kTouched) return -1;
+    int best = -1;
+    for (int32_t p = 0; p < ways_; ++p) {
+      if (ranks[p] != least) continue;
+      if (best < 0 || last_steps_[p] < last_steps_[best] ||
+          (last_steps_[p] == last_steps_[best] && tags_[p] < tags_[best])) {
+        best = p;
+      }
+    }
+    return best;
+  }
+
+  // The entry of the highest tag that came in this call, if that is above `tag`; else -1.
+  int fresh_with_higher_tag(uint32_t tag) const {
+    int highest = -1;
+    for (uint64_t left = fresh_; left != 0; left &= left - 1) {
+      const int p = __builtin_ctzll(left);
+      if (tags_[p] > (highest < 0 ? tag : tags_[highest])) highest = p;
+    }
+    return highest;
+  }
+
+  uint32_t* const tags_;
+  uint32_t* const counts_;
+  uint32_t* const last_steps_;
+  const int32_t ways_;
+  const Ranking& ranking_;
+  const uint32_t now_;
+  uint64_t fresh_ = 0;  // entries that came in this call
+};
+
+std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const Visit& visit,
+                              int threads) {
+  std::vector<SampledId> all;
+  std::mutex mutex;
+  parallel_for(batch.num_ids, 4096, threads, [&](int64_t begin, int64_t end) {
+    std::vector<SampledId> its;
+    for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
+      const int64_t stop = std::min(end, batch.feature_start(feature + 1));
+      const int32_t table = batch.feature_tables[feature];
+      const Miniatures miniatures = tables[table].miniatures;
+      if (miniatures.entries != nullptr) {
+        for (int64_t at = begin; at < stop; ++at) {
+          SampledId sampled;
+          if (miniatures.sample(batch.ids[at], visit.given(at), table, &sampled)) {
+            its.push_back(sampled);
+          }
+        }
+      }
+      begin = std::max(begin, stop);
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    all.insert(all.end(), its.begin(), its.end());
+  });
+  return all;
+}
+
+}  // namespace
+
+void simulate(const TableView* tables, const Batch& batch, const Visit& visit, int threads) {
+  std::vector<SampledId> sampled = sample(tables, batch, visit, threads);
+  if (sampled.empty()) return;
+  // By set, whose ids may come in any order.
+  std::sort(sampled.begin(), sampled.end(),
+            [](const SampledId& a, const SampledId& b) { return a.where < b.where; });
+  parallel_for(kMiniatures, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int k = static_cast<int>(begin); k < end; ++k) {
+      for (size_t first = 0, stop; first < sampled.size(); first = stop) {
+        const uint32_t where = sampled[first].where;
+        const TableView& table = tables[where / kMostMiniatureSets];
+        const Ranking ranking = table.aged->ranking_of(c_of_miniature(k));
+        MiniatureSet set(table.miniatures, k, where % kMostMiniatureSets, ranking, visit.now());
+        for (stop = first; stop < sampled.size() && sampled[stop].where == where; ++stop) {
+          set.look_up(sampled[stop]);
+        }
+        if (set.hits < stop - first) {
+          for (size_t i = first; i < stop; ++i) set.place_missing(sampled[i]);
+        }
+        MiniatureTally& tally = *table.miniatures.tally;
+        tally.hits[k] += set.hits;
+        if (k > 0) continue;
+        tally.lookups += stop - first;
+        tally.evicted += set.evicted;
+      }
+    }
+  });
+}
+
+}  // namespace torchrec_hkv::hash_table::cpu

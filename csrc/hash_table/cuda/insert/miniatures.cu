@@ -1,0 +1,240 @@
+// A first kernel lists the ids that are in the sample. In a second one a warp has one set of one
+// miniature, two entries a lane, and goes through the list for the set's ids. What these do does
+// not depend on their order in the list, which is any.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/miniatures.cuh"
+#include "hash_table/cuda/insert/missing.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kEntries = kMiniatureWays / kWarp;  // of a lane
+constexpr int kMostTables = 65535;                // that the grid's second dimension takes
+
+__global__ void __launch_bounds__(kThreads)
+    sample_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                  SampledId* __restrict__ list, uint32_t* __restrict__ number) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  SampledId sampled{};
+  bool chosen = false;
+  if (at < batch.num_ids) {
+    const int32_t t = batch.feature_tables[batch.feature_of(at)];
+    const Miniatures& miniatures = tables[t].miniatures;
+    chosen = miniatures.entries != nullptr &&
+             miniatures.sample(batch.ids[at], visit.given(at), t, &sampled);
+  }
+  const unsigned lanes = __ballot_sync(kAllLanes, chosen);
+  if (lanes == 0) return;
+  const int lane = threadIdx.x % kWarp;
+  uint32_t begin = 0;
+  if (lane == 0) begin = atomicAdd(number, static_cast<uint32_t>(__popc(lanes)));
+  begin = __shfl_sync(kAllLanes, begin, 0);
+  if (chosen) list[begin + __popc(lanes & ((1u << lane) - 1))] = sampled;
+}
+
+// The order in which entries leave.
+struct Leaving {
+  uint64_t rank = ~0ull;
+  uint32_t last_step = ~0u;
+  uint32_t tag = ~0u;
+  int32_t entry = -1;  // of the set; -1: none
+
+  __device__ __forceinline__ bool operator<(const Leaving& other) const {
+    if (rank != other.rank) return rank < other.rank;
+    return last_step != other.last_step ? last_step < other.last_step : tag < other.tag;
+  }
+};
+
+// A set of one miniature during a call, by a warp. Entry e * kWarp + lane is the lane's.
+struct MiniatureSet {
+  uint32_t tags[kEntries], counts[kEntries], last_steps[kEntries];
+  bool fresh[kEntries];            // came in this call
+  uint32_t hits = 0, evicted = 0;  // of the lane's entries
+  uint32_t ways;
+  uint32_t now;
+  Ranking ranking;
+
+  __device__ __forceinline__ bool is_one(int e) const {
+    return static_cast<uint32_t>(e * kWarp) + threadIdx.x % kWarp < ways;
+  }
+
+  __device__ __forceinline__ void put(int32_t entry, uint32_t tag, uint32_t given) {
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (entry != e * kWarp + static_cast<int>(threadIdx.x % kWarp)) continue;
+      tags[e] = tag;
+      counts[e] = given;
+      last_steps[e] = now;
+      fresh[e] = true;
+    }
+  }
+
+  // The first free entry, or -1; the same in all lanes.
+  __device__ __forceinline__ int32_t free_entry() const {
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      const unsigned free = __ballot_sync(kAllLanes, is_one(e) && tags[e] == 0);
+      if (free != 0) return e * kWarp + __ffs(static_cast<int>(free)) - 1;
+    }
+    return -1;
+  }
+
+  // The entry that leaves, of those that the call has not touched, or -1.
+  __device__ __forceinline__ int32_t lowest() const {
+    Leaving least;
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (!is_one(e) || last_steps[e] == now) continue;
+      const Leaving other{ranking.of(counts[e], last_steps[e]), last_steps[e], tags[e],
+                          e * kWarp + static_cast<int>(threadIdx.x % kWarp)};
+      if (other < least) least = other;
+    }
+#pragma unroll
+    for (int offset = kWarp / 2; offset; offset /= 2) {
+      const Leaving other{__shfl_xor_sync(kAllLanes, least.rank, offset),
+                          __shfl_xor_sync(kAllLanes, least.last_step, offset),
+                          __shfl_xor_sync(kAllLanes, least.tag, offset),
+                          __shfl_xor_sync(kAllLanes, least.entry, offset)};
+      if (other < least) least = other;
+    }
+    return least.entry;
+  }
+
+  // The entry of the highest tag that came in this call, if that is above `tag`; else -1.
+  __device__ __forceinline__ int32_t fresh_with_higher_tag(uint32_t tag) const {
+    uint32_t highest = 0;
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (is_one(e) && fresh[e]) highest = max(highest, tags[e]);
+    }
+    highest = __reduce_max_sync(kAllLanes, highest);
+    if (highest <= tag) return -1;
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      const unsigned its = __ballot_sync(kAllLanes, is_one(e) && fresh[e] && tags[e] == highest);
+      if (its != 0) return e * kWarp + __ffs(static_cast<int>(its)) - 1;
+    }
+    return -1;
+  }
+
+  // Counts an id that is there: one that came in this call, or one that was there before.
+  // Returns whether it is there at all, to all lanes.
+  __device__ __forceinline__ bool count(uint32_t tag, uint32_t given, bool came) {
+    bool mine = false;
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (!is_one(e) || tags[e] != tag) continue;
+      mine = true;
+      if (fresh[e] != came) continue;
+      hits += came ? 0 : 1;
+      const uint64_t sum = static_cast<uint64_t>(counts[e]) + given;
+      counts[e] = sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
+      last_steps[e] = now;
+    }
+    return __any_sync(kAllLanes, mine);
+  }
+
+  __device__ __forceinline__ void place_missing(uint32_t tag, uint32_t given) {
+    if (count(tag, given, /*came=*/true)) return;
+    int32_t entry = free_entry();
+    if (entry < 0) {
+      entry = lowest();
+      if (entry >= 0) {
+        evicted += threadIdx.x % kWarp == 0 ? 1 : 0;
+      } else {
+        entry = fresh_with_higher_tag(tag);
+      }
+    }
+    if (entry >= 0) put(entry, tag, given);
+  }
+};
+
+// A block a set, a warp a miniature.
+__global__ void __launch_bounds__(kMiniatures* kWarp)
+    simulate_kernel(const TableView* __restrict__ tables, int32_t num_tables, const Visit visit,
+                    const SampledId* __restrict__ list, const uint32_t* __restrict__ number) {
+  const uint32_t n = *number;
+  if (n == 0) return;
+  const int lane = threadIdx.x % kWarp;
+  const int k = threadIdx.x / kWarp;
+  for (int32_t t = static_cast<int32_t>(blockIdx.y); t < num_tables;
+       t += static_cast<int32_t>(gridDim.y)) {
+    const Miniatures& miniatures = tables[t].miniatures;
+    if (miniatures.entries == nullptr || blockIdx.x >= miniatures.size.sets) continue;
+    uint32_t* const memory = miniatures.set_of(k, blockIdx.x);
+    MiniatureSet set;
+    set.ways = miniatures.size.ways;
+    set.now = visit.now();
+    set.ranking = tables[t].aged->ranking_of(c_of_miniature(k));
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      set.tags[e] = memory[e * kWarp + lane];
+      set.counts[e] = memory[kMiniatureWays + e * kWarp + lane];
+      set.last_steps[e] = memory[2 * kMiniatureWays + e * kWarp + lane];
+      set.fresh[e] = false;
+    }
+    const uint32_t where = static_cast<uint32_t>(t) * kMostMiniatureSets + blockIdx.x;
+    const auto for_each = [&](const auto& see) {
+      for (uint32_t base = 0; base < n; base += kWarp) {
+        SampledId it{~0u, 0, 0};
+        if (base + lane < n) it = list[base + lane];
+        for (unsigned its = __ballot_sync(kAllLanes, it.where == where); its != 0; its &= its - 1) {
+          const int source = __ffs(static_cast<int>(its)) - 1;
+          see(__shfl_sync(kAllLanes, it.tag, source), __shfl_sync(kAllLanes, it.given, source));
+        }
+      }
+    };
+    uint32_t lookups = 0, missing = 0;
+    for_each([&](uint32_t tag, uint32_t given) {
+      ++lookups;
+      missing += set.count(tag, given, /*came=*/false) ? 0 : 1;
+    });
+    if (lookups == 0) continue;
+    if (missing != 0) {
+      for_each([&](uint32_t tag, uint32_t given) { set.place_missing(tag, given); });
+    }
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      memory[e * kWarp + lane] = set.tags[e];
+      memory[kMiniatureWays + e * kWarp + lane] = set.counts[e];
+      memory[2 * kMiniatureWays + e * kWarp + lane] = set.last_steps[e];
+    }
+    const uint32_t hits = __reduce_add_sync(kAllLanes, set.hits);
+    const uint32_t evicted = __reduce_add_sync(kAllLanes, set.evicted);
+    if (lane != 0) continue;
+    const auto add = [](uint64_t* to, uint32_t by) {
+      if (by != 0) atomicAdd(reinterpret_cast<unsigned long long*>(to), by);
+    };
+    add(&miniatures.tally->hits[k], hits);
+    if (k > 0) continue;
+    add(&miniatures.tally->lookups, lookups);
+    add(&miniatures.tally->evicted, evicted);
+  }
+}
+
+constexpr size_t kNumberBytes = 256;
+
+}  // namespace
+
+size_t miniature_scratch(int64_t num_ids) {
+  return kNumberBytes + static_cast<size_t>(num_ids) * sizeof(SampledId);
+}
+
+void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
+              void* scratch, cudaStream_t stream) {
+  auto* const number = static_cast<uint32_t*>(scratch);
+  auto* const list = reinterpret_cast<SampledId*>(static_cast<char*>(scratch) + kNumberBytes);
+  HKV_CUDA_CHECK(cudaMemsetAsync(number, 0, sizeof(uint32_t), stream));
+  sample_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, list,
+                                                                  number);
+  HKV_CUDA_CHECK_LAUNCH();
+  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(std::min(num_tables, kMostTables)));
+  simulate_kernel<<<grid, kMiniatures * kWarp, 0, stream>>>(tables, num_tables, visit, list,
+                                                            number);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,123 @@
+// Miniatures of a table: how LFU with aging would do with several half-lives, found out while the
+// table runs. A miniature is a small table without rows that sees a sample of the ids, chosen by
+// their hash, and is as much smaller than the table as the sample is than all ids; so its hit rate
+// is close to that of the whole table with the miniature's half-life (SHARDS samples so). The
+// table takes the longest half-life whose miniature does about as well as the best.
+//
+// A miniature has sets of up to 64 entries; an id belongs to one set. What a call does to a set
+// does not depend on the order of its ids: all hits count and store the step, then each missing id
+// takes a free entry or that of the lowest rank that the call has not touched. Where there are too
+// few of these, the missing ids of the lowest tags stay.
+#pragma once
+
+#include <cstdint>
+
+#include "common/hashing.h"
+#include "common/macros.h"
+#include "hash_table/aged_lfu.h"
+
+namespace torchrec_hkv::hash_table {
+
+constexpr int kMiniatures = 5;
+constexpr int kMostMiniatureSets = 64;
+constexpr int kMiniatureWays = 64;
+
+// AgedLfu::c of a miniature: LRU, and half-lives up to one that is close to LFU.
+HKV_HOST_DEVICE double c_of_miniature(int k) { return k == 0 ? 0. : k < 4 ? 1 << (k - 1) : 16.; }
+// What the longest half-life may lack of the best hit rate, in hundredths of that.
+constexpr uint64_t kToleratedPercent = 2;
+
+// Words of a miniature's set: tags, counts and last steps. A tag of 0 is a free entry's.
+constexpr int64_t kMiniatureSetWords = 3 * kMiniatureWays;
+
+// What the miniatures of a table have counted.
+struct MiniatureTally {
+  uint64_t hits[kMiniatures];         // since the last choice
+  uint64_t lookups;                   // of each miniature, likewise
+  uint64_t recent_hits[kMiniatures];  // before, where each choice takes a third away
+  uint64_t recent_lookups;            // likewise
+  uint64_t evicted;                   // by the first miniature since it was empty
+  uint64_t chosen_at;                 // lookups of the table at the last choice
+};
+constexpr int kMiniatureTallyWords = sizeof(MiniatureTally) / sizeof(uint64_t);
+
+// One position of a batch whose id is in the sample.
+struct SampledId {
+  uint32_t where;  // its table's index times kMostMiniatureSets, plus its set
+  uint32_t tag;
+  uint32_t given;
+};
+
+struct MiniatureSize {
+  uint32_t sets;  // of each miniature
+  uint32_t ways;  // entries of a set
+
+  // A thirty-second of the slots, but 4 sets where that is less than a quarter, and at most 4,096
+  // entries.
+  static MiniatureSize of(int64_t slots) {
+    const int64_t sets = slots / (32 * kMiniatureWays);
+    const int64_t least = slots < 16 * kMiniatureWays ? 1 : 4;
+    const int64_t bounded = sets < least ? least : sets;
+    return {static_cast<uint32_t>(bounded < kMostMiniatureSets ? bounded : kMostMiniatureSets),
+            static_cast<uint32_t>(slots < kMiniatureWays ? slots : kMiniatureWays)};
+  }
+  int64_t words() const { return kMiniatures * sets * kMiniatureSetWords; }
+  int64_t bytes() const {
+    return words() * static_cast<int64_t>(sizeof(uint32_t)) +
+           static_cast<int64_t>(sizeof(MiniatureTally));
+  }
+};
+
+// A table's, in the memory of the device that runs the kernels.
+struct Miniatures {
+  uint32_t* entries;  // [kMiniatures][sets][3][kMiniatureWays]; null: the table has none
+  MiniatureTally* tally;
+  MiniatureSize size;
+  uint64_t sampled;  // of 2^32 ids
+
+  static Miniatures make(uint32_t* entries, MiniatureTally* tally, int64_t slots) {
+    const MiniatureSize size = MiniatureSize::of(slots);
+    const int64_t small = int64_t{size.sets} * size.ways;
+    const uint64_t sampled = small >= slots
+                                 ? uint64_t{1} << 32
+                                 : static_cast<uint64_t>((small << 20) / slots) << (32 - 20);
+    return Miniatures{entries, tally, size, sampled};
+  }
+
+  HKV_HOST_DEVICE uint32_t* set_of(int k, uint32_t set) const {
+    return entries + (static_cast<int64_t>(k) * size.sets + set) * kMiniatureSetWords;
+  }
+
+  // Whether an id is in the sample, and then its place there.
+  HKV_HOST_DEVICE bool sample(int64_t id, uint64_t given, int32_t table, SampledId* to) const {
+    const uint64_t hash = mix64(static_cast<uint64_t>(id) ^ 0xbb67ae8584caa73bull);
+    if (hash >> 32 >= sampled) return false;
+    const auto low = static_cast<uint32_t>(hash);
+    to->where = static_cast<uint32_t>(table) * kMostMiniatureSets +
+                static_cast<uint32_t>((low * static_cast<uint64_t>(size.sets)) >> 32);
+    to->tag = low == 0 ? 1 : low;
+    to->given = given > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(given);
+    return true;
+  }
+
+  // At the start of a call: `counted` are the lookups of the table before it. After as many as the
+  // table has slots, c is chosen anew, once the miniatures are full and have been a while.
+  HKV_HOST_DEVICE void choose(uint64_t counted, int64_t slots, double* c) const {
+    if (counted - tally->chosen_at < static_cast<uint64_t>(slots)) return;
+    tally->chosen_at = counted;
+    tally->recent_lookups += tally->lookups - tally->recent_lookups / 3;
+    tally->lookups = 0;
+    uint64_t best = 0;
+    for (int k = 0; k < kMiniatures; ++k) {
+      tally->recent_hits[k] += tally->hits[k] - tally->recent_hits[k] / 3;
+      tally->hits[k] = 0;
+      if (tally->recent_hits[k] > best) best = tally->recent_hits[k];
+    }
+    if (tally->evicted < static_cast<uint64_t>(size.sets) * size.ways) return;
+    for (int k = 0; k < kMiniatures; ++k) {
+      if (tally->recent_hits[k] * 100 >= best * (100 - kToleratedPercent)) *c = c_of_miniature(k);
+    }
+  }
+};
+
+}  // namespace torchrec_hkv::hash_table

@@ -1,0 +1,103 @@
+"""Miniatures of a table in Python: sets of dictionaries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tests.support.aged_lfu_model import AgedLFUModel
+from tests.support.hashing import mix64
+
+CS = (0.0, 1.0, 2.0, 4.0, 16.0)
+TOLERATED_PERCENT = 2
+UINT32_MAX = 2**32 - 1
+
+Set = dict[int, tuple[int, int]]  # by tag: count and last step
+
+
+class MiniaturesModel:
+    """What the miniatures of a table see and choose.
+
+    Args:
+        slots: of the table.
+        first_c: in use before the first choice.
+    """
+
+    def __init__(self, slots: int, first_c: float = 3.0) -> None:
+        least = 1 if slots < 1024 else 4
+        self.sets = min(max(slots // 2048, least), 64)
+        self.ways = min(slots, 64)
+        size = self.sets * self.ways
+        self.sampled = 2**32 if size >= slots else (size << 20) // slots << 12
+        self.slots = slots
+        self.c = first_c
+        self.entries: list[list[Set]] = [[{} for _ in range(self.sets)] for _ in CS]
+        self.hits = [0] * len(CS)
+        self.recent = [0] * len(CS)
+        self.lookups = self.recent_lookups = self.evicted = self.chosen_at = 0
+
+    def begin_call(self, counted: int) -> None:
+        """Chooses, where it is time."""
+        if counted - self.chosen_at < self.slots:
+            return
+        self.chosen_at = counted
+        self.recent_lookups += self.lookups - self.recent_lookups // 3
+        self.recent = [
+            old + new - old // 3 for old, new in zip(self.recent, self.hits, strict=True)
+        ]
+        self.lookups, self.hits = 0, [0] * len(CS)
+        if self.evicted < self.sets * self.ways:
+            return
+        least = max(self.recent) * (100 - TOLERATED_PERCENT)
+        self.c = max(c for c, its in zip(CS, self.recent, strict=True) if its * 100 >= least)
+
+    def see(self, ids: Sequence[int], given: Sequence[int], now: int, aged: AgedLFUModel) -> None:
+        """A call with these ids and counts; its half-life has been told."""
+        of_set: dict[int, list[tuple[int, int]]] = {}
+        for id_, count in zip(ids, given, strict=True):
+            mixed = mix64(id_ % 2**64 ^ 0xBB67AE8584CAA73B)
+            if mixed >> 32 >= self.sampled:
+                continue
+            low = mixed % 2**32
+            of_set.setdefault(low * self.sets >> 32, []).append((low or 1, min(count, UINT32_MAX)))
+            self.lookups += 1
+        for set_, its in of_set.items():
+            for k, c in enumerate(CS):
+                ranks = AgedLFUModel(c)
+                ranks.half_life = aged.half_life_of(c)
+                self._see(k, self.entries[k][set_], its, now, ranks)
+
+    def _see(
+        self, k: int, held: Set, its: Sequence[tuple[int, int]], now: int, ranks: AgedLFUModel
+    ) -> None:
+        missing: Counter[int] = Counter()
+        for tag, count in its:
+            if tag in held:
+                held[tag] = (min(held[tag][0] + count, UINT32_MAX), now)
+                self.hits[k] += 1
+            else:
+                missing[tag] += count
+        for tag in sorted(missing):
+            if len(held) == self.ways:
+                left = [
+                    (ranks.rank(count, last), last, other)
+                    for other, (count, last) in held.items()
+                    if last != now
+                ]
+                if not left:
+                    continue
+                del held[min(left)[2]]
+                self.evicted += k == 0
+            held[tag] = (min(missing[tag], UINT32_MAX), now)
+
+    @property
+    def tally(self) -> list[int]:
+        """As a group shows it."""
+        return [
+            *self.hits,
+            self.lookups,
+            *self.recent,
+            self.recent_lookups,
+            self.evicted,
+            self.chosen_at,
+        ]
