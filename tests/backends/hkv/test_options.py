@@ -16,7 +16,10 @@ NO_FLAG = [1, 0, None, "yes"]
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        *(({"eviction": value}, "eviction is .* 'lru' or 'lfu'") for value in ("fifo", None, [])),
+        *(
+            ({"eviction": value}, "eviction is .* 'adaptive', or an Aged")
+            for value in ("fifo", None, [])
+        ),
         *(({"hbm_bytes": value}, "hbm_bytes is .* 'index' or a number") for value in NO_NUMBER),
         ({"hbm_bytes": "all"}, "hbm_bytes is 'all'"),
         *(({"seed": value}, r"seed is .* -2\^63") for value in (True, 0.5, None, "1", 1 << 63)),
