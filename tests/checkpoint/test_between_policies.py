@@ -3,7 +3,7 @@
 from tests.support.checkpointed import evaluate, make_tables, train
 from torchrec_hkv import AgedLFU, checkpoint
 
-POLICIES = ("lfu", "lru", AgedLFU(2.0))
+POLICIES = ("lfu", "lru", AgedLFU(2.0), "adaptive")
 
 
 def _load_in_turn(rank, world_size, device, folder):

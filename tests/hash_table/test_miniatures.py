@@ -31,7 +31,9 @@ class Modelled:
             self.miniatures.begin_call(self.lookups)
             self.aged.c = self.miniatures.c
             self.aged.begin_call(self.calls, self.lookups, self.table.capacity)
-            self.miniatures.see(ids, counts or [1] * len(ids), self.calls, self.aged)
+            few = self.aged.lookups <= 8 * self.table.capacity * self.aged.steps
+            if few and self.table.counters()["evicted"] > 0:
+                self.miniatures.see(ids, counts or [1] * len(ids), self.calls, self.aged)
         self.lookups += len(ids)
 
     def check(self) -> None:
@@ -87,6 +89,21 @@ def test_all_is_the_same_with_any_number_of_threads():
         tallies.append((table.group.miniature_tally.tolist(), scores_of(table)))
     torch.set_num_threads(threads)
     assert tallies[0] == tallies[1]
+
+
+def test_they_see_nothing_where_nothing_leaves_or_batches_are_much_too_large(device_type):
+    roomy = make(device_type, 5000, eviction="adaptive")
+    crowded = make(device_type, 40, eviction="adaptive")
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(10):
+        ids = torch.tensor(batch(generator, 800, 0, 3000)).to(device_type)
+        roomy.find_or_insert(ids)
+        crowded.find_or_insert(ids)
+    assert roomy.counters()["evicted"] == 0
+    assert roomy.group.miniature_tally[0, :-1].eq(0).all()
+    # Before its first call a table knows no mean number of lookups.
+    assert crowded.counters()["evicted"] > 0
+    assert crowded.group.miniature_tally[0, :-1].eq(0).all()
 
 
 def stream(replaced: bool) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@
 
 #include "common/parallel.h"
 #include "hash_table/cpu/lowest_rank.h"
+#include "hash_table/miniature_use.h"
 
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
@@ -111,7 +112,7 @@ std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
       const int32_t table = batch.feature_tables[feature];
       const Miniatures miniatures = tables[table].miniatures;
-      if (miniatures.entries != nullptr) {
+      if (miniatures_look_on(tables[table])) {
         for (int64_t at = begin; at < stop; ++at) {
           SampledId sampled;
           if (miniatures.sample(batch.ids[at], visit.given(at), table, &sampled)) {

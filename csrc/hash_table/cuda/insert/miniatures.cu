@@ -1,38 +1,50 @@
-// A first kernel lists the ids that are in the sample. In a second one a warp has one set of one
-// miniature, two entries a lane, and goes through the list for the set's ids. What these do does
-// not depend on their order in the list, which is any.
+// A first kernel lists the ids that are in the sample, those of each table together. In a second
+// one a warp has one set of one miniature, two entries a lane, and goes through its table's list
+// for the set's ids. What these do does not depend on their order in the list, which is any.
 #include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/miniatures.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/miniature_use.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kEntries = kMiniatureWays / kWarp;  // of a lane
-constexpr int kMostTables = 65535;                // that the grid's second dimension takes
+constexpr int kMostTables = 4096;  // of a group; later ones keep the c they begin with
 
+// Where a table's part of the list begins: it has room for all lookups of the table.
+__device__ __forceinline__ int64_t begin_of(const Batch& batch, int32_t table) {
+  int64_t begin = 0;
+  for (int32_t f = 0; f < batch.num_features; ++f) {
+    if (batch.feature_tables[f] >= table) continue;
+    begin += max(batch.feature_start(f + 1) - batch.feature_start(f), int64_t{0});
+  }
+  return begin;
+}
+
+// numbers: [tables], zeros before.
 __global__ void __launch_bounds__(kThreads)
     sample_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                  SampledId* __restrict__ list, uint32_t* __restrict__ number) {
+                  SampledId* __restrict__ list, uint32_t* __restrict__ numbers) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  SampledId sampled{};
-  bool chosen = false;
-  if (at < batch.num_ids) {
-    const int32_t t = batch.feature_tables[batch.feature_of(at)];
-    const Miniatures& miniatures = tables[t].miniatures;
-    chosen = miniatures.entries != nullptr &&
-             miniatures.sample(batch.ids[at], visit.given(at), t, &sampled);
+  if (at >= batch.num_ids) return;
+  const int32_t t = batch.feature_tables[batch.feature_of(at)];
+  SampledId sampled;
+  if (t >= kMostTables || !miniatures_look_on(tables[t]) ||
+      !tables[t].miniatures.sample(batch.ids[at], visit.given(at), t, &sampled)) {
+    return;
   }
-  const unsigned lanes = __ballot_sync(kAllLanes, chosen);
-  if (lanes == 0) return;
+  const unsigned peers = __match_any_sync(__activemask(), t);
+  const int first = __ffs(static_cast<int>(peers)) - 1;
   const int lane = threadIdx.x % kWarp;
-  uint32_t begin = 0;
-  if (lane == 0) begin = atomicAdd(number, static_cast<uint32_t>(__popc(lanes)));
-  begin = __shfl_sync(kAllLanes, begin, 0);
-  if (chosen) list[begin + __popc(lanes & ((1u << lane) - 1))] = sampled;
+  uint32_t number = 0;
+  if (lane == first) number = atomicAdd(&numbers[t], static_cast<uint32_t>(__popc(peers)));
+  number = __shfl_sync(peers, number, first) + __popc(peers & ((1u << lane) - 1));
+  const int64_t to = begin_of(batch, t) + number;
+  if (to < batch.num_ids) list[to] = sampled;  // wrong offsets may say otherwise
 }
 
 // The order in which entries leave.
@@ -154,68 +166,68 @@ struct MiniatureSet {
 
 // A block a set, a warp a miniature.
 __global__ void __launch_bounds__(kMiniatures* kWarp)
-    simulate_kernel(const TableView* __restrict__ tables, int32_t num_tables, const Visit visit,
-                    const SampledId* __restrict__ list, const uint32_t* __restrict__ number) {
-  const uint32_t n = *number;
-  if (n == 0) return;
+    simulate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                    const SampledId* __restrict__ lists, const uint32_t* __restrict__ numbers) {
+  const auto t = static_cast<int32_t>(blockIdx.y);
+  const int64_t begin = numbers[t] == 0 ? 0 : begin_of(batch, t);
+  const auto n = static_cast<uint32_t>(
+      min(static_cast<int64_t>(numbers[t]), max(batch.num_ids - begin, int64_t{0})));
+  const Miniatures& miniatures = tables[t].miniatures;
+  if (n == 0 || blockIdx.x >= miniatures.size.sets) return;
+  const SampledId* const list = lists + begin;
   const int lane = threadIdx.x % kWarp;
   const int k = threadIdx.x / kWarp;
-  for (int32_t t = static_cast<int32_t>(blockIdx.y); t < num_tables;
-       t += static_cast<int32_t>(gridDim.y)) {
-    const Miniatures& miniatures = tables[t].miniatures;
-    if (miniatures.entries == nullptr || blockIdx.x >= miniatures.size.sets) continue;
-    uint32_t* const memory = miniatures.set_of(k, blockIdx.x);
-    MiniatureSet set;
-    set.ways = miniatures.size.ways;
-    set.now = visit.now();
-    set.ranking = tables[t].aged->ranking_of(c_of_miniature(k));
+  uint32_t* const memory = miniatures.set_of(k, blockIdx.x);
+  MiniatureSet set;
+  set.ways = miniatures.size.ways;
+  set.now = visit.now();
+  set.ranking = tables[t].aged->ranking_of(c_of_miniature(k));
 #pragma unroll
-    for (int e = 0; e < kEntries; ++e) {
-      set.tags[e] = memory[e * kWarp + lane];
-      set.counts[e] = memory[kMiniatureWays + e * kWarp + lane];
-      set.last_steps[e] = memory[2 * kMiniatureWays + e * kWarp + lane];
-      set.fresh[e] = false;
-    }
-    const uint32_t where = static_cast<uint32_t>(t) * kMostMiniatureSets + blockIdx.x;
-    const auto for_each = [&](const auto& see) {
-      for (uint32_t base = 0; base < n; base += kWarp) {
-        SampledId it{~0u, 0, 0};
-        if (base + lane < n) it = list[base + lane];
-        for (unsigned its = __ballot_sync(kAllLanes, it.where == where); its != 0; its &= its - 1) {
-          const int source = __ffs(static_cast<int>(its)) - 1;
-          see(__shfl_sync(kAllLanes, it.tag, source), __shfl_sync(kAllLanes, it.given, source));
-        }
-      }
-    };
-    uint32_t lookups = 0, missing = 0;
-    for_each([&](uint32_t tag, uint32_t given) {
-      ++lookups;
-      missing += set.count(tag, given, /*came=*/false) ? 0 : 1;
-    });
-    if (lookups == 0) continue;
-    if (missing != 0) {
-      for_each([&](uint32_t tag, uint32_t given) { set.place_missing(tag, given); });
-    }
-#pragma unroll
-    for (int e = 0; e < kEntries; ++e) {
-      memory[e * kWarp + lane] = set.tags[e];
-      memory[kMiniatureWays + e * kWarp + lane] = set.counts[e];
-      memory[2 * kMiniatureWays + e * kWarp + lane] = set.last_steps[e];
-    }
-    const uint32_t hits = __reduce_add_sync(kAllLanes, set.hits);
-    const uint32_t evicted = __reduce_add_sync(kAllLanes, set.evicted);
-    if (lane != 0) continue;
-    const auto add = [](uint64_t* to, uint32_t by) {
-      if (by != 0) atomicAdd(reinterpret_cast<unsigned long long*>(to), by);
-    };
-    add(&miniatures.tally->hits[k], hits);
-    if (k > 0) continue;
-    add(&miniatures.tally->lookups, lookups);
-    add(&miniatures.tally->evicted, evicted);
+  for (int e = 0; e < kEntries; ++e) {
+    set.tags[e] = memory[e * kWarp + lane];
+    set.counts[e] = memory[kMiniatureWays + e * kWarp + lane];
+    set.last_steps[e] = memory[2 * kMiniatureWays + e * kWarp + lane];
+    set.fresh[e] = false;
   }
+  const uint32_t where = static_cast<uint32_t>(t) * kMostMiniatureSets + blockIdx.x;
+  const auto for_each = [&](const auto& see) {
+    for (uint32_t base = 0; base < n; base += kWarp) {
+      SampledId it{~0u, 0, 0};
+      if (base + lane < n) it = list[base + lane];
+      for (unsigned its = __ballot_sync(kAllLanes, it.where == where); its != 0; its &= its - 1) {
+        const int source = __ffs(static_cast<int>(its)) - 1;
+        see(__shfl_sync(kAllLanes, it.tag, source), __shfl_sync(kAllLanes, it.given, source));
+      }
+    }
+  };
+  uint32_t lookups = 0, missing = 0;
+  for_each([&](uint32_t tag, uint32_t given) {
+    ++lookups;
+    missing += set.count(tag, given, /*came=*/false) ? 0 : 1;
+  });
+  if (lookups == 0) return;
+  if (missing != 0) {
+    for_each([&](uint32_t tag, uint32_t given) { set.place_missing(tag, given); });
+  }
+#pragma unroll
+  for (int e = 0; e < kEntries; ++e) {
+    memory[e * kWarp + lane] = set.tags[e];
+    memory[kMiniatureWays + e * kWarp + lane] = set.counts[e];
+    memory[2 * kMiniatureWays + e * kWarp + lane] = set.last_steps[e];
+  }
+  const uint32_t hits = __reduce_add_sync(kAllLanes, set.hits);
+  const uint32_t evicted = __reduce_add_sync(kAllLanes, set.evicted);
+  if (lane != 0) return;
+  const auto add = [](uint64_t* to, uint32_t by) {
+    if (by != 0) atomicAdd(reinterpret_cast<unsigned long long*>(to), by);
+  };
+  add(&miniatures.tally->hits[k], hits);
+  if (k > 0) return;
+  add(&miniatures.tally->lookups, lookups);
+  add(&miniatures.tally->evicted, evicted);
 }
 
-constexpr size_t kNumberBytes = 256;
+constexpr size_t kNumberBytes = kMostTables * sizeof(uint32_t);
 
 }  // namespace
 
@@ -225,15 +237,15 @@ size_t miniature_scratch(int64_t num_ids) {
 
 void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
               void* scratch, cudaStream_t stream) {
-  auto* const number = static_cast<uint32_t*>(scratch);
+  auto* const numbers = static_cast<uint32_t*>(scratch);
+  const int counted = std::min(num_tables, kMostTables);
   auto* const list = reinterpret_cast<SampledId*>(static_cast<char*>(scratch) + kNumberBytes);
-  HKV_CUDA_CHECK(cudaMemsetAsync(number, 0, sizeof(uint32_t), stream));
+  HKV_CUDA_CHECK(cudaMemsetAsync(numbers, 0, counted * sizeof(uint32_t), stream));
   sample_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, list,
-                                                                  number);
+                                                                  numbers);
   HKV_CUDA_CHECK_LAUNCH();
-  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(std::min(num_tables, kMostTables)));
-  simulate_kernel<<<grid, kMiniatures * kWarp, 0, stream>>>(tables, num_tables, visit, list,
-                                                            number);
+  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(counted));
+  simulate_kernel<<<grid, kMiniatures * kWarp, 0, stream>>>(tables, batch, visit, list, numbers);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -1,0 +1,23 @@
+// When a table's miniatures look on. For both devices.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "hash_table/table_view.h"
+
+namespace torchrec_hkv::hash_table {
+
+// Lookups of a call, for each slot of the table, up to which miniatures look on. Beyond that the
+// table is much too small for its batches, and a set would have hundreds of ids to see in turn.
+constexpr double kMostSeenPerSlot = 8;
+
+// Whether a table's miniatures see the ids of a call, at its end. As long as nothing has left the
+// table there is nothing to choose.
+HKV_HOST_DEVICE bool miniatures_look_on(const TableView& table) {
+  return table.miniatures.entries != nullptr && table.counters[kEvicted] != 0 &&
+         table.aged->lookups <=
+             kMostSeenPerSlot * static_cast<double>(table.num_slots) * table.aged->steps;
+}
+
+}  // namespace torchrec_hkv::hash_table
