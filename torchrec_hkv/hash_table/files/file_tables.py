@@ -88,8 +88,8 @@ class Source(FileTable):
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
     def _owners(self) -> Iterator[tuple[int | Tensor, Tensor]]:
-        """The owner bucket of each slot, -1 where it is free, in pieces with their first slot. Where
-        only some are saved: of these, with the slots."""
+        """Owner buckets of slots, -1 of free ones, in pieces, each with its first slot, or with all
+        of its slots where only some are saved."""
         if self._only is not None:
             for slots in self._only.split(self.scan) if len(self._only) else ():
                 slots = slots.to(self.group.device)
