@@ -34,7 +34,7 @@ class Look:
     """What a look at a table found.
 
     Attributes:
-        slots: bool ``[slots]`` in host memory: those whose entries changed or are new. None where
+        slots: int64, ascending, in host memory: those whose entries changed or are new. None where
             the whole table is to be saved.
         changes: what the manifest says of it; None where the whole table is to be saved.
     """
@@ -73,8 +73,8 @@ class ChangeTracker:
         Args:
             folder: gets the file of ids that left.
             save_name: 8 hexadecimal digits, a name of the save's own.
-            batch_bytes: memory it may take, on the host and on the device, besides one byte a slot
-                of the host's.
+            batch_bytes: memory it may take, on the host and on the device, besides 8 bytes of the
+                host's for each entry that changed.
             written: gets the file, if one is begun.
         """
         group = self._group
@@ -96,18 +96,19 @@ class ChangeTracker:
         return found
 
     def _compare(self, since: int, path: Path, batch: int) -> Look:
-        changed = torch.zeros(len(self._ids), dtype=torch.bool)
+        changed = []
         entries = left = crc32 = 0
         with open(path, "xb") as file:
             for first in range(0, len(self._ids), batch):
                 own = slice(first, min(first + batch, len(self._ids)))
                 ids, steps, is_there = self._now(own)
-                before = self._ids[own].to(ids.device)
-                was_there = self._occupied[own].to(ids.device)
+                before = self._ids[own].to(ids.device, non_blocking=True)
+                was_there = self._occupied[own].to(ids.device, non_blocking=True)
                 other = (ids != before) & was_there & is_there | (was_there != is_there)
                 # Unsigned steps as signed numbers of the same order.
                 touched = steps.bitwise_xor_(_LEAST_STEP) >= since + _LEAST_STEP
-                changed[own] = is_there & (touched | other)
+                now = (is_there & (touched | other)).nonzero().flatten()
+                changed.append((now + first).cpu())
                 entries += int(is_there.sum())
                 gone = (was_there & other).nonzero().flatten()
                 pairs = torch.stack([gone + first, before[gone]], dim=1).cpu()
@@ -120,14 +121,15 @@ class ChangeTracker:
                 self._occupied[own] = is_there
             file.flush()
             os.fsync(file.fileno())
-        return Look(changed, Changes(entries, path.name, left, crc32))
+        return Look(torch.cat(changed), Changes(entries, path.name, left, crc32))
 
     def _resize(self, slots: int, *, keep: bool) -> None:
         """Makes room for the slots that the table has now; further ones were free before."""
         if slots == len(self._ids):
             return
-        ids = torch.zeros(slots, dtype=torch.int64)
-        occupied = torch.zeros(slots, dtype=torch.bool)
+        pin = self._group.device.type == "cuda"  # a GPU copies from it without help
+        ids = torch.zeros(slots, dtype=torch.int64, pin_memory=pin)
+        occupied = torch.zeros(slots, dtype=torch.bool, pin_memory=pin)
         if keep:
             ids[: len(self._ids)] = self._ids
             occupied[: len(self._ids)] = self._occupied

@@ -26,6 +26,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
 from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
+from torchrec_hkv.hash_table.ops import owner_rank
 
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
 # read, what it displaces, and what that displaces.
@@ -66,7 +67,7 @@ class Source(FileTable):
         group: the table's.
         table: its index there.
         batch_bytes: memory that may be taken.
-        only: bool ``[slots]`` in host memory: the slots whose entries are saved; None for all.
+        only: int64, ascending, in host memory: the slots whose entries are saved; None for all.
         reduced: what is saved of each entry; None for all.
     """
 
@@ -86,16 +87,19 @@ class Source(FileTable):
             state_dim = state_dim if reduced.states else 0
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
-    def _owners(self) -> Iterator[tuple[int, Tensor]]:
-        """The owner bucket of each slot, -1 where it is free or not saved, in pieces with their
-        first slot."""
+    def _owners(self) -> Iterator[tuple[int | Tensor, Tensor]]:
+        """Owner buckets of slots, -1 of free ones, in pieces, each with its first slot, or with all
+        of its slots where only some are saved."""
+        if self._only is not None:
+            for slots in self._only.split(self.scan) if len(self._only) else ():
+                slots = slots.to(self.group.device)
+                ids, _ = self.group.ids_and_steps(self.table, slots)
+                yield slots, owner_rank(ids, OWNERS)
+            return
         for first in range(0, self.slots, self.scan):
             n = min(self.scan, self.slots - first)
             counters = self.group.counter_tensor
-            owners = _ops.slot_owners(counters, self.group.handle, self.table, first, n)
-            if self._only is not None:
-                owners.masked_fill_(~self._only[first : first + n].to(owners.device), -1)
-            yield first, owners
+            yield first, _ops.slot_owners(counters, self.group.handle, self.table, first, n)
 
     def count_owners(self) -> Tensor:
         """Entries of each owner bucket, int64 ``[65536]``."""
@@ -116,8 +120,9 @@ class Source(FileTable):
                 yield self._read(part)
 
     def _slots(self, begin: int, end: int) -> Iterator[Tensor]:
-        for first, owners in self._owners():
-            yield ((owners >= begin) & (owners < end)).nonzero().flatten() + first
+        for slots, owners in self._owners():
+            chosen = ((owners >= begin) & (owners < end)).nonzero().flatten()
+            yield slots[chosen] if isinstance(slots, Tensor) else chosen + slots
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:
         names = ("ids", "rows", "last_steps", "scores", "states")
