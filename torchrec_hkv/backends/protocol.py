@@ -30,12 +30,13 @@ from torchrec_hkv.backends.saved import (
 )
 from torchrec_hkv.backends.specs import (
     BackendOptions,
+    Kept,
     OptimizerSpec,
     StorageBytes,
     TableShard,
     TensorSpec,
 )
-from torchrec_hkv.backends.workload import Work, Workload, row_work
+from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload, row_work
 
 
 class GroupLookup(nn.Module, abc.ABC):
@@ -319,6 +320,55 @@ class Backend(abc.ABC):
         says so. The planner passes such a backend over where the table's constraint names other
         kernels, and warns where it names no other."""
         return None
+
+    def kept(
+        self,
+        table: TableShard,
+        num_embeddings: int,
+        dtype: torch.dtype,
+        frequencies: IdFrequencies | None,
+    ) -> Sequence[Kept]:
+        """What a table keeps of the quality that a dense row for each id would give.
+
+        The planner gives a table such options only where the memory demands it. The default is
+        none: nothing is lost.
+
+        Args:
+            table: the whole table, with its options.
+            num_embeddings: as the table's config says.
+            dtype: likewise.
+            frequencies: of the table's ids; None: all come alike.
+        """
+        return ()
+
+    def variants(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        device_type: str,
+        frequencies: IdFrequencies | None,
+    ) -> Sequence[BackendOptions]:
+        """Options in the place of the shard's where these leave sizes open, such as ranks or bytes
+        in HBM. The planner chooses among them where the table's constraint leaves the kernel open.
+        None by default.
+
+        Args:
+            shard: the part of the table on one rank.
+            optimizer: None where it is not trained.
+            device_type: where it lives.
+            frequencies: of the table's ids; None where they are not known.
+        """
+        return ()
+
+    def leaves_sizes_open(self, options: BackendOptions) -> bool:
+        """Whether the planner must replace these options by one of :meth:`variants`."""
+        return False
+
+    def far_share(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, load: Workload, device_type: str
+    ) -> float:
+        """The share of a step's rows that come from host memory to a GPU; none by default."""
+        return 0.0
 
     def on_host(self, options: BackendOptions) -> BackendOptions:
         """These options, with the rows in host memory and none in HBM.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torchrec.distributed.planner.types import (
     Partitioner,
@@ -24,6 +24,7 @@ def why_rejected(
     topology: Topology,
     partitioner: Partitioner,
     perf_model: PerfModel,
+    loses_more: Callable[[ShardingOption, ShardingOption], bool],
     are_many: bool,
 ) -> dict[str, str]:
     """For each kernel that could have served a table, why it does not.
@@ -38,6 +39,7 @@ def why_rejected(
         topology: of the ranks, with what they have for tables.
         partitioner: the planner's.
         perf_model: the planner's.
+        loses_more: whether the first option loses more than the second and is no choice for that.
         are_many: whether so many tables are asked about that two options of each kernel must do.
     """
     reasons = dict(refused)
@@ -46,6 +48,10 @@ def why_rejected(
     for kernel in dict.fromkeys(map(kernel_of, options)):
         if kernel != kernel_of(chosen):
             own = [option for option in options if kernel_of(option) == kernel]
+            if all(loses_more(option, chosen) for option in own):
+                reasons[kernel] = "it would lose more quality"
+                continue
+            own = [option for option in own if not loses_more(option, chosen)]
             own = _notable(own) if are_many else own
             reasons[kernel] = _reason(own, others, best, topology, partitioner, perf_model)
     return reasons

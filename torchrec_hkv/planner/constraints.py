@@ -12,6 +12,7 @@ from torchrec.distributed.planner import ParameterConstraints as StockParameterC
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.planner.quality_curve import QualityCurve, check_curves, check_loss
 from torchrec_hkv.sharding.output_dtype import check_output_dtype
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.validation import check_sharding_type, served_sharding_types
@@ -30,19 +31,28 @@ class ParameterConstraints(StockParameterConstraints):
             without options of its own has its defaults. Several of one backend are several choices,
             such as a table in HBM and one in host memory.
         frequencies: how often ids are looked up. Different ids of a step, and those that a table
-            in host memory has to fetch, are estimated from it. None: all ids from 0 to
-            ``num_embeddings - 1`` come alike.
+            in host memory has to fetch, are estimated from it, and what fewer rows or a compressed
+            table lose. None: all ids from 0 to ``num_embeddings - 1`` come alike.
+        quality_curves: what this table loses, by what it gives up: ``"compression"``, ``"rows"`` or
+            ``"precision"`` (:class:`torchrec_hkv.backends.Kept`). None, and for kinds that are
+            left out: curves that were measured on MovieTweetings, in AUC.
+        max_quality_loss: the most that the table may lose, in the unit of its curves. None: what
+            the planner's argument allows for all tables together.
     """
 
     options: BackendOptions | Sequence[BackendOptions] | None = None
     frequencies: IdFrequencies | None = None
+    quality_curves: Mapping[str, QualityCurve] | None = None
+    max_quality_loss: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.options, list):
             self.options = tuple(self.options)
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.options, self.frequencies))
+        curves = tuple(sorted((self.quality_curves or {}).items(), key=lambda item: item[0]))
+        own = (self.options, self.frequencies, curves, self.max_quality_loss)
+        return hash((super().__hash__(), *own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +63,14 @@ class Candidate:
         backend: its name.
         options: for this table.
         label: the name, and the options where another candidate has the same backend.
+        is_open: whether the planner may put variants of the options in their place
+            (:meth:`Backend.variants`).
     """
 
     backend: str
     options: BackendOptions
     label: str
+    is_open: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +81,15 @@ class Choice:
         candidates: backends with options; none where the constraint only says how often ids come.
         has_stock: whether stock kernels may, too.
         frequencies: of the table's ids, None where they are not known.
+        curves: what is lost, by kind, in the place of the built-in curves.
+        max_loss: the most that the table may lose; None: no bound of its own.
     """
 
     candidates: tuple[Candidate, ...]
     has_stock: bool
     frequencies: IdFrequencies | None = None
+    curves: Mapping[str, QualityCurve] | None = None
+    max_loss: float | None = None
 
     @property
     def backends(self) -> list[str]:
@@ -140,16 +157,26 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
             f"Table {table!r} has frequencies of type {type(frequencies).__name__}: they must be "
             "an IdFrequencies or None."
         )
+    curves = getattr(constraint, "quality_curves", None)
+    if curves is not None:
+        check_curves(f"Table {table!r}: quality_curves", curves)
+    max_loss = getattr(constraint, "max_quality_loss", None)
+    check_loss(f"Table {table!r}: max_quality_loss", max_loss)
     if not backends:
         if options is not None:
             raise ValueError(
                 f"Table {table!r} has options {type(options).__name__} and no backend that would "
                 f"take them: name one of {registry.names()} in compute_kernels."
             )
+        if curves is not None:
+            raise ValueError(
+                f"Table {table!r} has quality_curves and no backend that could lose anything: name "
+                f"one of {registry.names()} in compute_kernels."
+            )
         return None if frequencies is None else Choice((), True, frequencies)
-    choice = Choice(
-        _candidates(table, backends, options), len(backends) < len(set(kernels)), frequencies
-    )
+    has_stock = len(backends) < len(set(kernels))
+    candidates = _candidates(table, backends, options, has_stock or len(backends) > 1)
+    choice = Choice(candidates, has_stock, frequencies, curves, max_loss)
     _check_numbers(table, constraint)
     _check_sharding_types(table, choice, constraint)
     _check_stock_only_fields(table, choice, constraint)
@@ -157,9 +184,13 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
 
 
 def _candidates(
-    table: str, names: Sequence[str], options: BackendOptions | Sequence[BackendOptions] | None
+    table: str,
+    names: Sequence[str],
+    options: BackendOptions | Sequence[BackendOptions] | None,
+    is_choice: bool,
 ) -> tuple[Candidate, ...]:
-    """Each backend with its options, or as often as it has some."""
+    """Each backend with its options, or as often as it has some. Sizes of several options of one
+    backend are what the user chooses from; those of the only ones are open beside other kernels."""
     given = [options] if options is None or isinstance(options, BackendOptions) else list(options)
     found: dict[str, list[BackendOptions]] = {name: [] for name in names}
     for one in given:
@@ -184,7 +215,7 @@ def _candidates(
         for one in own or [registry.get(name).options_type()]:
             told = registry.get(name).describe(one) or "defaults"
             label = f"{name} ({told})" if len(own) > 1 else name
-            candidates.append(Candidate(name, one, label))
+            candidates.append(Candidate(name, one, label, is_choice and len(own) < 2))
     return tuple(candidates)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -13,6 +13,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import Candidate, Choice
 from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
+from torchrec_hkv.planner.losses import NO_LOSS, TableLoss, loss_of
 from torchrec_hkv.planner.options import (
     BackendShardingOption,
     balance,
@@ -61,6 +62,7 @@ class BackendEnumerator(EmbeddingEnumerator):
             estimator=[self.perf_estimator, self.storage_estimator],
         )
         self._choices = choices
+        self._losses: dict[tuple, TableLoss] = {}
         self.refused: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -86,6 +88,77 @@ class BackendEnumerator(EmbeddingEnumerator):
                 )
         sharding_options[:] = kept
         super().populate_estimates(sharding_options)
+
+    def variants(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Options with other sizes in the place of those that are open, with their bytes; their
+        times are filled in by :meth:`estimate_times`.
+
+        Args:
+            options: that were enumerated.
+        """
+        found: list[ShardingOption] = []
+        for option in options:
+            if is_ours(option) and option.is_open:
+                found += self._variants_of(option)
+        self.storage_estimator.estimate_variants(found)
+        return found
+
+    def _variants_of(self, option: BackendShardingOption) -> list[BackendShardingOption]:
+        backend, choice = registry.get(option.backend), self._choices[option.name]
+        fused_params = self.fused_params(option)
+        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+        # Shards of a table differ by a row or a column at most.
+        largest = max(shards_of(option), key=lambda shard: shard.capacity * shard.dim)
+        made = []
+        for options in backend.variants(
+            largest, optimizer, self._compute_device, choice.frequencies
+        ):
+            variant = option.variant(options)
+            try:
+                self._check_backend(variant)
+            except ValueError:
+                continue
+            if disadvantage(variant) is None:
+                made.append(variant)
+        return made
+
+    def estimate_times(self, options: Sequence[ShardingOption]) -> None:
+        """Fills in the times of variants that have none yet.
+
+        Args:
+            options: that were enumerated, and variants of them.
+        """
+        waiting = [option for option in options if option.shards[0].perf is None]
+        if waiting:
+            self.perf_estimator.estimate_variants(waiting)
+
+    def loss(self, option: ShardingOption) -> TableLoss:
+        """What a table loses by an option.
+
+        Args:
+            option: of a table of the model.
+        """
+        choice = self._choices.get(option.name)
+        if choice is None or not is_ours(option):
+            return NO_LOSS
+        key = (option.path, option.name, option.backend, option.backend_options)
+        if key not in self._losses:
+            self._losses[key] = loss_of(option, choice.frequencies, choice.curves)
+        return self._losses[key]
+
+    def has_own_curves(self, option: ShardingOption) -> bool:
+        """Whether the constraint of an option's table has curves of its own."""
+        choice = self._choices.get(option.name)
+        return choice is not None and bool(choice.curves)
+
+    def most_loss(self, option: ShardingOption) -> float | None:
+        """The most that an option's table may lose; None where its constraint has no bound."""
+        choice = self._choices.get(option.name)
+        return None if choice is None else choice.max_loss
+
+    def fused_params(self, option: ShardingOption) -> dict[str, Any] | None:
+        """Those of the sharder of an option's module."""
+        return self._sharder_map[option.module_type_key].fused_params
 
     def _with_backends(self, sharding_options: list[ShardingOption]) -> list[ShardingOption]:
         """Says of each option of ours whose it is: one after the other, as they were made."""
@@ -143,7 +216,7 @@ class BackendEnumerator(EmbeddingEnumerator):
 
     def _check_backend(self, option: BackendShardingOption) -> None:
         balance(option)
-        fused_params = self._sharder_map[option.module_type_key].fused_params
+        fused_params = self.fused_params(option)
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
         for shard in shards_of(option):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)

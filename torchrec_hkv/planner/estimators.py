@@ -59,6 +59,7 @@ class PerfEstimator(ShardEstimator):
         self._choices = choices
         self._measured = {} if calibration is None else calibration.constants
         self._rank_bytes = 0.0
+        self._handed_on: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         rate = None if calibration is None else calibration.exchange
         #: By which TorchRec's estimates of exchanges are multiplied, which go by the topology's
         #: bandwidth within a host; None: not at all. One rank exchanges nothing.
@@ -100,6 +101,19 @@ class PerfEstimator(ShardEstimator):
             kwargs: likewise.
         """
         self._rank_bytes = self._bytes_of_a_rank(sharding_options) if self._measured else 0.0
+        self._handed_on = (args, kwargs)
+        self._estimate(sharding_options, *args, **kwargs)
+
+    def estimate_variants(self, options: list[ShardingOption]) -> None:
+        """Fills in the time of variants of options that were estimated before.
+
+        Args:
+            options: stock and ours.
+        """
+        args, kwargs = self._handed_on
+        self._estimate(options, *args, **kwargs)
+
+    def _estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         stock = [option for option in sharding_options if not is_ours(option)]
         self._stock.estimate(stock, *args, **kwargs)
         if FUSED in self._measured:
@@ -107,10 +121,12 @@ class PerfEstimator(ShardEstimator):
         for name, estimator in self._by_backend.items():
             ours = [o for o in sharding_options if is_ours(o) and o.backend == name]
             estimator.estimate(ours, *args, **kwargs)
-            if name in self._measured:
-                for option in ours:
-                    fused_params = sharder_fused_params(option, args, kwargs)
+            for option in ours:
+                fused_params = sharder_fused_params(option, args, kwargs)
+                if name in self._measured:
                     _set_times(option, self._backend_times(option, fused_params))
+                else:
+                    self._slow_down(option, fused_params)
         if self._measured and self._exchange is not None:
             for option in sharding_options:
                 _scale_exchanges(option, self._exchange)
@@ -164,6 +180,26 @@ class PerfEstimator(ShardEstimator):
                 )
             )
         return times
+
+    def _slow_down(
+        self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None
+    ) -> None:
+        """Lookups and backwards of rows that come from host memory, by the bandwidths."""
+        backend, device_type = registry.get(option.backend), self._topology.compute_device
+        optimizer = applied_optimizer(option.name, option.tensor, fused_params)
+        load = shard_workload(
+            option,
+            self._topology,
+            self._constraints.get(option.name),
+            self._choices[option.name].frequencies,
+        )
+        slower = self._topology.hbm_mem_bw / self._topology.hbm_to_ddr_mem_bw
+        for shard, part in zip(option.shards, shards_of(option), strict=True):
+            share = backend.far_share(part, optimizer, load, device_type)
+            if share and shard.perf is not None:
+                factor = 1 + share * (slower - 1)
+                shard.perf.fwd_compute *= factor
+                shard.perf.bwd_compute *= factor
 
     def _measure_stock(
         self, options: list[ShardingOption], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -234,6 +270,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
         super().__init__(topology=topology, constraints=constraints)
         self._device_type = topology.compute_device
         self._of_ranks, self._by_table = topology, constraints
+        self._handed_on: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """Fills in the bytes of every shard.
@@ -243,6 +280,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
             args: what TorchRec hands on, which differs between its versions.
             kwargs: likewise.
         """
+        self._handed_on = (args, kwargs)
         super().estimate(sharding_options, *args, **kwargs)
         for option in filter(is_ours, sharding_options):
             fused_params = sharder_fused_params(option, args, kwargs)
@@ -255,6 +293,15 @@ class StorageEstimator(EmbeddingStorageEstimator):
                     hbm=table.hbm + scratch.hbm - (0 if on_host else counted),
                     ddr=table.host + scratch.host - (counted if on_host else 0),
                 )
+
+    def estimate_variants(self, options: list[ShardingOption]) -> None:
+        """Fills in the bytes of variants of options that were estimated before.
+
+        Args:
+            options: stock and ours.
+        """
+        args, kwargs = self._handed_on
+        self.estimate(options, *args, **kwargs)
 
     def _scratch(self, option: BackendShardingOption) -> list[StorageBytes]:
         """What a step takes of each shard for its time."""

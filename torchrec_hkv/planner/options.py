@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import defaultdict
 from typing import TypeGuard
@@ -29,11 +30,13 @@ class BackendShardingOption(ShardingOption):
         backend: the backend's name.
         backend_options: its options for the table.
         label: what tells it from other choices of the table.
+        is_open: whether variants of the options may take their place.
     """
 
     backend: str
     backend_options: BackendOptions
     label: str
+    is_open: bool
 
     @classmethod
     def of(cls, option: ShardingOption, candidate: Candidate) -> BackendShardingOption:
@@ -41,15 +44,24 @@ class BackendShardingOption(ShardingOption):
         made = cls.__new__(cls)
         made.__dict__.update(option.__dict__)
         made.backend, made.backend_options = candidate.backend, candidate.options
-        made.label = candidate.label
+        made.label, made.is_open = candidate.label, candidate.is_open
+        return made
+
+    def variant(self, options: BackendOptions) -> BackendShardingOption:
+        """The same sharding with other options of the backend; bytes and times are to be filled
+        in."""
+        made = copy.copy(self)
+        made.backend_options, made.is_open = options, False
+        made.shards = [Shard(list(shard.size), list(shard.offset)) for shard in self.shards]
         return made
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.label))
+        return hash((super().__hash__(), self.label, self.backend_options))
 
     def storage_hash(self) -> int:
         """TorchRec's, apart for each backend: what a saved plan finds its options by."""
-        return super().storage_hash() ^ zlib.crc32(self.label.encode())
+        told = registry.get(self.backend).describe(self.backend_options)
+        return super().storage_hash() ^ zlib.crc32(f"{self.label} {told}".encode())
 
 
 def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:

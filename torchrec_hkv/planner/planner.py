@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -31,9 +31,20 @@ from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
 from torchrec_hkv.planner.enumerator import BackendEnumerator
+from torchrec_hkv.planner.least_loss import LeastLoss
+from torchrec_hkv.planner.loss_report import loss_reports
 from torchrec_hkv.planner.memory import ReportedPlan, rank_memory
-from torchrec_hkv.planner.options import disadvantage, is_ours
-from torchrec_hkv.planner.report import ReportedModulePlan, TableReport
+from torchrec_hkv.planner.options import (
+    disadvantage,
+    full_name,
+    is_ours,
+    kernel_of,
+    shards_of,
+)
+from torchrec_hkv.planner.partitioner import SearchingPartitioner
+from torchrec_hkv.planner.proposer import LossOrderedProposer
+from torchrec_hkv.planner.quality_curve import check_loss, check_time
+from torchrec_hkv.planner.report import LossReport, ReportedModulePlan, TableReport
 from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import BACKEND_SHARDERS, get_default_sharders
@@ -66,6 +77,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         constraints: dict[str, StockParameterConstraints] | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
         shard_by_batch_size: bool = False,
+        max_quality_loss: float | None = None,
+        max_step_time: float | None = None,
         **kwargs: Any,
     ) -> None:
         """
@@ -74,19 +87,29 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             batch_size: on each rank; None: what ``TORCHREC_HKV_BATCH_SIZE`` says, else TorchRec's
                 512.
             enumerator: None: it is this package's, which knows backends.
-            constraints: by table; compute kernels may name backends, and the planner takes the
-                fastest that fits.
+            constraints: by table; compute kernels may name backends. Of plans that fit the planner
+                takes one where as few tables as possible lose quality, of these one that loses
+                least by estimate, and of these the fastest (docs/planner.md).
             calibration: measured constants that times are estimated from, or their file, as
                 ``torchrec-hkv calibrate`` writes it. None: the file of the default place
                 (:func:`torchrec_hkv.planner.default_path`), and where there is none, bandwidths.
             shard_by_batch_size: stock tables whose constraints leave their sharding open are
                 replicated where they have no more rows than ``batch_size``, and sharded where they
                 have more. False: the estimates decide.
+            max_quality_loss: what all tables together may lose for time, in the unit of their
+                curves (AUC by default): the fastest plan that loses no more is taken, and where
+                none fits, planning is refused. 0: nothing may be lost. None: nothing is lost that
+                the memory does not demand, and as much as it demands.
+            max_step_time: milliseconds that the tables of the slowest rank may take a step, by the
+                planner's estimate. A plan that takes no longer is chosen, of these the one that
+                loses least (and no more than ``max_quality_loss``, where that is given). None: any
+                time.
             kwargs: the other arguments of TorchRec's planner.
 
         Raises:
             ValueError: an enumerator was given, a constraint is refused (see
-                :func:`torchrec_hkv.planner.constraints.choices`), or the calibration.
+                :func:`torchrec_hkv.planner.constraints.choices`), the calibration, or a bound on
+                loss or time that is not a number of the kind that is needed.
         """
         if enumerator is not None:
             raise ValueError(
@@ -95,6 +118,10 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             )
         # TorchRec logs a report of its own, where all backends look alike; the plan prints ours.
         kwargs.setdefault("stats", [])
+        if kwargs.get("partitioner") is None:
+            kwargs["partitioner"] = SearchingPartitioner()
+        check_loss("max_quality_loss", max_quality_loss)
+        check_time("max_step_time", max_step_time)
         if batch_size is None:
             batch_size = environment.number("BATCH_SIZE", None)
         self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
@@ -107,7 +134,30 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             **kwargs,
         )
         self._measured = calibration_for(self._topology.compute_device, calibration)
+        self._max_quality_loss, self._max_step_time = max_quality_loss, max_step_time
+        self._space: list[ShardingOption] = []
+        self._least_loss = LeastLoss(
+            lambda: self._enumerator,
+            self._room,
+            self._partitioner,
+            self._perf_model,
+            max_quality_loss,
+            max_step_time,
+        )
+        self._proposers = [
+            LossOrderedProposer(self._proposers, self._whole, self._least_loss.proposals)
+        ]
         self._make_enumerator()
+
+    def _room(self) -> Topology:
+        """What ranks have for tables, of the plan that is being made."""
+        room = self._storage_reservation.last_reserved_topology
+        return self._topology if room is None else room
+
+    def _whole(self, space: list[ShardingOption]) -> list[ShardingOption]:
+        """The options where nothing is lost; keeps all of them, for the report."""
+        self._space = space
+        return self._least_loss.without_loss(space)
 
     def _make_enumerator(self) -> None:
         self._enumerator: BackendEnumerator = BackendEnumerator(
@@ -150,11 +200,13 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             plan = super().plan(module, sharders)
         except PlannerError as error:
             raise self._explained(error, module, sharders) from error
+        self._check_time(self._best_plan or [])
         options = {(option.path, option.name): option for option in self._best_plan or []}
         rejected = self._rejections(module, sharders)
+        losses = self._loss_reports(rejected)
         self._warn(options.values())
         plans = {
-            path: self._module_plan(path, module_plan, options, rejected, sharders)
+            path: self._module_plan(path, module_plan, options, rejected, losses, sharders)
             for path, module_plan in plan.plan.items()
         }
         room = self._storage_reservation.last_reserved_topology
@@ -238,12 +290,64 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         kinds = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
         if error.error_type not in kinds or room is None:
             return error
-        options = smallest(self._enumerator.enumerate(module, sharders), room)
-        missing = missing_bytes(options, room)
+        space = self._enumerator.enumerate(module, sharders)
+        missing = missing_bytes(smallest(self._least_loss.all_options(space), room), room)
         if not missing:
-            return error
+            return self._too_lossy(space) or error
         return PlannerError(
             error_type=PlannerErrorType.INSUFFICIENT_STORAGE, message=refusal(missing, room)
+        )
+
+    def _too_lossy(self, space: list[ShardingOption]) -> PlannerError | None:
+        """An error that says what has to be lost, where bounds on losses are why nothing fits."""
+        least = self._least_loss.least(space, bounded=False)
+        if least is None:
+            return None
+        lost = {
+            f"{full_name(option)!r} {loss.value:.4f} on {kernel_of(option)} ({loss})"
+            for option in least.options
+            if (loss := self._enumerator.loss(option)).is_lossy
+        }
+        bound = "no bound" if self._max_quality_loss is None else f"{self._max_quality_loss:g}"
+        return PlannerError(
+            error_type=PlannerErrorType.STRICT_CONSTRAINTS,
+            message=f"max_quality_loss is {bound} for all tables, and constraints may have bounds "
+            f"for one, but no plan that fits loses less than an estimated {least.loss:.4f}: "
+            f"{'; '.join(sorted(lost)) or 'nothing'}.",
+        )
+
+    def _check_time(self, plan: list[ShardingOption]) -> None:
+        """Refuses a plan that takes longer than it may."""
+        bound = self._max_step_time
+        if bound is None or not plan:
+            return
+        took = self._perf_model.rate(plan)
+        if took > bound:
+            raise PlannerError(
+                error_type=PlannerErrorType.STRICT_CONSTRAINTS,
+                message=f"max_step_time is {bound:g} ms, but the fastest plan that was found and "
+                f"that the constraints and max_quality_loss allow takes {took:.3g} ms a step on "
+                "the slowest rank: allow more time, more loss, or name other kernels.",
+            )
+
+    def _loss_reports(
+        self, rejected: Mapping[tuple[str, str], dict[str, str]]
+    ) -> dict[tuple[str, str], LossReport]:
+        return loss_reports(
+            self._best_plan or [],
+            self._enumerator,
+            self._least_loss,
+            self._space,
+            rejected,
+            self._room(),
+        )
+
+    def _loses_more(self, option: ShardingOption, chosen: ShardingOption) -> bool:
+        """Whether an option loses more than the chosen one, which rules it out."""
+        lost, own = self._enumerator.loss(option), self._enumerator.loss(chosen)
+        more = (lost.is_lossy, lost.value) > (own.is_lossy, own.value)
+        return more and not (
+            self._least_loss.is_traded and lost.value <= (self._max_quality_loss or 0.0)
         )
 
     def _warn(self, options: Iterable[ShardingOption]) -> None:
@@ -279,6 +383,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 room,
                 self._partitioner,
                 self._perf_model,
+                self._loses_more,
                 are_many=len(left_open) > _MANY,
             )
             for chosen in left_open
@@ -290,6 +395,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         module_plan: dict[str, ParameterSharding],
         options: dict[tuple[str, str], ShardingOption],
         rejected: dict[tuple[str, str], dict[str, str]],
+        losses: dict[tuple[str, str], LossReport],
         sharders: list[ModuleSharder[nn.Module]],
     ) -> ReportedModulePlan:
         shardings: dict[str, ParameterSharding] = {}
@@ -312,7 +418,9 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 kernel=kernel,
                 sharding_type=option.sharding_type,
                 ranks=tuple(sharding.ranks or ()),
-                rows=tuple(shard.size[0] for shard in option.shards),
+                rows=tuple(part.capacity for part in shards_of(option))
+                if is_ours(option)
+                else tuple(shard.size[0] for shard in option.shards),
                 dim=option.tensor.shape[1],
                 bytes=tuple(
                     self._enumerator.storage_estimator.table_bytes(
@@ -327,6 +435,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 ids=rank_ids(option, (self._constraints or {}).get(table)),
                 rejected=rejected.get((path, table), {}),
                 calibrated=self._enumerator.perf_estimator.is_calibrated(option),
+                loss=losses.get((path, table)),
             )
         stages = (
             None if self._measured is None else self._measured.stages_of(self._topology.world_size)

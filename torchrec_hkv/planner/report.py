@@ -16,6 +16,35 @@ from torchrec_hkv.planner.stages import Exchange, StageTimes, input_dist_of, ste
 
 
 @dataclasses.dataclass(frozen=True)
+class LossReport:
+    """What a table loses against a dense row for each of its ids.
+
+    Attributes:
+        value: the estimate, in the unit of the curves.
+        what: what is given up.
+        why: why nothing that loses less was chosen.
+        more: what one GiB more, spread over the ranks, would change; "" where that has no meaning.
+        left: of the budget of the table's fullest rank.
+        own_curves: whether the table's constraint has curves; else the value is an AUC.
+    """
+
+    value: float
+    what: str
+    why: str
+    more: str = ""
+    left: str = ""
+    own_curves: bool = False
+
+    def __str__(self) -> str:
+        unit = "by its quality_curves" if self.own_curves else "of AUC, by the built-in curves"
+        more = f"; {self.more}" if self.more else ""
+        return (
+            f"loses an estimated {self.value:.4f} {unit}: {self.what}. Because: {self.why}{more}; "
+            f"{self.left or 'nothing'} of the budget is left on its fullest rank"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TableReport:
     """One line of the report.
 
@@ -36,6 +65,7 @@ class TableReport:
         rejected: other kernels that the table's constraint names, and why they were not chosen.
         calibrated: True where ``times`` come from constants that were measured on such a device,
             False where they come from nominal bandwidths.
+        loss: what is lost against a dense row for each id; None: nothing.
     """
 
     kernel: str
@@ -52,6 +82,7 @@ class TableReport:
     ids: float = 0.0
     rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     calibrated: bool = False
+    loss: LossReport | None = None
 
 
 class ReportedModulePlan(EmbeddingModuleShardingPlan):
@@ -125,8 +156,8 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         in_hbm = any(part.hbm for report in self.reports.values() for part in report.bytes)
         shown = [i for i, name in enumerate(header) if name != "HBM per rank" or in_hbm]
         text = columns([[line[column] for column in shown] for line in lines])
-        notes = "".join([self._options(), self._uncalibrated(), self._steps(), self._choices()])
-        return f"\n\n{text}\n{notes}"
+        notes = [self._options(), self._uncalibrated(), self._steps(), self._choices()]
+        return f"\n\n{text}\n{''.join([*notes, self._losses()])}"
 
     def _options(self) -> str:
         """A line for each set of options, with its tables."""
@@ -163,6 +194,11 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
             if report.rejected:
                 rejected = [f"{kernel} rejected: {why}" for kernel, why in report.rejected.items()]
                 lines.append(f"{name}: {report.kernel} chosen; {'; '.join(rejected)}")
+        return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+    def _losses(self) -> str:
+        """A line for each table that loses quality."""
+        lines = [f"{name} {r.loss}" for name, r in self.reports.items() if r.loss is not None]
         return "\n" + "\n".join(lines) + "\n" if lines else ""
 
 

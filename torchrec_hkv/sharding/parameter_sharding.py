@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingTable
 from torchrec.distributed.types import ParameterSharding
 
@@ -35,6 +36,7 @@ class TableTag:
         options: its options for this table.
         init_range: lowest and highest initial value.
         is_dense: whether its rows lie open by number (:meth:`Backend.is_dense`).
+        row_dtype: of its rows, where that is not the config's: a group has one.
         is_unique: whether a lookup that has an id twice is refused.
         full_name: the table's in the model (:mod:`torchrec_hkv.sharding.names`).
     """
@@ -45,6 +47,7 @@ class TableTag:
     is_dense: bool
     is_unique: bool = dataclasses.field(default=False, compare=False)
     full_name: str = dataclasses.field(default="", compare=False)
+    row_dtype: torch.dtype | None = None
 
 
 @dataclasses.dataclass
@@ -86,8 +89,15 @@ class BackendParameterSharding(ParameterSharding):
                 registry.get(self.backend).is_dense(self.options),
                 self.is_unique,
                 self.full_name,
+                _own_dtype(self.options),
             )
         }
+
+
+def _own_dtype(options: BackendOptions) -> torch.dtype | None:
+    """The data type of rows that options say whatever the config says; None: the config's."""
+    told = {options.dtype_for(dtype) for dtype in (torch.float32, torch.float16)}
+    return told.pop() if len(told) == 1 else None
 
 
 def tag_of(table: ShardedEmbeddingTable) -> TableTag | None:

@@ -123,15 +123,19 @@ def table_shard(
         full_name: the table's in the model, for messages.
     """
     is_mean = pooling == PoolingType.MEAN and sharding_type not in SUMMED_OVER_RANKS
+    rows = options.rows_for(num_embeddings)
+    first, end = offsets[0], offsets[0] + sizes[0]
+    if rows != num_embeddings:
+        first, end = first * rows // num_embeddings, end * rows // num_embeddings
     return TableShard(
         name=name,
-        capacity=sizes[0],
+        capacity=end - first,
         dim=sizes[1],
-        num_embeddings=num_embeddings,
+        num_embeddings=rows,
         embedding_dim=embedding_dim,
-        row_offset=offsets[0],
+        row_offset=first,
         column_offset=offsets[1],
-        dtype=data_type_to_dtype(data_type),
+        dtype=options.dtype_for(data_type_to_dtype(data_type)),
         pooling="mean" if is_mean else "sum",
         init_range=init_range,
         options=options,

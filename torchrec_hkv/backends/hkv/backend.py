@@ -11,10 +11,10 @@ import torch
 from torchrec.distributed.types import ShardingType
 
 from torchrec_hkv.backends.calibration import CalibrationCase
-from torchrec_hkv.backends.hkv.cost import hkv_cases, hkv_work
+from torchrec_hkv.backends.hkv.cost import far_share, hkv_cases, hkv_work
 from torchrec_hkv.backends.hkv.files import saved_folder, verify_file
 from torchrec_hkv.backends.hkv.lookup import HKVLookup
-from torchrec_hkv.backends.hkv.options import HKVOptions
+from torchrec_hkv.backends.hkv.options import ROW_DTYPES, HKVOptions
 from torchrec_hkv.backends.hkv.table import (
     hbm_bytes_of,
     initializer_of,
@@ -22,21 +22,20 @@ from torchrec_hkv.backends.hkv.table import (
     options_of,
     state_of,
 )
+from torchrec_hkv.backends.hkv.variants import fewer_rows, kept_of, tiers
 from torchrec_hkv.backends.optimizers import hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
+    Kept,
     OptimizerSpec,
     StorageBytes,
     TableShard,
     TensorSpec,
 )
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
-from torchrec_hkv.backends.workload import Work, Workload
+from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
-
-#: Of rows, and of outputs.
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class HKVBackend(Backend):
@@ -53,26 +52,27 @@ class HKVBackend(Backend):
         ShardingType.GRID_SHARD.value,
     )
     routing: ClassVar[Literal["hashed", "block"]] = "hashed"
-    output_dtypes: ClassVar[tuple[torch.dtype, ...]] = _DTYPES
+    output_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
     accumulates: ClassVar[bool] = True
 
     def check(self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str) -> None:
         options = options_of(shard)
         if shard.capacity < 1 and not options.dense:
+            told = "num_embeddings" if options.capacity is None else "capacity"
             raise ValueError(
-                f"table '{shard.name}': num_embeddings is {shard.num_embeddings}, but must be at "
-                "least 1 for each rank that the rows are spread over; it is the capacity of the "
-                "hash table in rows."
+                f"table '{shard.name}': {told} is {shard.num_embeddings}, but must be at least 1 "
+                "for each rank that the rows are spread over; it is the capacity of the hash table "
+                "in rows."
             )
         if not 1 <= shard.dim <= 2048:
             raise ValueError(
                 f"table '{shard.name}': embedding_dim is {shard.dim}, but backend 'hkv' takes 1 to "
                 "2048."
             )
-        if shard.dtype not in _DTYPES:
+        if shard.dtype not in ROW_DTYPES:
             raise ValueError(
                 f"table '{shard.name}': data type is {shard.dtype}, but backend 'hkv' takes "
-                f"{', '.join(map(str, _DTYPES))}."
+                f"{', '.join(map(str, ROW_DTYPES))}."
             )
         try:
             hash_table_optimizer(optimizer)
@@ -92,6 +92,36 @@ class HKVBackend(Backend):
 
     def on_host(self, options: BackendOptions) -> BackendOptions:
         return dataclasses.replace(options, hbm_bytes="index")
+
+    def kept(
+        self,
+        table: TableShard,
+        num_embeddings: int,
+        dtype: torch.dtype,
+        frequencies: IdFrequencies | None,
+    ) -> list[Kept]:
+        return kept_of(table, num_embeddings, dtype, frequencies)
+
+    def variants(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        device_type: str,
+        frequencies: IdFrequencies | None,
+    ) -> list[HKVOptions]:
+        options = options_of(shard)
+        found = fewer_rows(options, shard.num_embeddings) if frequencies is not None else []
+        if device_type == "cuda" and options.hbm_bytes is None and not options.dense:
+            found += tiers(options, memory_of(shard, optimizer))
+        return found
+
+    def far_share(
+        self, shard: TableShard, optimizer: OptimizerSpec | None, load: Workload, device_type: str
+    ) -> float:
+        if device_type != "cuda":
+            return 0.0
+        memory = memory_of(shard, optimizer)
+        return far_share(memory, load, hbm_bytes_of(shard, optimizer))
 
     def is_dense(self, options: BackendOptions) -> bool:
         return isinstance(options, HKVOptions) and options.dense

@@ -46,6 +46,20 @@ def hkv_work(
     return dataclasses.replace(work, forward={**work.forward, "moved_bytes": moved})
 
 
+def far_share(memory: TableMemory, load: Workload, hbm_bytes: int | None) -> float:
+    """The share of a step's different ids whose rows come from host memory to a GPU.
+
+    Args:
+        memory: of the shard.
+        load: what the step asks.
+        hbm_bytes: as the options have it.
+    """
+    if gpu_table_bytes(memory, hbm_bytes)[1] == 0 or load.distinct <= 0:
+        return 0.0
+    near = hbm_share_for(memory, hbm_bytes).slots
+    return min(load.distinct_beyond(near, memory.num_slots) / load.distinct, 1.0)
+
+
 def hkv_cases(options: type[BackendOptions], device_type: str) -> list[CalibrationCase]:
     """The tables that are timed."""
     cases = [_case(options(), *table, device_type) for table in row_tables(device_type)]

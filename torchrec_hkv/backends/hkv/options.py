@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import torch
+
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.hash_table import Admission, Initializer
 from torchrec_hkv.hash_table.spec_checks import (
@@ -14,6 +16,8 @@ from torchrec_hkv.hash_table.spec_checks import (
 )
 
 _EVICTIONS = ("lru", "lfu")
+#: Of rows, and of outputs.
+ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +31,10 @@ class HKVOptions(BackendOptions):
         hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
             and optimizer states don't all fit there has all of them in host memory, and those of
             the highest score in HBM too: lookups in training bring them there. None: all in the
-            GPU's memory. ``"index"``: the least, the index; all rows are read from host memory. On
-            a CPU a table lies in host memory whatever this says.
+            GPU's memory; where the table's constraint leaves the kernel open and has these options
+            of ``hkv`` alone, the planner may put a number here. ``"index"``: the least, the index;
+            all rows are read from host memory. On a CPU a table lies in host memory whatever this
+            says.
         seed: of the initial rows, any int64. Equal seeds, table names and ids give equal rows, at
             any world size.
         initializer: distribution of the values of initial rows: a
@@ -58,6 +64,11 @@ class HKVOptions(BackendOptions):
             ``state_dict`` is in the table from its next lookup on.
         remember_evicted: how many evicted ids each rank remembers at a time, in 2 bytes each, so
             that the counters tell how many came back (``returned``); 1 to 2^32. None: not counted.
+        capacity: rows of the table over all ranks, where that is not the config's
+            ``num_embeddings``, 1 to 2^63 - 1. None: ``num_embeddings``; where the constraint leaves
+            the kernel open and has frequencies of ids, the planner may say fewer.
+        row_dtype: data type of the rows, where that is not the config's: ``torch.float32``,
+            ``torch.float16`` or ``torch.bfloat16``. None: the config's.
         deterministic: on GPUs, too, equal batches give equal tables, bit for bit, and column shards
             keep and evict the same rows; a training step takes a little longer
             (``docs/hash_table_order.md``). All tables of the same lookup then do so. False: only
@@ -74,6 +85,8 @@ class HKVOptions(BackendOptions):
     initial_capacity: int | None = None
     dense: bool = False
     remember_evicted: int | None = None
+    capacity: int | None = None
+    row_dtype: torch.dtype | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -112,14 +125,32 @@ class HKVOptions(BackendOptions):
                 f"HKVOptions: initial_capacity is {initial!r}, but must be None or a number "
                 "of rows from 1 to 2^63 - 1."
             )
+        capacity = self.capacity
+        if capacity is not None and not (_is_int(capacity) and 0 < capacity < 1 << 63):
+            raise ValueError(
+                f"HKVOptions: capacity is {capacity!r}, but must be None or a number of rows "
+                "from 1 to 2^63 - 1."
+            )
+        if self.row_dtype not in (None, *ROW_DTYPES):
+            raise ValueError(
+                f"HKVOptions: row_dtype is {self.row_dtype!r}, but must be None or one of "
+                f"{', '.join(map(str, ROW_DTYPES))}."
+            )
         if not isinstance(self.dense, bool):
             raise ValueError(f"HKVOptions: dense is {self.dense!r}, but must be True or False.")
-        for name in ("admission", "expire_after", "initial_capacity", "remember_evicted"):
+        never = ("admission", "expire_after", "initial_capacity", "remember_evicted", "capacity")
+        for name in never:
             if self.dense and getattr(self, name) is not None:
                 raise ValueError(
                     f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a table "
                     f"that always has all its rows takes {name}=None only."
                 )
+
+    def rows_for(self, num_embeddings: int) -> int:
+        return num_embeddings if self.capacity is None else self.capacity
+
+    def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.row_dtype is None else self.row_dtype
 
 
 def _is_int(value: object) -> bool:

@@ -13,6 +13,7 @@ from torchrec_hkv.backends.calibration import CalibrationCase
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,
+    Kept,
     OptimizerSpec,
     StorageBytes,
     TableShard,
@@ -22,7 +23,8 @@ from torchrec_hkv.backends.tt.cost import tt_cases, tt_scratch, tt_work
 from torchrec_hkv.backends.tt.lookup import TTLookup
 from torchrec_hkv.backends.tt.options import TTOptions
 from torchrec_hkv.backends.tt.table import head_bytes, optimizer_of, options_of, shape_of, state_of
-from torchrec_hkv.backends.workload import Work, Workload
+from torchrec_hkv.backends.tt.variants import kept_of, ladder_of_ranks
+from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.tensor_train import TTGroup
 from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
 from torchrec_hkv.tensor_train.shape_advice import why_dense_is_smaller
@@ -99,6 +101,27 @@ class TTBackend(Backend):
         cache = options_of(shard).cache
         cached_rows = 0 if cache is None else cache.rows
         return why_dense_is_smaller(shape_of(shard), shard.dtype.itemsize, cached_rows)
+
+    def kept(
+        self,
+        table: TableShard,
+        num_embeddings: int,
+        dtype: torch.dtype,
+        frequencies: IdFrequencies | None,
+    ) -> list[Kept]:
+        return kept_of(table, dtype, frequencies)
+
+    def variants(
+        self,
+        shard: TableShard,
+        optimizer: OptimizerSpec | None,
+        device_type: str,
+        frequencies: IdFrequencies | None,
+    ) -> list[TTOptions]:
+        return ladder_of_ranks(shard)
+
+    def leaves_sizes_open(self, options: BackendOptions) -> bool:
+        return isinstance(options, TTOptions) and options.leaves_ranks_open
 
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str

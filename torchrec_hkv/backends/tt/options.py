@@ -27,7 +27,9 @@ class TTOptions(BackendOptions):
 
     Attributes:
         ranks: between neighbouring cores; one number for all is lowered where a table has no use
-            for it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32.
+            for it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32, or where the
+            table's constraint leaves the kernel open, what the planner finds to be the largest
+            ranks that fit.
         compression_ratio: the cores are at least so many times smaller than the table in elements;
             at least 1.
         max_bytes: the cores take at most so many bytes.
@@ -109,6 +111,11 @@ class TTOptions(BackendOptions):
         counted = self.cache_counted_ids or 4 * self.cache_size
         return CacheSize(self.cache_size, counted, self.cache_populate_every)
 
+    @property
+    def leaves_ranks_open(self) -> bool:
+        """Whether nothing says how large the cores are."""
+        return all(getattr(self, name) is None for name in SIZES)
+
     def shape(self, num_embeddings: int, embedding_dim: int, element_size: int = 4) -> TTShape:
         """The shape of a table with these options.
 
@@ -116,7 +123,7 @@ class TTOptions(BackendOptions):
             ValueError: the options do not fit the table.
         """
         sizes = {name: getattr(self, name) for name in SIZES}
-        if all(value is None for value in sizes.values()):
+        if self.leaves_ranks_open:
             sizes["ranks"] = _DEFAULT_RANK
         return make_shape(
             num_embeddings,

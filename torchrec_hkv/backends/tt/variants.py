@@ -1,0 +1,47 @@
+"""Ranks that a Tensor-Train table may have, and what it keeps of a dense table's quality."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from torchrec_hkv.backends.specs import Kept, TableShard
+from torchrec_hkv.backends.tt.options import TTOptions
+from torchrec_hkv.backends.tt.table import options_of, shape_of
+from torchrec_hkv.backends.workload import IdFrequencies
+
+#: Kernels are fastest for multiples of four.
+_RANKS = (1, 2, 3, *range(4, 257, 4), *range(272, 1025, 16))
+
+
+def kept_of(table: TableShard, dtype: torch.dtype, frequencies: IdFrequencies | None) -> list[Kept]:
+    """What a table keeps, as :meth:`Backend.kept` says: bytes of cores and cached rows over those
+    of rows for the ids that come."""
+    shape, cache = shape_of(table), options_of(table).cache
+    ids = table.num_embeddings
+    if frequencies is not None:
+        ids = min(ids, frequencies.num_ids)
+    dense = ids * table.embedding_dim * dtype.itemsize
+    taken = shape.num_elements * table.dtype.itemsize
+    taken += 0 if cache is None else 4 * cache.rows * table.embedding_dim
+    if taken >= dense:
+        return []
+    ranks = " and ".join(map(str, shape.ranks))
+    return [Kept("compression", taken / dense, f"ranks {ranks} keep {taken / dense:.2%} of bytes")]
+
+
+def ladder_of_ranks(shard: TableShard) -> list[TTOptions]:
+    """Options with ranks in the place of open ones, up to those that take as much as dense rows."""
+    options = options_of(shard)
+    if not options.leaves_ranks_open:
+        return []
+    dense, last, found = shard.num_embeddings * shard.embedding_dim, None, []
+    for rank in _RANKS:
+        made = dataclasses.replace(options, ranks=rank)
+        shape = made.shape(shard.num_embeddings, shard.embedding_dim, shard.dtype.itemsize)
+        if shape.ranks == last or shape.num_elements >= dense:
+            break
+        last = shape.ranks
+        found.append(made)
+    return found

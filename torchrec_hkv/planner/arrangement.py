@@ -1,0 +1,239 @@
+"""How tables of given levels of loss are sharded: whether they fit, and the fastest way."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from torchrec.distributed.planner.proposers import (
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.types import (
+    PartitionByType,
+    Partitioner,
+    PerfModel,
+    PlannerError,
+    ShardingOption,
+    Topology,
+)
+
+from torchrec_hkv.planner.levels import Level
+from torchrec_hkv.planner.partitioner import is_placed, place
+
+#: Combinations of options that are tried.
+_MOST_FITS, _MOST_PROPOSALS = 4096, 3000
+
+
+@dataclasses.dataclass(frozen=True)
+class Arranged:
+    """A plan that fits.
+
+    Attributes:
+        time: what a step of the slowest rank takes, as the perf model rates it.
+        loss: of all tables.
+        options: one for each table.
+    """
+
+    time: float
+    loss: float
+    options: list[ShardingOption]
+
+
+class Arranger:
+    """Finds sharding options for tables, one level for each."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        partitioner: Partitioner,
+        perf_model: PerfModel,
+        fill_in_times: Callable[[Sequence[ShardingOption]], None],
+        most_loss: float = math.inf,
+    ) -> None:
+        """
+        Args:
+            topology: of the ranks, with what they have for tables.
+            partitioner: gives shards to ranks.
+            perf_model: rates plans.
+            fill_in_times: of options that have none yet.
+            most_loss: that all tables together may lose.
+        """
+        self._topology, self._partitioner, self._perf_model = topology, partitioner, perf_model
+        self._fill_in_times, self._most_loss = fill_in_times, most_loss
+        self._hbm = sum(device.storage.hbm for device in topology.devices)
+        self._host = sum(device.storage.ddr for device in topology.devices)
+        self._several_hosts = topology.world_size > topology.local_world_size
+        self._thinned: dict[int, tuple[Level, list[ShardingOption]]] = {}
+
+    def may_fit(self, levels: Iterable[Level]) -> bool:
+        """Whether all ranks together have the bytes that the levels take at least."""
+        hbm = host = 0
+        for level in levels:
+            hbm, host = hbm + level.hbm, host + level.host
+        return hbm <= self._hbm and host <= self._host
+
+    def fitting(self, levels: Sequence[Level]) -> list[ShardingOption] | None:
+        """Options that fit the ranks, fast or not; None where none were found."""
+        if not self.may_fit(levels):
+            return None
+        for proposal in self._combinations([self._thin(level) for level in levels]):
+            if all(is_placed(option) for option in proposal):
+                has_place = place(proposal, self._topology)
+                _forget_ranks(proposal)
+                if not has_place:
+                    continue
+            self._fill_in_times(proposal)
+            if self.rating(proposal) is not None:
+                return list(proposal)
+        return None
+
+    def rating(self, proposal: Sequence[ShardingOption]) -> float | None:
+        """What a step of the slowest rank takes; None where the options don't fit."""
+        try:
+            return self._perf_model.rate(
+                self._partitioner.partition(
+                    proposal=list(proposal), storage_constraint=self._topology
+                )
+            )
+        except PlannerError:
+            return None
+        finally:
+            _forget_ranks(proposal)
+
+    def fastest(
+        self, tables: Sequence[Sequence[Level]], known: Sequence[Sequence[ShardingOption]] = ()
+    ) -> Arranged | None:
+        """The fastest plan that was found; of equally fast ones that which loses least.
+
+        Args:
+            tables: the levels that each may have.
+            known: plans that fit, to begin with.
+        """
+        by_table = {
+            (o.path, o.name): [o for level in levels for o in level.options]
+            for levels in tables
+            for o in levels[0].options[:1]
+        }
+        losses = {
+            id(o): level.loss.value for levels in tables for level in levels for o in level.options
+        }
+        space = [option for options in by_table.values() for option in options]
+        self._fill_in_times(space)
+        best: Arranged | None = None
+        all_tried = math.prod(map(len, by_table.values())) <= _MOST_PROPOSALS
+        proposals = self._proposals(space) if len(space) <= _MOST_PROPOSALS else ()
+        for proposal in itertools.chain(known, proposals):
+            best = self._better(best, proposal, losses)
+        if best is None or all_tried:
+            return best
+        return self._improved(best, by_table, losses)
+
+    def _better(
+        self,
+        best: Arranged | None,
+        proposal: Sequence[ShardingOption],
+        losses: Mapping[int, float],
+    ) -> Arranged | None:
+        loss = sum(losses[id(option)] for option in proposal)
+        if loss > self._most_loss:
+            return best
+        rating = self.rating(proposal)
+        if rating is None or (best is not None and (best.time, best.loss) <= (rating, loss)):
+            return best
+        return Arranged(rating, loss, list(proposal))
+
+    def _proposals(self, space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        proposers = (
+            GridSearchProposer(_MOST_PROPOSALS),
+            GreedyProposer(),
+            GreedyProposer(use_depth=False),
+            UniformProposer(),
+        )
+        for proposer in proposers:
+            proposer.load(search_space=space)
+            while (proposal := proposer.propose()) is not None:
+                yield proposal
+                proposer.feedback(partitionable=True)
+
+    def _improved(
+        self,
+        best: Arranged,
+        by_table: Mapping[tuple[str, str], Sequence[ShardingOption]],
+        losses: Mapping[int, float],
+    ) -> Arranged:
+        """Changes the option of one table at a time while the plan gets better."""
+        before: Arranged | None = None
+        while best is not before:
+            before = best
+            for index, own in enumerate(before.options):
+                for option in by_table[own.path, own.name]:
+                    plan = best.options
+                    changed = [*plan[:index], option, *plan[index + 1 :]]
+                    best = self._better(best, changed, losses) or best
+        return best
+
+    def _thin(self, level: Level) -> list[ShardingOption]:
+        """Options of a level, without those that another one spares the memory of."""
+        cached = self._thinned.get(id(level))
+        if cached is not None:
+            return cached[1]
+        kept: list[ShardingOption] = []
+        for option in sorted(level.options, key=_largest_and_total):
+            if not is_placed(option) and not self._several_hosts:
+                continue  # on one host other types spread shards alike
+            if not any(_spares(other, option) for other in kept):
+                kept.append(option)
+        kept = kept or list(level.options)
+        self._thinned[id(level)] = (level, kept)
+        return kept
+
+    def _combinations(
+        self, tables: list[list[ShardingOption]]
+    ) -> Iterator[tuple[ShardingOption, ...]]:
+        """All of them, or a few likely ones where there are too many."""
+        if math.prod(map(len, tables)) <= _MOST_FITS:
+            yield from itertools.product(*tables)
+            return
+        yield tuple(min(options, key=_largest_and_total) for options in tables)
+        yield tuple(min(options, key=_total) for options in tables)
+        # Small tables on one rank each, large ones spread.
+        order = sorted(range(len(tables)), key=lambda index: min(map(_total, tables[index])))
+        for part in range(1, 8):
+            small = set(order[: len(order) * part // 8])
+            yield tuple(
+                min(options, key=_total if index in small else _largest_and_total)
+                for index, options in enumerate(tables)
+            )
+
+
+def _forget_ranks(proposal: Iterable[ShardingOption]) -> None:
+    for option in proposal:
+        for shard in option.shards:
+            shard.rank = None
+
+
+def _bytes(option: ShardingOption) -> list[tuple[int, int]]:
+    return [(s.storage.hbm, s.storage.ddr) for s in option.shards if s.storage is not None]
+
+
+def _largest_and_total(option: ShardingOption) -> tuple[int, int]:
+    parts = [hbm + host for hbm, host in _bytes(option)]
+    return max(parts, default=0), sum(parts)
+
+
+def _total(option: ShardingOption) -> int:
+    return sum(hbm + host for hbm, host in _bytes(option))
+
+
+def _spares(other: ShardingOption, option: ShardingOption) -> bool:
+    """Whether ``other`` fits wherever ``option`` does."""
+    if other.partition_by != option.partition_by or len(other.shards) != len(option.shards):
+        return False
+    if other.partition_by not in (PartitionByType.UNIFORM.value, PartitionByType.DEVICE.value):
+        return False
+    pairs = zip(_bytes(other), _bytes(option), strict=True)
+    return all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairs)

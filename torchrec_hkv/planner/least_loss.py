@@ -1,0 +1,178 @@
+"""What the planner does so that tables lose no more than the memory, or the user, demands."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from torchrec.distributed.planner.types import (
+    Partitioner,
+    PerfModel,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.planner.arrangement import Arranged, Arranger
+from torchrec_hkv.planner.enumerator import BackendEnumerator
+from torchrec_hkv.planner.levels import TableLevels, levels_of
+from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.search import Search
+
+_GIB = 1 << 30
+
+
+class LeastLoss:
+    """The search of a planner, for the options that its enumerator gave."""
+
+    def __init__(
+        self,
+        enumerator: Callable[[], BackendEnumerator],
+        room: Callable[[], Topology],
+        partitioner: Partitioner,
+        perf_model: PerfModel,
+        most_loss: float | None,
+        most_time: float | None,
+    ) -> None:
+        """
+        Args:
+            enumerator: the planner's.
+            room: what ranks have for tables.
+            partitioner: the planner's.
+            perf_model: the planner's.
+            most_loss: that all tables together may lose for time; None: as little as possible, and
+                whatever the memory demands.
+            most_time: that a step of the slowest rank may take, in milliseconds; None: any.
+        """
+        self._enumerator, self._room = enumerator, room
+        self._partitioner, self._perf_model = partitioner, perf_model
+        self._most_loss, self._most_time = most_loss, most_time
+        self._variants: tuple[list[ShardingOption], list[ShardingOption]] | None = None
+
+    @property
+    def is_traded(self) -> bool:
+        """Whether quality may be given up for time."""
+        return self._most_loss is not None and self._most_time is None
+
+    def without_loss(self, space: list[ShardingOption]) -> list[ShardingOption]:
+        """Of each table the options where nothing is lost; none at all where a table has no such
+        options and a choice of others.
+
+        Args:
+            space: that were enumerated.
+        """
+        self._variants = None
+        loss = self._enumerator().loss
+        by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
+        for option in space:
+            by_table[option.path, option.name].append(option)
+        kept: list[ShardingOption] = []
+        for options in by_table.values():
+            whole = [option for option in options if not loss(option).is_lossy]
+            if not whole and not self._is_settled(options):
+                return []
+            kept += whole or options
+        return kept
+
+    def _is_settled(self, options: Sequence[ShardingOption]) -> bool:
+        enumerator = self._enumerator()
+        bound, values = enumerator.most_loss(options[0]), {enumerator.loss(o) for o in options}
+        may_lose = max(value.value for value in values) <= (math.inf if bound is None else bound)
+        return len(values) == 1 and may_lose and not any(is_ours(o) and o.is_open for o in options)
+
+    def all_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
+        """With variants of what is open.
+
+        Args:
+            space: that were enumerated.
+        """
+        if self._variants is None or self._variants[0] is not space:
+            made = self._enumerator().variants(space)
+            self._variants = (space, made)
+        made = self._variants[1]
+        replaced = {(o.path, o.name, o.backend) for o in made if is_ours(o)}
+        kept = [
+            option
+            for option in space
+            if not is_ours(option)
+            or not option.is_open
+            or not registry.get(option.backend).leaves_sizes_open(option.backend_options)
+            or (option.path, option.name, option.backend) not in replaced
+        ]
+        return [*kept, *made]
+
+    def proposals(
+        self, space: list[ShardingOption], best: float | None
+    ) -> list[list[ShardingOption]]:
+        """Plans beside those where nothing is lost.
+
+        Args:
+            space: that were enumerated.
+            best: the best rating of those; None where none fits.
+        """
+        if self.is_traded and self._most_loss:
+            found = self._fastest(space)
+        elif best is not None and (self._most_time is None or best <= self._most_time):
+            return []
+        else:
+            found = self.least(space)
+        return [] if found is None else [found.options]
+
+    def least(
+        self,
+        space: list[ShardingOption],
+        more: int = 0,
+        bounded: bool = True,
+    ) -> Arranged | None:
+        """The plan that loses least.
+
+        Args:
+            space: that were enumerated.
+            more: bytes that the ranks have besides, all together.
+            bounded: whether it must keep to what the user says.
+        """
+        room = _with_more(self._room(), more)
+        most_loss = math.inf if self._most_loss is None or not bounded else self._most_loss
+        most_time = math.inf if self._most_time is None or not bounded else self._most_time
+        levels = self._levels(space, room, bounded)
+        return Search(levels, self._arranger(room), most_loss, most_time).least_loss()
+
+    def _fastest(self, space: list[ShardingOption]) -> Arranged | None:
+        """The fastest plan that loses no more than what may be lost."""
+        assert self._most_loss is not None
+        room, least = self._room(), self.least(space)
+        levels = self._levels(space, room, True)
+        if least is None or any(not table.all for table in levels.values()):
+            return None
+        allowed = [
+            [level for level in table.all if level.loss.value <= self._most_loss]
+            for table in levels.values()
+        ]
+        arranger = self._arranger(room, self._most_loss)
+        return arranger.fastest(allowed, [least.options])
+
+    def _levels(
+        self, space: list[ShardingOption], room: Topology, bounded: bool
+    ) -> dict[tuple[str, str], TableLevels]:
+        enumerator = self._enumerator()
+        bound = enumerator.most_loss if bounded else lambda _: None
+        return levels_of(self.all_options(space), room, enumerator.loss, bound)
+
+    def _arranger(self, room: Topology, most_loss: float = math.inf) -> Arranger:
+        fill_in = self._enumerator().estimate_times
+        return Arranger(room, self._partitioner, self._perf_model, fill_in, most_loss)
+
+
+def _with_more(room: Topology, more: int) -> Topology:
+    """Ranks with so many more bytes: of HBM, or of host memory where there is no GPU."""
+    if not more:
+        return room
+    wider = copy.deepcopy(room)
+    each = more // len(wider.devices)
+    on_host = wider.compute_device == "cpu"
+    for device in wider.devices:
+        device.storage += Storage(hbm=0 if on_host else each, ddr=each if on_host else 0)
+    return wider

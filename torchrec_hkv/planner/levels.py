@@ -1,0 +1,99 @@
+"""The options of each table by what they lose, least first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from torchrec.distributed.planner.types import ShardingOption, Topology
+
+from torchrec_hkv.planner.losses import TableLoss
+from torchrec_hkv.planner.options import kernel_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Options of a table that lose alike.
+
+    Attributes:
+        loss: of each.
+        options: ways to shard the table.
+        hbm: the least bytes of HBM, over all ranks, that one of them takes.
+        host: likewise of host memory.
+        chain: equal for levels that differ by a size only, and take less where they lose more.
+    """
+
+    loss: TableLoss
+    options: tuple[ShardingOption, ...]
+    hbm: int
+    host: int
+    chain: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLevels:
+    """What a table can be.
+
+    Attributes:
+        whole: the level where nothing is lost; None where there is none.
+        lossy: the others, least loss first.
+    """
+
+    whole: Level | None
+    lossy: tuple[Level, ...]
+
+    @property
+    def all(self) -> tuple[Level, ...]:
+        """All levels, least loss first."""
+        return (*(() if self.whole is None else (self.whole,)), *self.lossy)
+
+
+def levels_of(
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    loss: Callable[[ShardingOption], TableLoss],
+    most_loss: Callable[[ShardingOption], float | None],
+) -> dict[tuple[str, str], TableLevels]:
+    """The levels of each table, by path and name.
+
+    Left out are options that fit no rank, and those that lose more than their table may.
+
+    Args:
+        options: of all tables.
+        topology: of the ranks, with what they have for tables.
+        loss: of an option.
+        most_loss: of an option's table; None: no bound.
+    """
+    hbm = max(device.storage.hbm for device in topology.devices)
+    host = max(device.storage.ddr for device in topology.devices)
+    grouped: dict[tuple[str, str], dict[tuple, list[ShardingOption]]] = {}
+    losses: dict[tuple, TableLoss] = {}
+    for option in options:
+        by_loss = grouped.setdefault((option.path, option.name), defaultdict(list))
+        if any(s.storage and (s.storage.hbm > hbm or s.storage.ddr > host) for s in option.shards):
+            continue
+        lost, bound = loss(option), most_loss(option)
+        if bound is not None and lost.value > bound:
+            continue
+        chain = (kernel_of(option), *(part.kind for part in lost.parts)) if lost.is_lossy else ()
+        key = (lost.is_lossy, lost.value, chain)
+        losses[key] = lost
+        by_loss[key].append(option)
+    found = {}
+    for table, by_loss in grouped.items():
+        levels = [_level(losses[key], key[2], by_loss[key]) for key in sorted(by_loss)]
+        whole = [level for level in levels if not level.loss.is_lossy]
+        lossy = tuple(level for level in levels if level.loss.is_lossy)
+        found[table] = TableLevels(whole[0] if whole else None, lossy)
+    return found
+
+
+def _level(loss: TableLoss, chain: tuple[str, ...], options: Sequence[ShardingOption]) -> Level:
+    return Level(
+        loss,
+        tuple(options),
+        min(option.total_storage.hbm for option in options),
+        min(option.total_storage.ddr for option in options),
+        chain,
+    )

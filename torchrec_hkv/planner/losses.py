@@ -1,0 +1,67 @@
+"""How much of a model's quality a table gives up under an option: an estimate from curves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.modules.embedding_configs import data_type_to_dtype
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.protocol import Kept
+from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.planner.options import BackendShardingOption, config_of, is_ours
+from torchrec_hkv.planner.quality_curve import MEASURED, QualityCurve
+from torchrec_hkv.sharding.tables import config_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLoss:
+    """What a table loses.
+
+    Attributes:
+        value: the estimate, in the unit of the curves.
+        parts: why; none where nothing is lost.
+    """
+
+    value: float = 0.0
+    parts: tuple[Kept, ...] = ()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything is given up, however little."""
+        return bool(self.parts)
+
+    def __str__(self) -> str:
+        return "; ".join(part.text for part in self.parts)
+
+
+NO_LOSS = TableLoss()
+
+
+def loss_of(
+    option: ShardingOption,
+    frequencies: IdFrequencies | None = None,
+    curves: Mapping[str, QualityCurve] | None = None,
+) -> TableLoss:
+    """What a table loses by an option.
+
+    Args:
+        option: stock kernels lose nothing.
+        frequencies: of the table's ids.
+        curves: by kind, in the place of the built-in ones.
+    """
+    if not is_ours(option):
+        return NO_LOSS
+    parts = tuple(_kept(option, frequencies))
+    given = {**MEASURED, **(curves or {})}
+    return TableLoss(sum(given[part.kind].loss(part.share) for part in parts), parts)
+
+
+def _kept(option: BackendShardingOption, frequencies: IdFrequencies | None) -> Sequence[Kept]:
+    config = config_of(option)
+    whole = [[config.num_embeddings, config.embedding_dim]]
+    (table,) = config_shards(config, None, whole, [[0, 0]], option.backend_options)
+    dtype = data_type_to_dtype(config.data_type)
+    return registry.get(option.backend).kept(table, config.num_embeddings, dtype, frequencies)

@@ -1,0 +1,184 @@
+"""Where shards go: the best of all ways for a few shards, and else TorchRec's greedy choice, with a
+search where that finds no room."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import (
+    PartitionByType,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+#: Shards to place up to which all ways are compared.
+_FEW_SHARDS = 6
+#: Shards to place, and attempts at placing one, at which the search gives up.
+_MOST_SHARDS, _MOST_ATTEMPTS = 64, 2000
+
+
+class SearchingPartitioner(GreedyPerfPartitioner):
+    """TorchRec's partitioner, but for shards that go to one rank each: where these are few, they
+    are placed so that the slowest rank is as fast as it can be, and where TorchRec finds no room
+    for them, other ways to place them are tried, within limits."""
+
+    def partition(
+        self,
+        proposal: list[ShardingOption],
+        storage_constraint: Topology,
+        hbm_per_device: int | None = None,
+    ) -> list[ShardingOption]:
+        """Gives each shard a rank.
+
+        Args:
+            proposal: one option of each table.
+            storage_constraint: what ranks have.
+            hbm_per_device: in the place of what they have, as TorchRec takes it.
+
+        Raises:
+            PlannerError: no way was found.
+        """
+        if hbm_per_device is None and is_small(proposal):
+            if place(proposal, storage_constraint, fastest=True):
+                return proposal
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message="Device partition failed. No way to place the shards has room for all.",
+            )
+        try:
+            return super().partition(proposal, storage_constraint, hbm_per_device)
+        except PlannerError:
+            if hbm_per_device is not None or not place(proposal, storage_constraint):
+                raise
+            return proposal
+
+
+def is_small(proposal: Sequence[ShardingOption]) -> bool:
+    """Whether all ways to place the shards of a proposal can be compared."""
+    if not all(is_placed(option) for option in proposal):
+        return False
+    free = [o for o in proposal if o.partition_by == PartitionByType.DEVICE.value]
+    return sum(len(option.shards) for option in free) <= _FEW_SHARDS
+
+
+@dataclasses.dataclass
+class _Room:
+    """What a rank has left, and how long its tables take."""
+
+    rank: int
+    hbm: int
+    host: int
+    time: float = 0.0
+
+    def take(self, shard: Shard, sign: int = 1) -> None:
+        storage = _storage(shard)
+        self.hbm -= sign * storage.hbm
+        self.host -= sign * storage.ddr
+        self.time += sign * (0.0 if shard.perf is None else shard.perf.total)
+
+
+def _storage(shard: Shard) -> Storage:
+    return shard.storage or Storage(0, 0)
+
+
+def is_placed(option: ShardingOption) -> bool:
+    """Whether :func:`place` knows how shards of an option are spread."""
+    kind = option.partition_by
+    is_free = kind == PartitionByType.DEVICE.value and option.dependency is None
+    return kind == PartitionByType.UNIFORM.value or is_free
+
+
+def place(proposal: Sequence[ShardingOption], topology: Topology, fastest: bool = False) -> bool:
+    """Gives each shard a rank that has room for it; False where no way was found.
+
+    Args:
+        proposal: one option of each table.
+        topology: what ranks have.
+        fastest: whether all ways are compared by the time of the slowest rank; else the first that
+            is found is taken.
+    """
+    rooms = [_Room(each.rank, each.storage.hbm, each.storage.ddr) for each in topology.devices]
+    free: list[Shard] = []
+    for option in proposal:
+        if not is_placed(option):
+            return False
+        if option.partition_by == PartitionByType.UNIFORM.value:
+            for room, shard in zip(rooms, option.shards, strict=True):
+                shard.rank = room.rank
+                room.take(shard)
+        else:
+            free += option.shards
+    if len(free) > _MOST_SHARDS or any(room.hbm < 0 or room.host < 0 for room in rooms):
+        return False
+    needs = [_storage(shard) for shard in free]
+    if sum(need.hbm for need in needs) > sum(room.hbm for room in rooms):
+        return False
+    if sum(need.ddr for need in needs) > sum(room.host for room in rooms):
+        return False
+    free.sort(key=lambda shard: -max(_storage(shard).hbm, _storage(shard).ddr))
+    return _fastest(free, rooms) if fastest else _search(free, rooms)
+
+
+def _fastest(shards: list[Shard], rooms: list[_Room]) -> bool:
+    """All ways to place shards, without those that are slower than one that is known."""
+    best, ranks = math.inf, None
+    taken: list[_Room] = []
+
+    def go_on() -> None:
+        nonlocal best, ranks
+        time = max(room.time for room in rooms)
+        if time >= best:
+            return
+        if len(taken) == len(shards):
+            best, ranks = time, [room.rank for room in taken]
+            return
+        shard = shards[len(taken)]
+        for room in _fitting(shard, rooms):
+            room.take(shard)
+            taken.append(room)
+            go_on()
+            taken.pop().take(shard, -1)
+
+    go_on()
+    for shard, rank in zip(shards, ranks or (), strict=False):
+        shard.rank = rank
+    return ranks is not None
+
+
+def _fitting(shard: Shard, rooms: list[_Room]) -> list[_Room]:
+    """Ranks with room for a shard, those that are done first first."""
+    need = _storage(shard)
+    fitting = [room for room in rooms if room.hbm >= need.hbm and room.host >= need.ddr]
+    # Ranks with the same room and the same time are one choice.
+    distinct = {(room.hbm, room.host, room.time): room for room in reversed(fitting)}
+    return sorted(distinct.values(), key=lambda room: (room.time, room.rank))
+
+
+def _search(shards: list[Shard], rooms: list[_Room]) -> bool:
+    """Depth first, the largest shards first, each to the rank that is done first."""
+    orders: list[list[_Room]] = []  # ranks that are still to be tried, by shard
+    taken: list[_Room] = []
+    for _ in range(_MOST_ATTEMPTS):
+        if len(taken) == len(shards):
+            return True
+        shard = shards[len(taken)]
+        if len(orders) == len(taken):
+            orders.append(_fitting(shard, rooms)[::-1])
+        if orders[-1]:
+            room = orders[-1].pop()
+            room.take(shard)
+            shard.rank = room.rank
+            taken.append(room)
+            continue
+        orders.pop()
+        if not taken:
+            return False
+        taken.pop().take(shards[len(taken)], -1)
+    return False
