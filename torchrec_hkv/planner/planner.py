@@ -308,12 +308,16 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             for option in least.options
             if (loss := self._enumerator.loss(option)).is_lossy
         }
-        bound = "no bound" if self._max_quality_loss is None else f"{self._max_quality_loss:g}"
+        by_table = {
+            table: choice.max_loss
+            for table, choice in self._choices.items()
+            if choice.max_loss is not None
+        }
         return PlannerError(
             error_type=PlannerErrorType.STRICT_CONSTRAINTS,
-            message=f"max_quality_loss is {bound} for all tables, and constraints may have bounds "
-            f"for one, but no plan that fits loses less than an estimated {least.loss:.4f}: "
-            f"{'; '.join(sorted(lost)) or 'nothing'}.",
+            message=f"No plan fits within max_quality_loss, which is {self._max_quality_loss} for "
+            f"all tables together and {by_table} by table: the least that has to be lost is an "
+            f"estimated {least.loss:.4f}: {'; '.join(sorted(lost))}.",
         )
 
     def _check_time(self, plan: list[ShardingOption]) -> None:
