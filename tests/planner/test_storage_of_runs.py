@@ -75,6 +75,8 @@ def _bytes(rank, world_size, device, kernel, sharding_type, optimizer, options):
         ("hkv", "row_wise", "adam", HKVOptions(eviction="lfu")),
         ("hkv", "table_wise", "rowwise_adagrad", HKVOptions(hbm_bytes=200_000)),
         ("hkv", "column_wise", "rowwise_adagrad", None),
+        ("hkv", "row_wise", "adam", HKVOptions(capacity=2000)),
+        ("hkv", "table_wise", "adam", HKVOptions(row_dtype=torch.float16, hbm_bytes=200_000)),
         (
             "hkv",
             "row_wise",

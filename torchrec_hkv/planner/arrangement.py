@@ -26,6 +26,8 @@ from torchrec_hkv.planner.partitioner import is_placed, place
 
 #: Combinations of options that are tried.
 _MOST_FITS, _MOST_PROPOSALS = 4096, 3000
+#: Shares of many tables that are spread over all ranks.
+_PATTERNS = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Arranger:
         if cached is not None:
             return cached[1]
         kept: list[ShardingOption] = []
-        for option in sorted(level.options, key=_largest_and_total):
+        for option in sorted(level.options, key=lambda option: _size(_bytes(option), True)):
             if not is_placed(option) and not self._several_hosts:
                 continue  # on one host other types spread shards alike
             if not any(_spares(other, option) for other in kept):
@@ -198,14 +200,13 @@ class Arranger:
         if math.prod(map(len, tables)) <= _MOST_FITS:
             yield from itertools.product(*tables)
             return
-        yield tuple(min(options, key=_largest_and_total) for options in tables)
-        yield tuple(min(options, key=_total) for options in tables)
-        # Small tables on one rank each, large ones spread.
-        order = sorted(range(len(tables)), key=lambda index: min(map(_total, tables[index])))
-        for part in range(1, 8):
-            small = set(order[: len(order) * part // 8])
+        # Large tables spread, small ones on one rank each; with little HBM, or with little in all.
+        order = sorted(range(len(tables)), key=lambda index: -min(map(_total, tables[index])))
+        memories = (_bytes, _hbm_bytes) if self._host else (_bytes,)
+        for memory, part in itertools.product(memories, range(_PATTERNS + 1)):
+            spread = set(order[: len(order) * part // _PATTERNS])
             yield tuple(
-                min(options, key=_total if index in small else _largest_and_total)
+                min(options, key=lambda o: _size(memory(o), first_largest=index in spread))
                 for index, options in enumerate(tables)
             )
 
@@ -216,17 +217,26 @@ def _forget_ranks(proposal: Iterable[ShardingOption]) -> None:
             shard.rank = None
 
 
-def _bytes(option: ShardingOption) -> list[tuple[int, int]]:
+def _parts(option: ShardingOption) -> list[tuple[int, int]]:
     return [(s.storage.hbm, s.storage.ddr) for s in option.shards if s.storage is not None]
 
 
-def _largest_and_total(option: ShardingOption) -> tuple[int, int]:
-    parts = [hbm + host for hbm, host in _bytes(option)]
-    return max(parts, default=0), sum(parts)
+def _bytes(option: ShardingOption) -> list[int]:
+    return [hbm + host for hbm, host in _parts(option)]
+
+
+def _hbm_bytes(option: ShardingOption) -> list[int]:
+    return [hbm for hbm, _ in _parts(option)]
+
+
+def _size(parts: Sequence[int], first_largest: bool) -> tuple[int, int]:
+    """The bytes of the largest shard and of all, in the order that counts."""
+    largest, total = max(parts, default=0), sum(parts)
+    return (largest, total) if first_largest else (total, largest)
 
 
 def _total(option: ShardingOption) -> int:
-    return sum(hbm + host for hbm, host in _bytes(option))
+    return sum(_bytes(option))
 
 
 def _spares(other: ShardingOption, option: ShardingOption) -> bool:
@@ -235,5 +245,5 @@ def _spares(other: ShardingOption, option: ShardingOption) -> bool:
         return False
     if other.partition_by not in (PartitionByType.UNIFORM.value, PartitionByType.DEVICE.value):
         return False
-    pairs = zip(_bytes(other), _bytes(option), strict=True)
+    pairs = zip(_parts(other), _parts(option), strict=True)
     return all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairs)

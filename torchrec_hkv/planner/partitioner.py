@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
@@ -20,14 +20,17 @@ from torchrec.distributed.planner.types import (
 
 #: Shards to place up to which all ways are compared.
 _FEW_SHARDS = 6
-#: Shards to place, and attempts at placing one, at which the search gives up.
-_MOST_SHARDS, _MOST_ATTEMPTS = 64, 2000
+#: Attempts at placing a shard beyond one for each, at which a search gives up.
+_MOST_ATTEMPTS = 2000
 
 
 class SearchingPartitioner(GreedyPerfPartitioner):
-    """TorchRec's partitioner, but for shards that go to one rank each: where these are few, they
-    are placed so that the slowest rank is as fast as it can be, and where TorchRec finds no room
-    for them, other ways to place them are tried, within limits."""
+    """TorchRec's partitioner, but for proposals whose shards go to all ranks or to one rank each.
+
+    Of these, few shards are placed so that the slowest rank is as fast as it can be. Many are
+    placed as TorchRec does, the largest first, each on the rank that is done first; where that
+    leaves one without room, other ways are tried, within limits.
+    """
 
     def partition(
         self,
@@ -45,27 +48,14 @@ class SearchingPartitioner(GreedyPerfPartitioner):
         Raises:
             PlannerError: no way was found.
         """
-        if hbm_per_device is None and is_small(proposal):
-            if place(proposal, storage_constraint, fastest=True):
-                return proposal
+        if hbm_per_device is not None or not all(is_placed(option) for option in proposal):
+            return super().partition(proposal, storage_constraint, hbm_per_device)
+        if not place(proposal, storage_constraint, fast=True):
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message="Device partition failed. No way to place the shards has room for all.",
+                message="No way was found to place the shards so that all ranks have room.",
             )
-        try:
-            return super().partition(proposal, storage_constraint, hbm_per_device)
-        except PlannerError:
-            if hbm_per_device is not None or not place(proposal, storage_constraint):
-                raise
-            return proposal
-
-
-def is_small(proposal: Sequence[ShardingOption]) -> bool:
-    """Whether all ways to place the shards of a proposal can be compared."""
-    if not all(is_placed(option) for option in proposal):
-        return False
-    free = [o for o in proposal if o.partition_by == PartitionByType.DEVICE.value]
-    return sum(len(option.shards) for option in free) <= _FEW_SHARDS
+        return proposal
 
 
 @dataclasses.dataclass
@@ -95,14 +85,13 @@ def is_placed(option: ShardingOption) -> bool:
     return kind == PartitionByType.UNIFORM.value or is_free
 
 
-def place(proposal: Sequence[ShardingOption], topology: Topology, fastest: bool = False) -> bool:
+def place(proposal: Sequence[ShardingOption], topology: Topology, fast: bool = False) -> bool:
     """Gives each shard a rank that has room for it; False where no way was found.
 
     Args:
         proposal: one option of each table.
         topology: what ranks have.
-        fastest: whether all ways are compared by the time of the slowest rank; else the first that
-            is found is taken.
+        fast: whether the time of the slowest rank counts, too.
     """
     rooms = [_Room(each.rank, each.storage.hbm, each.storage.ddr) for each in topology.devices]
     free: list[Shard] = []
@@ -115,7 +104,7 @@ def place(proposal: Sequence[ShardingOption], topology: Topology, fastest: bool 
                 room.take(shard)
         else:
             free += option.shards
-    if len(free) > _MOST_SHARDS or any(room.hbm < 0 or room.host < 0 for room in rooms):
+    if any(room.hbm < 0 or room.host < 0 for room in rooms):
         return False
     needs = [_storage(shard) for shard in free]
     if sum(need.hbm for need in needs) > sum(room.hbm for room in rooms):
@@ -123,7 +112,9 @@ def place(proposal: Sequence[ShardingOption], topology: Topology, fastest: bool 
     if sum(need.ddr for need in needs) > sum(room.host for room in rooms):
         return False
     free.sort(key=lambda shard: -max(_storage(shard).hbm, _storage(shard).ddr))
-    return _fastest(free, rooms) if fastest else _search(free, rooms)
+    if fast and len(free) <= _FEW_SHARDS:
+        return _fastest(free, rooms)
+    return (fast and _search(free, rooms, _by_time)) or _search(free, rooms, _by_room)
 
 
 def _fastest(shards: list[Shard], rooms: list[_Room]) -> bool:
@@ -140,7 +131,7 @@ def _fastest(shards: list[Shard], rooms: list[_Room]) -> bool:
             best, ranks = time, [room.rank for room in taken]
             return
         shard = shards[len(taken)]
-        for room in _fitting(shard, rooms):
+        for room in _fitting(shard, rooms, _by_time):
             room.take(shard)
             taken.append(room)
             go_on()
@@ -152,25 +143,38 @@ def _fastest(shards: list[Shard], rooms: list[_Room]) -> bool:
     return ranks is not None
 
 
-def _fitting(shard: Shard, rooms: list[_Room]) -> list[_Room]:
-    """Ranks with room for a shard, those that are done first first."""
+def _by_time(room: _Room) -> tuple[float, ...]:
+    return (room.time, room.rank)
+
+
+def _by_room(room: _Room) -> tuple[float, ...]:
+    return (-room.hbm, -room.host, room.time, room.rank)
+
+
+def _fitting(
+    shard: Shard, rooms: list[_Room], order: Callable[[_Room], tuple[float, ...]]
+) -> list[_Room]:
+    """Ranks with room for a shard, in an order."""
     need = _storage(shard)
     fitting = [room for room in rooms if room.hbm >= need.hbm and room.host >= need.ddr]
     # Ranks with the same room and the same time are one choice.
     distinct = {(room.hbm, room.host, room.time): room for room in reversed(fitting)}
-    return sorted(distinct.values(), key=lambda room: (room.time, room.rank))
+    return sorted(distinct.values(), key=order)
 
 
-def _search(shards: list[Shard], rooms: list[_Room]) -> bool:
-    """Depth first, the largest shards first, each to the rank that is done first."""
+def _search(
+    shards: list[Shard], rooms: list[_Room], order: Callable[[_Room], tuple[float, ...]]
+) -> bool:
+    """Depth first, the largest shards first, each to the first rank in an order. Rooms are as they
+    were where no way was found."""
     orders: list[list[_Room]] = []  # ranks that are still to be tried, by shard
     taken: list[_Room] = []
-    for _ in range(_MOST_ATTEMPTS):
+    for _ in range(len(shards) + _MOST_ATTEMPTS):
         if len(taken) == len(shards):
             return True
         shard = shards[len(taken)]
         if len(orders) == len(taken):
-            orders.append(_fitting(shard, rooms)[::-1])
+            orders.append(_fitting(shard, rooms, order)[::-1])
         if orders[-1]:
             room = orders[-1].pop()
             room.take(shard)
@@ -181,4 +185,6 @@ def _search(shards: list[Shard], rooms: list[_Room]) -> bool:
         if not taken:
             return False
         taken.pop().take(shards[len(taken)], -1)
+    for shard, room in zip(shards, taken, strict=False):
+        room.take(shard, -1)
     return False

@@ -110,7 +110,7 @@ def _is_point(pair: object) -> bool:
 
 
 #: AUC lost on MovieTweetings, users and movies alike. Compression: docs/tensor_train.md, "Quality
-#: against size". Rows: one pass in time order, LFU (docs/planner.md).
+#: against size". Rows and bits: one pass in time order, LFU (docs/planner.md).
 MEASURED: dict[str, QualityCurve] = {
     "compression": QualityCurve(((1 / 5.12, 0.0245), (1 / 21.4, 0.0418), (1 / 117, 0.0853))),
     "rows": QualityCurve(((0.927, 0.0012), (0.826, 0.0083), (0.650, 0.0332), (0.519, 0.0644))),

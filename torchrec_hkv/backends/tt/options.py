@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import get_args
 
 from torchrec_hkv.backends.protocol import BackendOptions
@@ -122,15 +123,22 @@ class TTOptions(BackendOptions):
         Raises:
             ValueError: the options do not fit the table.
         """
-        sizes = {name: getattr(self, name) for name in SIZES}
-        if self.leaves_ranks_open:
-            sizes["ranks"] = _DEFAULT_RANK
-        return make_shape(
-            num_embeddings,
-            embedding_dim,
-            num_cores=self.num_cores,
-            p=self.p,
-            q=self.q,
-            element_size=element_size,
-            **sizes,
-        )
+        return _shape(self, num_embeddings, embedding_dim, element_size)
+
+
+@functools.lru_cache(1 << 14)
+def _shape(
+    options: TTOptions, num_embeddings: int, embedding_dim: int, element_size: int
+) -> TTShape:
+    sizes = {name: getattr(options, name) for name in SIZES}
+    if options.leaves_ranks_open:
+        sizes["ranks"] = _DEFAULT_RANK
+    return make_shape(
+        num_embeddings,
+        embedding_dim,
+        num_cores=options.num_cores,
+        p=options.p,
+        q=options.q,
+        element_size=element_size,
+        **sizes,
+    )
