@@ -123,16 +123,23 @@ class Arranger:
         losses = {
             id(o): level.loss.value for levels in tables for level in levels for o in level.options
         }
+        all_tried = math.prod(map(len, by_table.values())) <= _MOST_PROPOSALS
+        if not all_tried:
+            by_table = {table: self._quick_to_place(options) for table, options in by_table.items()}
         space = [option for options in by_table.values() for option in options]
         self._fill_in_times(space)
         best: Arranged | None = None
-        all_tried = math.prod(map(len, by_table.values())) <= _MOST_PROPOSALS
         proposals = self._proposals(space) if len(space) <= _MOST_PROPOSALS else ()
         for proposal in itertools.chain(known, proposals):
             best = self._better(best, proposal, losses)
         if best is None or all_tried:
             return best
         return self._improved(best, by_table, losses)
+
+    def _quick_to_place(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Without those that on one host spread shards as others do and take longer to place."""
+        kept = [option for option in options if self._several_hosts or is_placed(option)]
+        return kept or options
 
     def _better(
         self,
