@@ -18,6 +18,7 @@ ON_LOGS = {
     "train_deepfm": "main",
     "train_two_tower": "main",
     "train_online": "main",
+    "train_sequence": "main",
     "compress_dlrm": "main",
 }
 
@@ -114,6 +115,11 @@ OWN = {
     "Argument --expire-after: '0' is not a positive number.": (
         *("train_online", ["--expire-after", "0"]),
     ),
+    "Argument --order: invalid choice: 'x'": ("train_sequence", ["--order", "x"]),
+    "--plot is a.bmp, but must end with .png, .svg, .pdf.": (
+        *("train_sequence", ["--plot", "a.bmp"]),
+    ),
+    "Argument --seeds: '0' is not a positive number.": ("train_sequence", ["--seeds", "0"]),
     "Argument --error: not allowed with argument --rank.": (
         *("compress_dlrm", ["--rank", "4", "--error", "0.5"]),
     ),

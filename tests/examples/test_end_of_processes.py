@@ -94,6 +94,7 @@ def left(script: Path, *arguments: object) -> str:
         ("compress_dlrm.py", ["--batch-size", 200, "--epochs", 1]),
         ("train_two_tower.py", ["--batch-size", 64, "--epochs", 1]),
         ("train_online.py", ["--batch-size", 64, "--days", 14]),
+        ("train_sequence.py", ["--batch-size", 20, "--epochs", 1, "--runs", "hkv"]),
     ],
 )
 def test_examples(tmp_path, script, arguments):

@@ -45,7 +45,7 @@ def _plan(hbm, host=0, gpus=4, kernels=("fused", "hkv", "tt"), constraints=None,
             local_world_size=gpus,
             compute_device="cuda",
             hbm_cap=hbm,
-            ddr_cap=host,
+            ddr_cap=max(host, 1),  # TorchRec 1.6 takes 0 for its default
         ),
         constraints={**dict.fromkeys(_ROWS, constraint), **(constraints or {})},
         storage_reservation=FixedPercentageStorageReservation(0.0),

@@ -1,0 +1,372 @@
+"""Training and scoring of the sequence example, over known histories or in order of time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from click_data import DataError
+from sequence_data import Events, Histories, Sampler, batches, last_events, without_last
+from sequence_model import BOUND, DIM, SequenceModel, sampled_softmax
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torchrec_hkv import (
+    EmbeddingShardingPlanner,
+    HKVOptions,
+    ParameterConstraints,
+    get_default_sharders,
+)
+from torchrec_hkv.hash_table import Uniform, initial_rows
+from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
+
+RUNS = {"stock": "stock, every item known", "hkv": "hkv, items as they come"}
+K = 10
+ROW_LEARNING_RATE, DENSE_LEARNING_RATE, DROPOUT = 0.1, 1e-3, 0.2
+# Histories that are scored at a time, on each rank.
+CHUNK = 256
+# Points of a curve.
+POINTS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the runs have in common.
+
+    Attributes:
+        batch_size: histories of a step, over all ranks.
+        length: items of a history at most.
+        epochs: passes over known histories.
+        candidates: sampled for each history.
+        rows: of the hash table for each item that ever comes; None: twice as many as items.
+        seed: of rows, weights, batches and samples.
+        device: of the model.
+        tensorboard: folder of metrics, a folder in it for each run; None for none.
+    """
+
+    batch_size: int
+    length: int
+    epochs: int
+    candidates: int
+    rows: float | None
+    seed: int
+    device: torch.device
+    tensorboard: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What a run came to.
+
+    Attributes:
+        recall: recall@10.
+        ndcg: NDCG@10.
+        predictions: that these are means of.
+        items: that the table holds at the end.
+        progress: pairs (step, recall@10 since the one before).
+    """
+
+    recall: float
+    ndcg: float
+    predictions: int
+    items: int
+    progress: list[tuple[int, float]]
+
+
+class Run:
+    """A model, and how items are called by its table."""
+
+    def __init__(self, events: Events, key: str, settings: Settings) -> None:
+        """
+        Args:
+            events: whose items there are.
+            key: of the run.
+            settings: of all runs.
+        """
+        torch.manual_seed(settings.seed)
+        self.settings, self.key = settings, key
+        self.items = np.unique(events.items)
+        stock = key == "stock"
+        share = 1.0 if stock else settings.rows or 2.0
+        rows = max(round(share * len(self.items)), dist.get_world_size())
+        model = SequenceModel(rows, settings.length, DROPOUT, settings.device)
+        apply_optimizer_in_backward(
+            RowWiseAdagrad, model.items.parameters(), {"lr": ROW_LEARNING_RATE}
+        )
+        constraint = ParameterConstraints(
+            compute_kernels=["fused" if stock else "hkv"],
+            sharding_types=["row_wise"],
+            options=None if stock else HKVOptions(seed=settings.seed, eviction="lfu"),
+        )
+        sharders = get_default_sharders()
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(
+                world_size=dist.get_world_size(), compute_device=settings.device.type
+            ),
+            constraints={"item": constraint},
+        )
+        plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+        self.model = DistributedModelParallel(
+            model, plan=plan, sharders=sharders, device=settings.device
+        )
+        if stock:
+            self._set_rows()
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self.optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LEARNING_RATE)
+        # Sharding draws random numbers, for stock tables others than for hash tables.
+        torch.manual_seed(settings.seed)
+
+    @torch.no_grad()
+    def _set_rows(self) -> None:
+        """Gives the stock table the rows that a hash table starts its ids from."""
+        rows = initial_rows(
+            torch.from_numpy(self.items),
+            DIM,
+            table="item",
+            seed=self.settings.seed,
+            initializer=Uniform(-BOUND, BOUND),
+        )
+        state = self.model.state_dict()
+        (key,) = [key for key in state if key.endswith("item.weight")]
+        for shard in state[key].local_shards():
+            start = shard.metadata.shard_offsets[0]
+            shard.tensor.copy_(rows[start : start + len(shard.tensor)])
+
+    def ids(self, items: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """As the table knows them, on its device: a stock table has row numbers."""
+        named = np.asarray(items)
+        if self.key == "stock":
+            named = np.searchsorted(self.items, named)
+        return torch.from_numpy(named).to(self.settings.device)
+
+    def step(self, mine: list[np.ndarray], sampler: Sampler, only_last: bool) -> None:
+        """Trains on this rank's part of a batch.
+
+        Args:
+            mine: histories of at least two items.
+            sampler: of candidates.
+            only_last: whether only the last item is predicted, or all but the first.
+        """
+        device = self.settings.device
+        candidates = sampler.sample(len(mine) * self.settings.candidates)
+        inputs = Histories.of([part[:-1] for part in mine])
+        # The rows of targets are looked up as candidates are.
+        targets = [part[-1:] if only_last else part[1:] for part in mine]
+        wanted = np.concatenate(targets)
+        filled = -len(wanted) % len(mine)  # as many for each history
+        asked = np.concatenate([candidates, wanted, np.repeat(wanted[-1:], filled)])
+        self.model.train()
+        vectors, _, rows = self.model(
+            self.ids(inputs.items), inputs.lengths.to(device), self.ids(asked)
+        )
+        position = torch.arange(vectors.shape[1]).unsqueeze(0)
+        lengths = inputs.lengths.unsqueeze(1)
+        used = (position == lengths - 1) if only_last else (position < lengths)
+        count = len(candidates)
+        loss = sampled_softmax(
+            vectors[used.to(device)],
+            torch.from_numpy(wanted).to(device),
+            rows[count : count + len(wanted)],
+            torch.from_numpy(candidates).to(device),
+            rows[:count],
+            sampler.log_share(wanted).to(device),
+            sampler.log_share(candidates).to(device),
+        )
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def ranks(
+        self,
+        histories: list[np.ndarray],
+        seen: list[np.ndarray],
+        targets: np.ndarray,
+        sampler: Sampler,
+    ) -> torch.Tensor:
+        """Places of targets among the known items, from 0; ``len(known)`` for unknown ones.
+
+        Args:
+            histories: of this rank; some on every rank.
+            seen: what each user chose before, which is left out.
+            targets: of each, int64 ``[n]``.
+            sampler: knows the items.
+        """
+        self.model.eval()
+        device, known = self.settings.device, sampler.known
+        number = sampler.number(targets)
+        # As many candidates for each history.
+        each = -(-len(known) // len(histories))
+        asked = np.resize(known, each * len(histories))
+        joined = Histories.of(histories)
+        vectors, _, rows = self.model(
+            self.ids(joined.items), joined.lengths.to(device), self.ids(asked)
+        )
+        last = vectors[torch.arange(len(histories)), joined.lengths - 1]
+        scores = last @ rows[: len(known)].T
+        left_out = torch.zeros(scores.shape, dtype=torch.bool)
+        for row, items in enumerate(seen):
+            numbers = sampler.number(items)
+            left_out[row, torch.from_numpy(numbers[numbers < len(known)])] = True
+        at = torch.from_numpy(np.minimum(number, len(known) - 1))
+        left_out[torch.arange(len(at)), at] = False
+        scores = scores.masked_fill(left_out.to(device), float("-inf"))
+        own = scores.gather(1, at.to(device).unsqueeze(1))
+        place = (scores > own).sum(1).cpu()
+        return torch.where(torch.from_numpy(number < len(known)), place, len(known))
+
+    def held(self) -> int:
+        """Items of the table."""
+        if self.key == "stock":
+            return len(self.items)
+        return sum(collect(self.model, dist.group.WORLD).values(), TableMetrics()).size
+
+
+class Progress:
+    """A line of progress and, where it was asked for, TensorBoard."""
+
+    def __init__(self, made: Run, steps: int) -> None:
+        """
+        Args:
+            made: the run.
+            steps: of it.
+        """
+        self._made, self._stack = made, contextlib.ExitStack()
+        speaks, settings = dist.get_rank() == 0, made.settings
+        line = ConsoleLine(RUNS[made.key], steps, shown=speaks)
+        self._line, self._board = self._stack.enter_context(line), None
+        if settings.tensorboard and speaks:
+            folder = settings.tensorboard / f"{made.key}_{settings.seed}"
+            self._board = self._stack.enter_context(TensorBoard(folder))
+        self.points: list[tuple[int, float]] = []
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __call__(self, step: int, samples: int, recall: float) -> None:
+        """Shows how far the run is; all ranks must call it.
+
+        Args:
+            step: since the run began.
+            samples: likewise.
+            recall: recall@10 since the last call.
+        """
+        self.points.append((step, recall))
+        metrics = {} if self._made.key == "stock" else collect(self._made.model, dist.group.WORLD)
+        self._line(step, metrics)
+        self._line.update(step, samples, recall=recall)
+        if self._board is not None:
+            self._board(step, metrics)
+            self._board.scalars(step, recall=recall)
+
+
+def _summed(places: torch.Tensor, device: torch.device) -> np.ndarray:
+    """Hits among the first ten, what they gain, and predictions, of all ranks."""
+    hit = places < K
+    gain = (hit / torch.log2(places.double() + 2)).sum()
+    sums = torch.stack([hit.sum().double(), gain, torch.tensor(float(len(places))).double()])
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    return sums.cpu().numpy()
+
+
+def check_known(events: Events, length: int, batch_size: int) -> None:
+    """Raises DataError where there are too few histories for :func:`train_known`."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    pieces, tests = without_last(events, length), last_events(events)
+    if len(pieces) < batch_size or len(tests) < processes:
+        raise DataError(
+            f"There are {len(pieces)} pieces of histories and {len(tests)} users of three choices "
+            f"or more, which is less than a batch of {batch_size}: use more rows."
+        )
+
+
+def check_time(events: Events, batch_size: int) -> None:
+    """Raises DataError where there are too few choices for :func:`pass_over_time`."""
+    again = (events.position[len(events) // 5 + batch_size :] > 0).sum()
+    if len(events) < 5 * batch_size or again < batch_size:
+        raise DataError(
+            f"There are {len(events)} choices, {again} of them of users who chose before, which is "
+            f"less than five batches of {batch_size}: use more rows."
+        )
+
+
+def train_known(events: Events, key: str, settings: Settings) -> Score:
+    """Passes over all histories without their last items; these are predicted at the end."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pieces, tests = without_last(events, settings.length), last_events(events)
+    made = Run(events, key, settings)
+    sampler = Sampler(settings.seed * world_size + rank)
+    sampler.add(np.concatenate(pieces))
+    steps = settings.epochs * (len(pieces) // settings.batch_size)
+    step, sums = 0, np.zeros(3)
+    with Progress(made, steps) as progress:
+        for epoch in range(settings.epochs):
+            for batch in batches(len(pieces), settings.batch_size, settings.seed + 1000 * epoch):
+                mine = batch[rank::world_size]
+                made.step([pieces[one] for one in mine], sampler, only_last=False)
+                step += 1
+            sums = score_last(made, events, tests, sampler)
+            progress(step, step * settings.batch_size, sums[0] / sums[2])
+    hits, gain, count = sums
+    return Score(hits / count, gain / count, int(count), made.held(), progress.points)
+
+
+def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -> np.ndarray:
+    """Sums over the last item of each user."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    total = np.zeros(3)
+    step = CHUNK * world_size
+    for begin in range(0, len(tests), step):
+        part = tests[begin : begin + step]
+        # Every rank has at least one; those of others that it has, too, do not count.
+        mine = part[rank::world_size]
+        filled = mine if len(mine) else part[:1]
+        histories = [events.last(event, made.settings.length) for event in filled]
+        seen = [events.last(event, len(events)) for event in filled]
+        places = made.ranks(histories, seen, events.items[filled], sampler)
+        total += _summed(places[: len(mine)], made.settings.device)
+    return total
+
+
+def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
+    """One pass: each batch of choices is predicted, and then trained on.
+
+    The figures are those after the first fifth.
+    """
+    rank, world_size, size = dist.get_rank(), dist.get_world_size(), settings.batch_size
+    made = Run(events, key, settings)
+    sampler = Sampler(settings.seed * world_size + rank)
+    steps = -(-len(events) // size)
+    sums, since = np.zeros(3), np.zeros(3)
+    with Progress(made, steps) as progress:
+        for step, begin in enumerate(range(0, len(events), size), start=1):
+            batch = np.arange(begin, min(begin + size, len(events)))
+            again = batch[events.position[batch] > 0]
+            mine = again[rank::world_size]
+            histories = [events.last(event, settings.length) for event in mine]
+            if len(again) >= world_size and len(sampler.known):
+                seen = [events.last(event, len(events)) for event in mine]
+                places = made.ranks(histories, seen, events.items[mine], sampler)
+                since += _summed(places, settings.device)
+            sampler.add(events.items[batch])
+            if len(again) >= world_size:
+                whole = zip(histories, events.items[mine], strict=True)
+                made.step([np.append(*pair) for pair in whole], sampler, only_last=True)
+            if step * POINTS // steps > (step - 1) * POINTS // steps and since[2]:
+                progress(step, begin + len(batch), since[0] / since[2])
+                sums += since if begin >= len(events) // 5 else 0.0
+                since[:] = 0
+    hits, gain, count = sums
+    return Score(hits / count, gain / count, int(count), made.held(), progress.points)

@@ -1,0 +1,191 @@
+"""Trains a small SASRec to predict the next item, with item ids that need not be known.
+
+    torchrun --nproc_per_node 2 examples/train_sequence.py
+    python examples/train_sequence.py --data movietweetings.dat --order time
+
+Two runs of the same model, seed and batches: a stock table of all items, known in advance, and a
+hash table that gives items rows as they come, from the same initial rows. --order known: passes
+over the histories without each user's last item, which is then predicted. --order time: one pass in
+time order, where each choice is predicted from the user's last ones and then trained on; a choice
+of an item that nobody chose before counts as missed. recall@10 is the share of predictions with the
+right item among the first ten of all known items that the user did not choose yet; NDCG@10 weighs
+it by its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from launch import MOVIELENS, load, make_parser, positive, processes, run, share
+from plot import check_plot
+from sequence_data import Events, last_events
+from sequence_plot import write_sequence_plot
+from sequence_training import (
+    RUNS,
+    Score,
+    Settings,
+    check_known,
+    check_time,
+    pass_over_time,
+    train_known,
+)
+
+COLUMNS = ("run", "recall@10", "NDCG@10", "items held")
+
+
+def table(results: dict[str, list[Score]]) -> list[tuple[str, ...]]:
+    """Means over seeds, with their standard deviations where there are several."""
+    lines = [COLUMNS]
+    for key, scores in results.items():
+        held = ", ".join(sorted({f"{score.items:,}" for score in scores}))
+        lines.append(
+            (RUNS[key], _mean([s.recall for s in scores]), _mean([s.ndcg for s in scores]), held)
+        )
+    return lines
+
+
+def _mean(values: list[float]) -> str:
+    mean = f"{np.mean(values):.4f}"
+    return mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.4f}"
+
+
+def differences(results: dict[str, list[Score]]) -> str | None:
+    """The hash table's figures less the stock table's, of the same seeds."""
+    if not {"stock", "hkv"} <= set(results):
+        return None
+    pairs = list(zip(results["hkv"], results["stock"], strict=True))
+    recall = _signed([ours.recall - stock.recall for ours, stock in pairs])
+    ndcg = _signed([ours.ndcg - stock.ndcg for ours, stock in pairs])
+    return f"hkv - stock: recall@10 {recall}, NDCG@10 {ndcg}"
+
+
+def _signed(values: list[float]) -> str:
+    mean = f"{np.mean(values):+.4f}"
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {np.std(values, ddof=1) / math.sqrt(len(values)):.4f}"
+
+
+def main() -> None:
+    """Parses arguments, trains, prints.
+
+    Raises:
+        DataError: something is wrong with the input, in one sentence.
+    """
+    arguments = parse()
+    if arguments.plot:
+        check_plot(arguments.plot)
+    log = load(arguments)
+    events = Events.of(log)
+    if arguments.order == "known":
+        check_known(events, arguments.length, arguments.batch_size)
+    else:
+        check_time(events, arguments.batch_size)
+    with processes(arguments.device) as device:
+        speaks = dist.get_rank() == 0
+        if speaks:
+            tested = len(last_events(events)) if arguments.order == "known" else len(events)
+            print(
+                f"{log.name}: {len(events):,} choices of {len(events.start) - 1:,} users among "
+                f"{len(np.unique(events.items)):,} items, {tested:,} to predict"
+            )
+        results: dict[str, list[Score]] = {key: [] for key in arguments.runs}
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+            settings = Settings(
+                batch_size=arguments.batch_size,
+                length=arguments.length,
+                epochs=arguments.epochs,
+                candidates=arguments.candidates,
+                rows=arguments.rows,
+                seed=seed,
+                device=device,
+                tensorboard=arguments.tensorboard,
+            )
+            learn = train_known if arguments.order == "known" else pass_over_time
+            for key in arguments.runs:
+                results[key].append(learn(events, key, settings))
+        if speaks:
+            for line in table(results):
+                print(f"{line[0]:24}" + "".join(f"{cell:>18}" for cell in line[1:]))
+            if (difference := differences(results)) is not None:
+                print(difference)
+            write(arguments, log.name, results)
+
+
+def parse() -> argparse.Namespace:
+    """The command's arguments."""
+    parser = make_parser(__doc__, MOVIELENS)
+    parser.set_defaults(batch_size=64)
+    parser.add_argument(
+        "--order",
+        choices=["known", "time"],
+        default="known",
+        help="passes over known histories, or one pass in time order (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        choices=list(RUNS),
+        default=list(RUNS),
+        metavar="RUN",
+        help=f"which runs to make, of {', '.join(RUNS)} (default: all)",
+    )
+    parser.add_argument(
+        "--epochs", type=positive, default=40, help="with --order known (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=positive, default=50, help="items of a history (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--candidates",
+        type=positive,
+        default=8,
+        help="sampled for each history; all of a process's are shared (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=share,
+        metavar="SHARE",
+        help="rows of the hash table for each item that ever comes (default: two)",
+    )
+    parser.add_argument(
+        "--seeds", type=positive, default=1, help="so many, from --seed on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw recall@10 as it goes, as .png, .svg or .pdf; needs matplotlib",
+    )
+    return parser.parse_args()
+
+
+def write(arguments: argparse.Namespace, name: str, results: dict[str, list[Score]]) -> None:
+    """The files that were asked for."""
+    if arguments.json:
+        content = {
+            "data": name,
+            "order": arguments.order,
+            "runs": {
+                key: [dataclasses.asdict(score) for score in scores]
+                for key, scores in results.items()
+            },
+        }
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+        print(f"Written: {arguments.json}")
+    if arguments.plot:
+        title = f"{name}, order {arguments.order}"
+        titled = {RUNS[key]: scores for key, scores in results.items()}
+        write_sequence_plot(arguments.plot, title, titled)
+        print(f"Written: {arguments.plot}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
