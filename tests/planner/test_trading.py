@@ -99,7 +99,16 @@ def test_a_bound_on_the_time_costs_quality_only_where_it_must():
     assert _kernels(_plan(max_step_time=1.01 * dense)) == ["fused"]
     plan = _plan(max_step_time=(dense + compressed) / 2)
     assert _kernels(plan) == ["tt"]
-    with pytest.raises(PlannerError, match=r"max_step_time is .* ms, but the fastest plan"):
+    with pytest.raises(PlannerError, match=r"max_step_time is .* ms, but the plan"):
         _plan(max_step_time=0.9 * compressed)
-    with pytest.raises(PlannerError, match=r"max_step_time is .* ms, but the fastest plan"):
+    with pytest.raises(PlannerError, match=r"max_step_time is .* ms, but the plan"):
         _plan(max_step_time=(dense + compressed) / 2, max_quality_loss=0.0)
+
+
+def test_a_bound_on_the_time_where_something_has_to_be_lost():
+    tight = _plan(room=_DENSE // 4)
+    assert _kernels(tight) == ["tt"]
+    took = tight.reports["t"].times[0].total
+    assert _kernels(_plan(room=_DENSE // 4, max_step_time=1.01 * took)) == ["tt"]
+    with pytest.raises(PlannerError, match=r"max_step_time is .* ms, but the plan"):
+        _plan(room=_DENSE // 4, max_step_time=0.5 * took)

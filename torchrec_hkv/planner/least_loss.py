@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from torchrec.distributed.planner.types import (
     Partitioner,
     PerfModel,
+    PlannerError,
+    PlannerErrorType,
     ShardingOption,
     Storage,
     Topology,
@@ -19,10 +21,8 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.planner.arrangement import Arranged, Arranger
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.levels import TableLevels, levels_of
-from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.options import full_name, is_ours, kernel_of
 from torchrec_hkv.planner.search import Search
-
-_GIB = 1 << 30
 
 
 class LeastLoss:
@@ -125,26 +125,78 @@ class LeastLoss:
         self,
         space: list[ShardingOption],
         more: int = 0,
-        bounded: bool = True,
+        any_loss: bool = False,
+        any_time: bool = False,
     ) -> Arranged | None:
         """The plan that loses least.
 
         Args:
             space: that were enumerated.
             more: bytes that the ranks have besides, all together.
-            bounded: whether it must keep to what the user says.
+            any_loss: whether bounds on losses don't count.
+            any_time: whether the bound on the time doesn't count.
         """
         room = _with_more(self._room(), more)
-        most_loss = math.inf if self._most_loss is None or not bounded else self._most_loss
-        most_time = math.inf if self._most_time is None or not bounded else self._most_time
-        levels = self._levels(space, room, bounded)
+        most_loss = math.inf if self._most_loss is None or any_loss else self._most_loss
+        most_time = math.inf if self._most_time is None or any_time else self._most_time
+        levels = self._levels(space, room, any_loss)
         return Search(levels, self._arranger(room), most_loss, most_time).least_loss()
+
+    def check_time(self, plan: list[ShardingOption]) -> None:
+        """Refuses a plan that takes longer than it may.
+
+        Raises:
+            PlannerError: it does.
+        """
+        if self._most_time is None or not plan:
+            return
+        took = self._perf_model.rate(plan)
+        if took > self._most_time:
+            raise self._too_slow(took)
+
+    def _too_slow(self, took: float) -> PlannerError:
+        return PlannerError(
+            error_type=PlannerErrorType.STRICT_CONSTRAINTS,
+            message=f"max_step_time is {self._most_time:g} ms, but the plan that was found takes "
+            f"{took:.3g} ms a step on the slowest rank, and no faster one that keeps to the bounds "
+            "on losses: allow more time or more loss, or name other kernels.",
+        )
+
+    def refusal(self, space: list[ShardingOption]) -> PlannerError | None:
+        """What to say where no plan fits because of bounds on time or losses; None where these are
+        not why.
+
+        Args:
+            space: that were enumerated.
+        """
+        if self._most_time is not None:
+            slow = self.least(space, any_time=True)
+            if slow is not None:
+                return self._too_slow(slow.time)
+        enumerator = self._enumerator()
+        bounds = {o.name: b for o in space if (b := enumerator.most_loss(o)) is not None}
+        if self._most_loss is None and not bounds:
+            return None
+        least = self.least(space, any_loss=True, any_time=True)
+        if least is None:
+            return None
+        lost = sorted(
+            f"{full_name(option)!r} {loss.value:.4f} on {kernel_of(option)} ({loss})"
+            for option in least.options
+            if (loss := enumerator.loss(option)).is_lossy
+        )
+        return PlannerError(
+            error_type=PlannerErrorType.STRICT_CONSTRAINTS,
+            message=f"No plan fits within max_quality_loss, which is {self._most_loss} for all "
+            f"tables together and {bounds} by table: the least that has to be lost is an estimated "
+            f"{least.loss:.4f}: {'; '.join(lost)}.",
+        )
 
     def _fastest(self, space: list[ShardingOption]) -> Arranged | None:
         """The fastest plan that loses no more than what may be lost."""
         assert self._most_loss is not None
         room, least = self._room(), self.least(space)
-        levels = self._levels(space, room, True)
+        levels = self._levels(space, room)
         if least is None or any(not table.all for table in levels.values()):
             return None
         allowed = [
@@ -155,10 +207,10 @@ class LeastLoss:
         return arranger.fastest(allowed, [least.options])
 
     def _levels(
-        self, space: list[ShardingOption], room: Topology, bounded: bool
+        self, space: list[ShardingOption], room: Topology, any_loss: bool = False
     ) -> dict[tuple[str, str], TableLevels]:
         enumerator = self._enumerator()
-        bound = enumerator.most_loss if bounded else lambda _: None
+        bound = (lambda _: None) if any_loss else enumerator.most_loss
         return levels_of(self.all_options(space), room, enumerator.loss, bound)
 
     def _arranger(self, room: Topology, most_loss: float = math.inf) -> Arranger:

@@ -36,9 +36,7 @@ from torchrec_hkv.planner.loss_report import loss_reports
 from torchrec_hkv.planner.memory import ReportedPlan, rank_memory
 from torchrec_hkv.planner.options import (
     disadvantage,
-    full_name,
     is_ours,
-    kernel_of,
     shards_of,
 )
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
@@ -134,7 +132,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             **kwargs,
         )
         self._measured = calibration_for(self._topology.compute_device, calibration)
-        self._max_quality_loss, self._max_step_time = max_quality_loss, max_step_time
+        self._max_quality_loss = max_quality_loss
         self._space: list[ShardingOption] = []
         self._least_loss = LeastLoss(
             lambda: self._enumerator,
@@ -200,7 +198,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             plan = super().plan(module, sharders)
         except PlannerError as error:
             raise self._explained(error, module, sharders) from error
-        self._check_time(self._best_plan or [])
+        self._least_loss.check_time(self._best_plan or [])
         options = {(option.path, option.name): option for option in self._best_plan or []}
         rejected = self._rejections(module, sharders)
         losses = self._loss_reports(rejected)
@@ -293,46 +291,10 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         space = self._enumerator.enumerate(module, sharders)
         missing = missing_bytes(smallest(self._least_loss.all_options(space), room), room)
         if not missing:
-            return self._too_lossy(space) or error
+            return self._least_loss.refusal(space) or error
         return PlannerError(
             error_type=PlannerErrorType.INSUFFICIENT_STORAGE, message=refusal(missing, room)
         )
-
-    def _too_lossy(self, space: list[ShardingOption]) -> PlannerError | None:
-        """An error that says what has to be lost, where bounds on losses are why nothing fits."""
-        least = self._least_loss.least(space, bounded=False)
-        if least is None:
-            return None
-        lost = {
-            f"{full_name(option)!r} {loss.value:.4f} on {kernel_of(option)} ({loss})"
-            for option in least.options
-            if (loss := self._enumerator.loss(option)).is_lossy
-        }
-        by_table = {
-            table: choice.max_loss
-            for table, choice in self._choices.items()
-            if choice.max_loss is not None
-        }
-        return PlannerError(
-            error_type=PlannerErrorType.STRICT_CONSTRAINTS,
-            message=f"No plan fits within max_quality_loss, which is {self._max_quality_loss} for "
-            f"all tables together and {by_table} by table: the least that has to be lost is an "
-            f"estimated {least.loss:.4f}: {'; '.join(sorted(lost))}.",
-        )
-
-    def _check_time(self, plan: list[ShardingOption]) -> None:
-        """Refuses a plan that takes longer than it may."""
-        bound = self._max_step_time
-        if bound is None or not plan:
-            return
-        took = self._perf_model.rate(plan)
-        if took > bound:
-            raise PlannerError(
-                error_type=PlannerErrorType.STRICT_CONSTRAINTS,
-                message=f"max_step_time is {bound:g} ms, but the fastest plan that was found and "
-                f"that the constraints and max_quality_loss allow takes {took:.3g} ms a step on "
-                "the slowest rank: allow more time, more loss, or name other kernels.",
-            )
 
     def _loss_reports(
         self, rejected: Mapping[tuple[str, str], dict[str, str]]
