@@ -105,6 +105,7 @@ class Sampler:
         self._seen: list[np.ndarray] = []
         self.known = np.empty(0, dtype=np.int64)
         self._counts = np.empty(0, dtype=np.int64)
+        self._order = np.empty(0, dtype=np.int64)  # of known items by value
 
     def add(self, items: np.ndarray) -> None:
         """Counts items; new ones become known."""
@@ -114,13 +115,13 @@ class Sampler:
         fresh = fresh[~np.isin(fresh, self.known)]
         self.known = np.concatenate([self.known, fresh])
         self._counts = np.concatenate([self._counts, np.zeros(len(fresh), dtype=np.int64)])
+        self._order = np.argsort(self.known)
         np.add.at(self._counts, self.number(items), 1)
 
     def number(self, items: np.ndarray) -> np.ndarray:
         """Numbers of known items; those of others are ``len(known)``."""
-        order = np.argsort(self.known, kind="stable")
-        at = np.searchsorted(self.known, items, sorter=order)
-        found = order[np.minimum(at, len(order) - 1)]
+        at = np.searchsorted(self.known, items, sorter=self._order)
+        found = self._order[np.minimum(at, len(self._order) - 1)]
         return np.where(self.known[found] == items, found, len(self.known))
 
     def sample(self, count: int) -> np.ndarray:

@@ -213,9 +213,9 @@ class Run:
         last = vectors[torch.arange(len(histories)), joined.lengths - 1]
         scores = last @ rows[: len(known)].T
         left_out = torch.zeros(scores.shape, dtype=torch.bool)
-        for row, items in enumerate(seen):
-            numbers = sampler.number(items)
-            left_out[row, torch.from_numpy(numbers[numbers < len(known)])] = True
+        chosen = sampler.number(np.concatenate(seen))
+        row = np.repeat(np.arange(len(seen)), [len(items) for items in seen])[chosen < len(known)]
+        left_out[torch.from_numpy(row), torch.from_numpy(chosen[chosen < len(known)])] = True
         at = torch.from_numpy(np.minimum(number, len(known) - 1))
         left_out[torch.arange(len(at)), at] = False
         scores = scores.masked_fill(left_out.to(device), float("-inf"))
