@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,7 +166,7 @@ def compared(
             "difference": round(float(difference[0]), 4),
             "low_95": round(float(low), 4),
             "high_95": round(float(high), 4),
-            "hit_rate": round(figures[name][0], 4),
+            "hit_rate": None if math.isnan(figures[name][0]) else round(figures[name][0], 4),
             "seeds": len(streams),
             "rows": len(streams[0]),
         }
@@ -208,10 +209,14 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     columns = list(dict.fromkeys((row["stream"], row["share"]) for row in rows))
     names = list(dict.fromkeys(row["method"] for row in rows))[::-1]
     with rc_context({"svg.hashsalt": "quality"}):
-        figure = Figure(figsize=(2.6 * len(columns) + 1, 0.28 * len(names) + 1.1))
-        figure.set_layout_engine("constrained")
-        grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-        for axes, (stream, share) in zip(grid, columns, strict=True):
+        across = min(len(columns), 4)
+        down = -(-len(columns) // across)
+        size = (2.6 * across + 1, down * (0.28 * len(names) + 0.7) + 0.3)
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
+        for axes in grid[len(columns) :]:
+            axes.set_visible(False)
+        for axes, (stream, share) in zip(grid, columns, strict=False):
             part = {r["method"]: r for r in rows if (r["stream"], r["share"]) == (stream, share)}
             for at, name in enumerate(names):
                 if name not in part:
