@@ -248,3 +248,34 @@ def test_files_that_are_something_else(tmp_path):
         open_log(["-", str(tmp_path / "c.npy")])
     with pytest.raises(LogError, match="can't be of format 'npy'"):
         open_log(["-"], "npy")
+
+
+@pytest.mark.parametrize("base", [10, 16])
+def test_numbers_of_all_lengths(tmp_path, base):
+    generator = np.random.default_rng(6)
+    numbers = [int(generator.integers(0, 2**64, dtype=np.uint64)) >> k for k in range(64)] * 3
+    numbers += [2**64 - 1, 2**63, 10**19, 0, 1, 99999999, 10**8, 10**16, 0xFFFFFFFF]
+    path = tmp_path / "log.txt"
+    if base == 10:
+        texts = [f"{n}" for n in numbers] + ["-9223372036854775808", "-1", "+5", "000000000012"]
+        path.write_text("\n".join(["n", *texts]))
+        values = read(open_log([str(path)]))[0]["n"]
+        numbers += [2**63, 2**64 - 1, 5, 12]
+        for text in (
+            "18446744073709551616",
+            "-9223372036854775809",
+            "1x",
+            "1.5",
+            "123456789012345678901",
+        ):
+            path.write_text("\n".join(["n", *["7"] * 1000, text]))
+            with pytest.raises(LogError, match="in line 1002, but must be an integer of 64 bits"):
+                read(open_log([str(path)]))
+    else:
+        head = "\t".join(["1"] + ["2"] * 13)
+        lines = [f"{head}\t{n:x}" + f"\t{n:016X}" * 25 for n in numbers]
+        path.write_text("\n".join(lines))
+        both = read(open_log([str(path)], "criteo"), "C1", "C2")[0]
+        values = both["C1"]
+        assert both["C2"] == values
+    assert [value % 2**64 for value in values] == numbers

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ _INTEGER = re.compile(r"[-+]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 #: A label, counts and ids, in Criteo's order.
 _CRITEO = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
+#: Of a number, rounded up to eights.
+_MOST_DIGITS = 24
 #: Of FNV-1a, which gives 64 bits for a text.
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 
@@ -79,7 +81,7 @@ class TextLog(Log):
         separator: str | None = None,
         header: bool | None = None,
         criteo: bool = False,
-        block: int = 1 << 23,
+        block: int = 1 << 21,
     ) -> None:
         self.name = "the standard input" if path is None else str(path)
         self.is_repeatable = path is not None
@@ -168,11 +170,24 @@ class TextLog(Log):
     def _part(self, block: bytes, line: int, columns: Sequence[str]) -> Part:
         data = np.frombuffer(block, dtype=np.uint8)
         begins, ends = self._fields(data, line)
+        is_plain = b'"' not in block and b"\r" not in block
+        digits: dict[int, np.ndarray] = {}
         ids = {}
         for column in columns:
             at = self._layout.names.index(column)
-            begin, end = _trimmed(data, begins[:, at], ends[:, at])
-            values = self._values(data, begin, end, column, line)
+            begin, end = begins[:, at], ends[:, at]
+            if not is_plain:
+                begin, end = _trimmed(data, begin, end)
+            kind = self._layout.kinds[column]
+            if kind == "text":
+                values = hashed_texts(data, begin, end)
+            else:
+                base = 16 if kind == "hexadecimal" else 10
+                if base not in digits:
+                    digits[base] = _digits(data, base)
+                values, wrong = _numbers(data, digits[base], begin, end, base)
+                if wrong.any():
+                    self._refuse(data, begin, end, int(np.flatnonzero(wrong)[0]), column, line)
             present = end > begin
             if present.all():
                 ids[column] = Ids(torch.from_numpy(values))
@@ -188,11 +203,15 @@ class TextLog(Log):
         for at, byte in enumerate(separator[1:], start=1):
             is_end[:-at] &= data[at:] == byte
             is_end[-at:] = False
-        newlines = data == _NEWLINE
-        ends = np.flatnonzero(is_end | newlines)
+        is_end |= data == _NEWLINE
+        ends = np.flatnonzero(is_end)
         count = len(self._layout.names)
-        is_last = newlines[ends]
-        if len(ends) % count or not is_last[count - 1 :: count].all():
+        is_last = data[ends] == _NEWLINE
+        if (
+            len(ends) % count
+            or not is_last[count - 1 :: count].all()
+            or is_last.sum() * count != (len(ends))
+        ):
             lasts = np.flatnonzero(is_last)
             counts = np.diff(lasts, prepend=-1)
             wrong = int(np.flatnonzero(counts != count)[0])
@@ -205,22 +224,16 @@ class TextLog(Log):
         begins[1:] = ends[:-1] + np.where(is_last[:-1], 1, len(separator))
         return begins.reshape(-1, count), ends.reshape(-1, count)
 
-    def _values(
-        self, data: np.ndarray, begin: np.ndarray, end: np.ndarray, column: str, line: int
-    ) -> np.ndarray:
-        kind = self._layout.kinds[column]
-        if kind == "text":
-            return hashed_texts(data, begin, end)
-        values, wrong = _numbers(data, begin, end, 16 if kind == "hexadecimal" else 10)
-        if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            text = bytes(data[begin[at] : end[at]])[:40].decode(errors="replace")
-            raise LogError(
-                f"{self.name}: column {column!r} is {text!r} in line {line + at}, but must be "
-                f"{'a hexadecimal number of 64 bits' if kind == 'hexadecimal' else 'an integer'}, "
-                "as in the lines before."
-            )
-        return values
+    def _refuse(
+        self, data: np.ndarray, begin: np.ndarray, end: np.ndarray, at: int, column: str, line: int
+    ) -> NoReturn:
+        text = bytes(data[begin[at] : end[at]])[:40].decode(errors="replace")
+        is_integer = self._layout.kinds[column] == "integer"
+        raise LogError(
+            f"{self.name}: column {column!r} is {text!r} in line {line + at}, but must be "
+            f"{'an integer' if is_integer else 'a hexadecimal number'} of 64 bits, as in the lines "
+            "before."
+        )
 
 
 class _Reading:
@@ -267,36 +280,61 @@ def _trimmed(data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.n
     return begin + quoted, end - quoted
 
 
+def _digits(data: np.ndarray, base: int) -> np.ndarray:
+    """The value of each byte as a digit, at least 128 where it is none; behind as many zeros as a
+    number has digits at most."""
+    digits = np.zeros(_MOST_DIGITS + len(data), dtype=np.uint8)
+    shown = digits[_MOST_DIGITS:]
+    if base == 10:
+        np.subtract(data, ord("0"), out=shown)
+        shown |= (shown > 9).view(np.uint8) << 7
+    else:
+        values = np.full(256, 128, dtype=np.uint8)
+        for value, mark in enumerate("0123456789abcdef"):
+            values[ord(mark)] = values[ord(mark.upper())] = value
+        np.take(values, data, out=shown)
+    return digits
+
+
 def _numbers(
-    data: np.ndarray, begin: np.ndarray, end: np.ndarray, base: int
+    data: np.ndarray, digits: np.ndarray, begin: np.ndarray, end: np.ndarray, base: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of fields as int64, and which fields are none that 64 bits hold.
 
-    Unsigned numbers from 2^63 on become the int64 of the same bits.
+    Unsigned numbers from 2^63 on become the int64 of the same bits. Eight digits are read at a
+    time, as one integer of which each byte is a digit.
     """
-    digits = np.full(256, 255, dtype=np.uint8)
-    for value, mark in enumerate("0123456789abcdef"[:base]):
-        digits[ord(mark)] = digits[ord(mark.upper())] = value
     first = data[np.minimum(begin, len(data) - 1)]
     minus = (first == _MINUS) & (end > begin)
-    signed = minus | ((first == _PLUS) & (end > begin))
-    length = end - begin - signed
-    wrong = (length <= 0) & (end > begin)
+    length = end - begin - (minus | ((first == _PLUS) & (end > begin)))
     most = 20 if base == 10 else 16
-    wrong |= length > most
+    wrong = ((length <= 0) & (end > begin)) | (length > most)
+    eights = np.ndarray(len(digits) - 7, dtype="<u8", buffer=digits, strides=(1,))
     values = np.zeros(len(begin), dtype=np.uint64)
-    start = begin + signed
-    for place in range(min(int(length.max(initial=0)), most)):
-        active = length > place
-        digit = digits[data[np.where(active, start + place, 0)]]
-        wrong |= active & (digit == 255)
-        if place == 19:  # the twentieth may be one too many
-            limit = np.uint64((1 << 64) - 1)
-            wrong |= active & (values > (limit - digit) // np.uint64(10))
-        values = np.where(active, values * np.uint64(base) + digit, values)
+    for place in range(-(-min(int(length.max(initial=0)), most) // 8)):
+        word = eights[end + (_MOST_DIGITS - 8 * (place + 1))]
+        # The digits of the field are the upper bytes; a shift by 64 leaves nothing.
+        lower = (64 - 8 * np.clip(length - 8 * place, 0, 8)).astype(np.uint64)
+        word = (word >> lower) << lower if lower.any() else word
+        word[lower == 64] = 0
+        wrong |= (word & np.uint64(0x8080808080808080)) != 0
+        part = _joined_digits(word, base)
+        if place == 2:  # of 20 decimal digits
+            low = np.uint64(((1 << 64) - 1) % 10**16)
+            wrong |= (part > 1844) | ((part == 1844) & (values > low))
+        values += part * np.uint64(base ** (8 * place))
     wrong |= minus & (values > np.uint64(1 << 63))
     values = np.where(minus, np.uint64(0) - values, values)
     return values.view(np.int64), wrong
+
+
+def _joined_digits(word: np.ndarray, base: int) -> np.ndarray:
+    """The number of eight digits, the first in the lowest byte."""
+    for bits, mask in ((8, 0x0F0F0F0F0F0F0F0F), (16, 0x00FF00FF00FF00FF), (32, 0x0000FFFF0000FFFF)):
+        # Each lane of so many bits and its neighbour, the lower one times what the upper counts to.
+        factor = np.uint64((base ** (bits // 8) << bits) + 1)
+        word = ((word & np.uint64(mask)) * factor) >> np.uint64(bits)
+    return word & np.uint64(0xFFFFFFFF)
 
 
 def hashed_texts(data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
