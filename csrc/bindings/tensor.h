@@ -2,6 +2,7 @@
 // takes three times as long to compile.
 #pragma once
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_unique.h>

@@ -1,7 +1,5 @@
 #include "bindings/tensor_train/differentiable_lookup.h"
 
-#include <ATen/TensorOperators.h>
-
 #include <vector>
 
 #include "bindings/tensor_train/group.h"
