@@ -105,3 +105,12 @@ def test_a_sample_is_a_fair_share_of_any_ids(name, rate):
 def test_too_small_a_sample_is_refused(log):
     with pytest.raises(ValueError, match=r"a sample of 0\.01 leaves 50 of 5,000 rows, but must"):
         replay(log, TABLES, sample=0.01)
+
+
+def test_a_burst_makes_no_frequent_id():
+    """Ids that come a thousand times in a row, and never again."""
+    ids = torch.arange(3000).repeat_interleave(1000)
+    log = ArrayLog("log", {"ids": ids.numpy()})
+    seen = replay(log, TABLES, batch_size=2000, sample=0.1)["t"].frequencies
+    assert seen.num_ids == pytest.approx(3000, rel=0.2)
+    assert seen.share_of(30) == pytest.approx(0.01, abs=0.003)

@@ -10,9 +10,9 @@ from torchrec_hkv.hash_table import HashTable, table_memory
 from torchrec_hkv.hash_table.available_memory import host_memory
 from torchrec_hkv.replay.sample import Sample
 
-#: Ids that the most frequent ones are chosen from, the share of lookups that is looked at, and how
-#: many of those an id needs.
-_HOT_ROWS, _HOT_SHARE, _HOT_COUNT = 1 << 16, 1 / 16, 64
+#: Ids that the most frequent ones are chosen from, of how many lookups one is looked at (a prime,
+#: as logs repeat after so many lookups as a request has), and how many of those an id needs.
+_HOT_ROWS, _HOT_STRIDE, _HOT_COUNT = 1 << 16, 17, 64
 _HOT_CALL = 1 << 12
 _FIRST_ROWS = 1 << 16
 
@@ -87,17 +87,19 @@ class FrequentIds:
         self._generator = torch.Generator().manual_seed(0)
 
     def see(self, ids: Tensor) -> None:
-        """Counts a share of the lookups of a part of a log, successive ones.
+        """Counts a share of the lookups of a part of a log.
 
         Args:
             ids: int64 ``[n]``.
         """
-        length = int(ids.numel() * _HOT_SHARE)
-        begin = int(torch.randint(ids.numel() - length + 1, (1,), generator=self._generator))
-        for call in ids[begin : begin + length].split(_HOT_CALL):
+        begin = int(torch.randint(_HOT_STRIDE, (1,), generator=self._generator))
+        looked_at = ids[begin::_HOT_STRIDE].contiguous()
+        for call in looked_at.split(_HOT_CALL):
+            if call.numel() == 0:
+                continue
             # A training lookup, in which a new id always gets a place.
             self._counts.group.find_or_insert(call, torch.tensor([0, call.numel()]), 1)
-        self._seen += length
+        self._seen += looked_at.numel()
 
     def entries(self, lookups: int) -> tuple[Tensor, Tensor]:
         """Ids that are frequent for sure, and the lookups to be expected of each, float64.
