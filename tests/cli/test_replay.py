@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from torchrec_hkv.cli import main
+from torchrec_hkv.hash_table import AgedLFU
 from torchrec_hkv.replay import ReplayedLog
 
 
@@ -53,6 +54,22 @@ def test_text(log, capsys):
     assert "item" not in text
 
 
+def test_ages_between_lru_and_lfu(log, tmp_path, capsys):
+    """c of 0 is LRU, a very large one LFU, as the table has it."""
+    out = tmp_path / "replay.json"
+    names = "lru,aged_lfu:0,aged_lfu:3,aged_lfu:inf,lfu"
+    command = ["replay", log, "--table", "user", "--rows", "100", "--eviction", names]
+    assert main([*command, "--batch-size", "50", "--out", str(out)]) == 0
+    curves = ReplayedLog.read(out).tables["user"].curves
+    assert [str(curve.policy) for curve in curves] == names.split(",")
+    lru, zero, three, infinite, lfu = (curve.points[0].hit_rate for curve in curves)
+    assert zero == pytest.approx(lru, abs=0.01)
+    assert infinite == pytest.approx(lfu, abs=0.01)
+    assert len({lru, three, lfu}) == 3
+    assert curves[2].policy.options(100).eviction == AgedLFU(c=3)
+    assert "AgedLFU(c=3.0)" in curves[2].policy.code(100)
+
+
 def test_a_target_out_of_reach_is_an_answer(log, capsys):
     assert main(["replay", log, *REPLAY, "--table", "user", "--target", "99.99%"]) == 1
     assert (
@@ -88,7 +105,8 @@ def test_files(log, tmp_path, capsys):
 BAD = {
     "--rows is 'many', but must be a whole number": ["--rows", "many"],
     "--rows is '0%', but must be a share": ["--rows", "0%"],
-    "--eviction is 'fifo', but must be of lru, lfu": ["--eviction", "fifo"],
+    "The eviction is 'fifo', but must be of lru, lfu": ["--eviction", "fifo"],
+    "The eviction 'aged_lfu:x' must have a number of at least 0": ["--eviction", "aged_lfu:x"],
     "--admission is 'twice', but must be none": ["--admission", "twice"],
     "count is 1, but must be an integer from 2 to 65535": ["--admission", "frequency:1"],
     "The probability of --admission 'probability:2' is '2'": ["--admission", "probability:2"],

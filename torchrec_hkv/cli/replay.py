@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--eviction",
         metavar="NAME,...",
-        help="policies to try, as HKVOptions names them (default: all)",
+        help="policies to try, by the names of HKVOptions, or aged_lfu:C (default: all names)",
     )
     add(
         "--admission",

@@ -12,7 +12,7 @@ import torch
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.replay import Log, Policy, Rule, TableSettings, evictions
-from torchrec_hkv.replay.policy import EPOCHS
+from torchrec_hkv.replay.policy import EPOCHS, parse_eviction
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(),
@@ -105,16 +105,14 @@ def parse_policies(arguments: argparse.Namespace) -> tuple[Policy, ...]:
     Raises:
         ValueError: one is unknown, or an epoch is missing or of no use.
     """
-    known = evictions()
-    names = list(dict.fromkeys(arguments.eviction.split(","))) if arguments.eviction else None
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"--eviction is {name!r}, but must be of {', '.join(known)}.")
+    names = None
+    if arguments.eviction is not None:
+        names = list(dict.fromkeys(map(parse_eviction, arguments.eviction.split(","))))
     epoch = None
     if arguments.epoch is not None:
         epoch = parse_count("--epoch", arguments.epoch)
     if names is None:
-        names = [name for name in known if name not in EPOCHS or epoch]
+        names = [name for name in evictions() if name not in EPOCHS or epoch]
     needing = [name for name in names if name in EPOCHS]
     if needing and epoch is None:
         raise ValueError(
@@ -123,7 +121,7 @@ def parse_policies(arguments: argparse.Namespace) -> tuple[Policy, ...]:
         )
     if epoch and not needing:
         raise ValueError(
-            f"--epoch is {arguments.epoch!r}, but none of {', '.join(names)} has epochs."
+            f"--epoch is {arguments.epoch!r}, but none of {', '.join(map(str, names))} has epochs."
         )
     expire_after = None
     if arguments.expire_after is not None:

@@ -6,10 +6,12 @@ import dataclasses
 import typing
 
 from torchrec_hkv.backends.hkv import HKVOptions
-from torchrec_hkv.hash_table import Admission, MinFrequency, Probability, TableSpec
+from torchrec_hkv.hash_table import Admission, AgedLFU, MinFrequency, Probability, TableSpec
 
 #: Policies that need more than ids.
 _NEED_SCORES = ("customized",)
+#: The name of an AgedLFU, before its c.
+_AGED = "aged_lfu"
 #: Policies whose epochs the user sets.
 EPOCHS = ("epoch_lru", "epoch_lfu")
 
@@ -18,6 +20,27 @@ def evictions() -> tuple[str, ...]:
     """The names of the policies that ``HKVOptions`` takes and that ids alone decide."""
     hint = typing.get_type_hints(HKVOptions)["eviction"]
     return tuple(name for name in _literals(hint) if name not in _NEED_SCORES)
+
+
+def parse_eviction(text: str) -> str | AgedLFU:
+    """A policy by its name, or ``aged_lfu:C`` for ``AgedLFU(c=C)``.
+
+    Raises:
+        ValueError: there is none of that name, or C is no number of at least 0.
+    """
+    name, _, c = text.partition(":")
+    if name == _AGED and c:
+        try:
+            return AgedLFU(c=float(c))
+        except ValueError:
+            raise ValueError(
+                f"The eviction {text!r} must have a number of at least 0, such as {_AGED}:3."
+            ) from None
+    if text not in evictions():
+        raise ValueError(
+            f"The eviction is {text!r}, but must be of {', '.join(evictions())}, {_AGED}:C."
+        )
+    return text
 
 
 def _literals(hint: object) -> tuple[str, ...]:
@@ -75,13 +98,13 @@ class Policy:
     """How a table chooses among ids.
 
     Attributes:
-        eviction: one of :func:`evictions`.
+        eviction: one of :func:`evictions`, or an :class:`AgedLFU`.
         rule: of admission.
         expire_after: steps after which an id that was not looked up is forgotten. None: never.
         epoch_samples: samples of an epoch, for the policies that have epochs. None for the others.
     """
 
-    eviction: str
+    eviction: str | AgedLFU
     rule: Rule = Rule()
     expire_after: int | None = None
     epoch_samples: int | None = None
@@ -126,5 +149,12 @@ class Policy:
             .replace(", halve_every=None", "")
         )
 
+    @property
+    def eviction_text(self) -> str:
+        """What :func:`parse_eviction` reads."""
+        if isinstance(self.eviction, AgedLFU):
+            return f"{_AGED}:{self.eviction.c:g}"
+        return self.eviction
+
     def __str__(self) -> str:
-        return self.eviction if self.rule == Rule() else f"{self.eviction}, {self.rule}"
+        return self.eviction_text + ("" if self.rule == Rule() else f", {self.rule}")

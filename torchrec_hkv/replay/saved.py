@@ -24,7 +24,7 @@ from torchrec_hkv.json_schema import (
     Text,
     parse_json,
 )
-from torchrec_hkv.replay.policy import Policy, Rule
+from torchrec_hkv.replay.policy import Policy, Rule, parse_eviction
 from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.text_files import replace_text
 
@@ -208,7 +208,7 @@ def _slope(low: Capacity, high: Capacity) -> float:
 
 def _curve_content(curve: Curve) -> dict[str, Any]:
     return {
-        "eviction": curve.policy.eviction,
+        "eviction": curve.policy.eviction_text,
         "admission": dataclasses.asdict(curve.policy.rule),
         "expire_after": curve.policy.expire_after,
         "epoch_samples": curve.policy.epoch_samples,
@@ -223,7 +223,7 @@ def _curve(
     epoch_samples: int | None,
     points: tuple[Point, ...],
 ) -> Curve:
-    return Curve(Policy(eviction, admission, expire_after, epoch_samples), points)
+    return Curve(Policy(parse_eviction(eviction), admission, expire_after, epoch_samples), points)
 
 
 def _log(
