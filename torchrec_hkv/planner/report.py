@@ -198,7 +198,8 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
 
     def _losses(self) -> str:
         """A line for each table that loses quality."""
-        lines = [f"{name} {r.loss}" for name, r in self.reports.items() if r.loss is not None]
+        lossy = {name: r.loss for name, r in self.reports.items() if r.loss is not None}
+        lines = [_wrapped(f"{name} {loss}") for name, loss in lossy.items()]
         return "\n" + "\n".join(lines) + "\n" if lines else ""
 
 
