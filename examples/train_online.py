@@ -6,6 +6,9 @@ New users and movies keep arriving: their hash tables give them rows when they c
 step has asked for in so many periods (--expire-after) leave with their optimizer states, and so do
 those not asked for the longest where a table is full. Each period's line has the AUC of predictions
 made before training on it, and what came and went.
+
+With --deltas FOLDER each period ends with a delta: what changed since the period before. A run that
+is killed goes on from there, with any number of processes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,10 +32,15 @@ from click_model import Variant, build
 from click_training import DENSE_LEARNING_RATE, ROW_LEARNING_RATE, auc, gather
 from launch import MOVIELENS, load, make_parser, positive, processes, run, share
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_hkv import checkpoint
 from torchrec_hkv.metrics import ConsoleLine, TableMetrics, TensorBoard, collect
 
+#: Periods from one base of a chain to the next.
+BASE_EVERY = 10
 COLUMNS = ["period", "rows", "new ids", "AUC", "loss", "ids held", "expired", "evicted"]
 
 
@@ -118,6 +127,42 @@ def train(
         optimizer.step()
 
 
+class Saved:
+    """The state after each period, in a chain of deltas.
+
+    Args:
+        folder: of the chain.
+        model: sharded.
+        optimizer: of the dense parameters.
+    """
+
+    def __init__(
+        self, folder: Path, model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper
+    ) -> None:
+        self._folder, self._model = folder, model
+        self._optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", optimizer)])
+        # It is saved and loaded with the model.
+        model.module.register_buffer("periods_done", torch.zeros((), dtype=torch.int64))
+        self._writer = checkpoint.DeltaWriter(
+            model, folder, self._optimizer, base_every=BASE_EVERY, keep_bases=2
+        )
+
+    def resume(self) -> int:
+        """Loads the newest state, if there is one; gives how many periods it has learnt."""
+        if not any(self._folder.glob("base-*")):
+            return 0
+        try:
+            checkpoint.load(self._folder, self._model, self._optimizer)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        return int(self._model.module.periods_done)
+
+    def write(self, periods: int) -> None:
+        """Writes the state after so many periods."""
+        self._model.module.periods_done.fill_(periods)
+        self._writer.write()
+
+
 def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) -> list[Period]:
     """Goes through the periods; prints a line for each on rank 0."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -129,7 +174,13 @@ def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) ->
     )
     model = build(log, variant, device, arguments.seed, ROW_LEARNING_RATE)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LEARNING_RATE)
+    optimizer = KeyedOptimizerWrapper(
+        dense, lambda parameters: torch.optim.Adam(parameters, lr=DENSE_LEARNING_RATE)
+    )
+    saved = None if arguments.deltas is None else Saved(arguments.deltas, model, optimizer)
+    first = 0 if saved is None else saved.resume()
+    if first == len(periods):
+        raise DataError(f"{arguments.deltas} holds the state after the last period already.")
     batches = ClickBatches(log, variant, device, rank, world_size)
     done: list[Period] = []
     before = TableMetrics()
@@ -138,9 +189,11 @@ def learn(log: ClickLog, arguments: argparse.Namespace, device: torch.device) ->
         board = None
         if arguments.tensorboard and rank == 0:
             board = stack.enter_context(TensorBoard(arguments.tensorboard))
-        for number, rows in enumerate(periods, start=1):
+        for number, rows in enumerate(periods[first:], start=first + 1):
             score, loss = evaluate(model, batches.in_order(rows, arguments.batch_size))
             train(model, optimizer, batches.in_order(rows, arguments.batch_size))
+            if saved is not None:
+                saved.write(number)
             metrics = collect(model, dist.group.WORLD)
             total = sum(metrics.values(), TableMetrics())
             recent = total.since(before)
@@ -159,7 +212,7 @@ def report(done: list[Period]) -> dict[str, float]:
     lines = [COLUMNS, *(period.cells() for period in done)]
     for line in lines:
         print("".join(f"{cell:>10}" for cell in line))
-    later = done[max(1, len(done) // 5) :]
+    later = done[max(1, len(done) // 5) :] or done
     rows = sum(period.rows for period in later)
     means = {
         "auc": sum(period.auc * period.rows for period in later) / rows,
@@ -196,6 +249,12 @@ def main() -> None:
         default=1.0,
         metavar="SHARE",
         help="rows of a table for each id that its column will ever have (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--deltas",
+        type=Path,
+        metavar="FOLDER",
+        help="save what changed after each period there, and go on from what is there",
     )
     arguments = parser.parse_args()
     log = load(arguments)

@@ -1,13 +1,21 @@
 """Online learning over a stream with arriving and expiring ids, as a user runs it."""
 
 import json
+import time
 
 import numpy as np
 import pytest
 from click_data import ClickLog, Column, DataError
 from train_online import new_share, periods_of
 
-from tests.support.example_runs import refusal, run_example, shared_file, write_ratings
+from tests.support.example_runs import (
+    kill_example,
+    refusal,
+    run_example,
+    shared_file,
+    start_example,
+    write_ratings,
+)
 
 
 def log_of(days, rows_a_day=5):
@@ -86,3 +94,44 @@ def test_bad_input_gets_one_sentence(ratings):
     assert "'2' is not a number above 0" in refusal(
         "train_online.py", "--data", ratings, "--rows", 2
     )
+
+
+def _auc_by_period(content):
+    return {period["number"]: period["auc"] for period in content["periods"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_killed_run_goes_on(processes, ratings, tmp_path):
+    """Its AUC by period is that of a run that was not killed, also with fewer processes."""
+    chain, figures = tmp_path / "chain", tmp_path / "figures.json"
+    arguments = ["--data", ratings, "--days", 1, "--batch-size", 8, "--expire-after", 2]
+    arguments += ["--json", figures]
+    whole = run_example("train_online.py", *arguments, processes=2)
+    assert whole.returncode == 0, whole.stderr
+    wanted = _auc_by_period(json.loads(figures.read_text()))
+    figures.unlink()
+    arguments += ["--deltas", chain]
+    with start_example("train_online.py", *arguments, processes=2) as running:
+        while not (chain / "delta-000012").exists():
+            assert running.poll() is None
+            time.sleep(0.01)
+        kill_example(running)
+    assert not figures.exists()
+    done = run_example("train_online.py", *arguments, processes=processes)
+    assert done.returncode == 0, done.stderr
+    found = _auc_by_period(json.loads(figures.read_text()))
+    first = min(found)
+    assert first >= 13
+    assert list(found) == list(range(first, len(wanted) + 1))
+    same = {number: wanted[number] for number in found}
+    if processes == 2:
+        assert found == same
+    else:  # steps of other parts, and AUCs of some 140 rows
+        assert found == pytest.approx(same, abs=0.05)
+        assert np.mean(list(found.values())) == pytest.approx(
+            np.mean(list(same.values())), abs=0.01
+        )
+    again = run_example("train_online.py", *arguments, processes=processes)
+    assert again.returncode != 0
+    assert "holds the state after the last period already" in again.stderr

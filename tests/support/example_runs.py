@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,22 +27,57 @@ def run_example(
         processes: under torchrun; None: without.
         device: ``"cpu"`` or ``"cuda"``.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [
-            sys.executable,
-            *(launcher if processes else []),
-            str(ROOT / "examples" / name),
-            "--device",
-            device,
-            *map(str, arguments),
-        ],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        _command(name, arguments, processes, device),
+        env=_environment(),
         capture_output=True,
         text=True,
         timeout=280,
     )
+
+
+def start_example(
+    name: str, *arguments: object, processes: int | None = None, device: str = "cpu"
+) -> subprocess.Popen[bytes]:
+    """An example that runs, for :func:`kill_example`; arguments as above."""
+    return subprocess.Popen(
+        _command(name, arguments, processes, device),
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def kill_example(running: subprocess.Popen[bytes]) -> None:
+    """Ends an example and its ranks at once, by SIGKILL."""
+    ranks = [
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if _parent(stat) == running.pid
+    ]
+    for process in (running.pid, *ranks):
+        os.kill(process, signal.SIGKILL)
+    running.wait()
+
+
+def _parent(stat: Path) -> int | None:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return None
+
+
+def _command(
+    name: str, arguments: Sequence[object], processes: int | None, device: str
+) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    example = [str(ROOT / "examples" / name), "--device", device, *map(str, arguments)]
+    return [sys.executable, *(launcher if processes else []), *example]
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def refusal(name: str, *arguments: object) -> str:
