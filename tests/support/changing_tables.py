@@ -12,6 +12,7 @@ from torchrec_hkv.hash_table import (
     SGD,
     Adagrad,
     Adam,
+    AgedLFU,
     MinFrequency,
     RowWiseAdagrad,
     TableGroup,
@@ -22,7 +23,7 @@ from torchrec_hkv.hash_table import (
 from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.manifest import Manifest
 
-POLICIES = ("lru", "lfu", "epoch_lru", "epoch_lfu", "customized")
+POLICIES = ("lru", "lfu", "adaptive", AgedLFU(0.5), "epoch_lru", "epoch_lfu", "customized")
 #: By id: slot, last step, score, and the bits of row and states.
 Held = dict[int, tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]
 
