@@ -72,7 +72,7 @@ def compare(operation, policy, dtype, **options):
     tables = make(policy, dtype, **options)
     for call, batch in enumerate(batches(policy, dtype)):
         for table in tables:
-            if policy.startswith("epoch"):
+            if policy in ("epoch_lru", "epoch_lfu"):
                 table.epoch = call // 3
             ids, _, scores, _ = on(table.device, batch)
             table.find_or_insert(ids[:100], None if scores is None else scores[:100])
