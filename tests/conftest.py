@@ -19,6 +19,18 @@ os.environ["TORCHREC_HKV_CALIBRATION"] = ""
 _GROUPS: dict[tuple[int, str, int], Ranks] = {}
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Appends a failure to the file ``TORCHREC_HKV_FAILURES`` as soon as it is known.
+
+    A run that a time limit ends prints none of its failures.
+    """
+    path = os.environ.get("TORCHREC_HKV_FAILURES")
+    if not path or not report.failed or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{report.when} of {report.nodeid}\n{report.longreprtext}\n\n")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device_type(request: pytest.FixtureRequest) -> str:
     """The device a test runs on: ``"cpu"``, and ``"cuda"`` where there is a GPU."""
