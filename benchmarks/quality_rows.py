@@ -57,7 +57,7 @@ class Rows(nn.Module):
         raise NotImplementedError
 
     def hit_rate(self) -> float:
-        """Of a hash table: the share of lookups whose id was there; NaN for others."""
+        """The share of lookups whose id was in the hash table; NaN for other tables."""
         return float("nan")
 
 

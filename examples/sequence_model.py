@@ -80,9 +80,9 @@ class SequenceModel(nn.Module):
             candidates: items that stand to choose from, int64 ``[users * m]``.
 
         Returns:
-            ``[users, longest, DIM]``: after each item what should come next; the rows of the items
-            of the histories, likewise, with zeros behind the end; those of the candidates,
-            ``[users * m, DIM]``.
+            Predictions of the next item after each item of the histories, and the rows of these
+            items, both ``[users, longest, DIM]``, the rows with zeros behind the end of a history;
+            and the rows of the candidates, ``[users * m, DIM]``.
         """
         users = len(lengths)
         each = torch.full_like(lengths, len(candidates) // max(users, 1))
@@ -116,11 +116,11 @@ def sampled_softmax(
     Args:
         vectors: ``[n, DIM]``.
         targets: the right items, int64 ``[n]``.
-        target_rows: of them, ``[n, DIM]``.
+        target_rows: rows of the targets, ``[n, DIM]``.
         candidates: sampled items, int64 ``[m]``.
-        candidate_rows: of them, ``[m, DIM]``.
+        candidate_rows: rows of the candidates, ``[m, DIM]``.
         log_share: how often each target is sampled, as the logarithm of a share, ``[n]``.
-        candidate_log_share: likewise of each candidate, ``[m]``.
+        candidate_log_share: how often each candidate is sampled, in the same form, ``[m]``.
     """
     right = (vectors * target_rows).sum(1) - log_share
     others = vectors @ candidate_rows.T - candidate_log_share

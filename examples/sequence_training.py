@@ -259,7 +259,7 @@ class Progress:
 
         Args:
             step: since the run began.
-            samples: likewise.
+            samples: trained on since the run began.
             recall: recall@10 since the last call.
         """
         self.points.append((step, recall))

@@ -21,7 +21,7 @@ struct TableConfig {
   int64_t column_offset;
   Eviction eviction;
   double aging;   // under kAgedLfu: AgedLfu::c (hash_table/aged_lfu.h)
-  bool adaptive;  // likewise: c is only the first, miniatures choose others (miniatures.h)
+  bool adaptive;  // under kAgedLfu: miniatures choose c (miniatures.h), which begins as `aging`
   RowType row_type;
   uint64_t seed;  // already mixed with the table's name
   InitialConfig initial;
@@ -46,7 +46,7 @@ bool can_be_packed(const std::vector<TableConfig>& configs);
 // For tests: how many slots are large. Returns the number before.
 int64_t set_packed_from(int64_t slots);
 
-// Of the marks that remember what the table evicted, and of its miniatures.
+// Bytes of the marks that remember evicted ids, and of the miniatures.
 int64_t evicted_bytes(const TableConfig& config);
 int64_t miniature_bytes(const TableConfig& config);
 

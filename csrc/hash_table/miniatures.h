@@ -32,10 +32,10 @@ constexpr int64_t kMiniatureSetWords = 3 * kMiniatureWays;
 
 // What the miniatures of a table have counted.
 struct MiniatureTally {
-  uint64_t hits[kMiniatures];         // since the last choice
-  uint64_t lookups;                   // of each miniature, likewise
-  uint64_t recent_hits[kMiniatures];  // before, where each choice takes a third away
-  uint64_t recent_lookups;            // likewise
+  uint64_t hits[kMiniatures];         // of each, since the last choice of c
+  uint64_t lookups;                   // that each has seen since the last choice
+  uint64_t recent_hits[kMiniatures];  // before the last choice; each choice takes a third away
+  uint64_t recent_lookups;            // before the last choice; each choice takes a third away
   uint64_t evicted;                   // by the first miniature since it was empty
   uint64_t chosen_at;                 // lookups of the table at the last choice
 };

@@ -150,7 +150,7 @@ class CheckedTable:
         )
         assert self.table.capacity == self.model.num_slots
         self.slots = self.table.num_slots
-        # Of the call, with those of the other tables of a group; None: the table is alone.
+        # Number of ids of the call in all tables of the group; None: the table has no group.
         self.ids_of_group: int | None = None
 
     def _ids(self, ids: Sequence[int]) -> Tensor:

@@ -355,8 +355,8 @@ class Backend(abc.ABC):
 
         Args:
             table: the whole table, with its options.
-            num_embeddings: as the table's config says.
-            dtype: likewise.
+            num_embeddings: of the table's config.
+            dtype: of the table's config.
             frequencies: of the table's ids; None: all come alike.
         """
         return ()

@@ -20,7 +20,7 @@ class Level:
         loss: of each.
         options: ways to shard the table.
         hbm: the least bytes of HBM, over all ranks, that one of them takes.
-        host: likewise of host memory.
+        host: the least bytes of host memory, over all ranks, that one of them takes.
         chain: equal for levels that differ by a size only, and take less where they lose more.
     """
 

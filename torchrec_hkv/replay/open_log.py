@@ -29,7 +29,7 @@ def open_log(
         format: one of :data:`FORMATS`. None: by the ending of the name; what is left is text, and
             Criteo's where the first line looks like it.
         separator: of text; see :class:`torchrec_hkv.replay.TextLog`.
-        header: of text, likewise.
+        header: of text; see :class:`torchrec_hkv.replay.TextLog`.
         sort_by: a column with times, where the log is not in their order.
         missing: an id that stands for none.
 

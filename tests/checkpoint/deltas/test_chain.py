@@ -89,7 +89,7 @@ def test_the_same_world_size(run_ranks, tmp_path, name):
 
 
 def _outputs(model, device, seed, train):
-    """Of a batch of row numbers for ``lru``."""
+    """The model's outputs for a batch, as lists; with ``train``, the batch is trained on."""
     output = model(features(device, seed, names=("lfu",)))
     if train:
         output.square().sum().backward()

@@ -1,6 +1,7 @@
 // A first kernel lists the ids that are in the sample, those of each table together. In a second
 // one a warp has one set of one miniature, two entries a lane, and goes through its table's list
-// for the set's ids. What these do does not depend on their order in the list, which is any.
+// for the set's ids; equal ids among 32 neighbours count at once, since a hot id may be most of the
+// list. What ids do does not depend on their order in the list, which is any.
 #include <algorithm>
 
 #include "common/cuda_check.h"
@@ -133,15 +134,17 @@ struct MiniatureSet {
   }
 
   // Counts an id that is there: one that came in this call, or one that was there before.
-  // Returns whether it is there at all, to all lanes.
-  __device__ __forceinline__ bool count(uint32_t tag, uint32_t given, bool came) {
+  // positions: that have the id; given: by all of them. Returns whether it is there at all, to all
+  // lanes.
+  __device__ __forceinline__ bool count(uint32_t tag, uint32_t given, uint32_t positions,
+                                        bool came) {
     bool mine = false;
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {
       if (!is_one(e) || tags[e] != tag) continue;
       mine = true;
       if (fresh[e] != came) continue;
-      hits += came ? 0 : 1;
+      hits += came ? 0 : positions;
       const uint64_t sum = static_cast<uint64_t>(counts[e]) + given;
       counts[e] = sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
       last_steps[e] = now;
@@ -150,7 +153,7 @@ struct MiniatureSet {
   }
 
   __device__ __forceinline__ void place_missing(uint32_t tag, uint32_t given) {
-    if (count(tag, given, /*came=*/true)) return;
+    if (count(tag, given, 0, /*came=*/true)) return;
     int32_t entry = free_entry();
     if (entry < 0) {
       entry = lowest();
@@ -163,6 +166,14 @@ struct MiniatureSet {
     if (entry >= 0) put(entry, tag, given);
   }
 };
+
+// The sum of what some lanes give, to all lanes; the highest number where it is more.
+__device__ __forceinline__ uint32_t saturated_sum(uint32_t given, bool mine) {
+  const uint64_t low = __reduce_add_sync(kAllLanes, mine ? given & 0xffffu : 0u);
+  const uint64_t high = __reduce_add_sync(kAllLanes, mine ? given >> 16 : 0u);
+  const uint64_t sum = (high << 16) + low;
+  return sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
+}
 
 // A block a set, a warp a miniature.
 __global__ void __launch_bounds__(kMiniatures* kWarp)
@@ -194,20 +205,24 @@ __global__ void __launch_bounds__(kMiniatures* kWarp)
     for (uint32_t base = 0; base < n; base += kWarp) {
       SampledId it{~0u, 0, 0};
       if (base + lane < n) it = list[base + lane];
-      for (unsigned its = __ballot_sync(kAllLanes, it.where == where); its != 0; its &= its - 1) {
-        const int source = __ffs(static_cast<int>(its)) - 1;
-        see(__shfl_sync(kAllLanes, it.tag, source), __shfl_sync(kAllLanes, it.given, source));
+      unsigned left = __ballot_sync(kAllLanes, it.where == where);
+      while (left != 0) {
+        const uint32_t tag = __shfl_sync(kAllLanes, it.tag, __ffs(static_cast<int>(left)) - 1);
+        const bool mine = it.where == where && it.tag == tag;
+        const unsigned equal = __ballot_sync(kAllLanes, mine);
+        left &= ~equal;
+        see(tag, saturated_sum(it.given, mine), static_cast<uint32_t>(__popc(equal)));
       }
     }
   };
   uint32_t lookups = 0, missing = 0;
-  for_each([&](uint32_t tag, uint32_t given) {
-    ++lookups;
-    missing += set.count(tag, given, /*came=*/false) ? 0 : 1;
+  for_each([&](uint32_t tag, uint32_t given, uint32_t positions) {
+    lookups += positions;
+    missing += set.count(tag, given, positions, /*came=*/false) ? 0 : 1;
   });
   if (lookups == 0) return;
   if (missing != 0) {
-    for_each([&](uint32_t tag, uint32_t given) { set.place_missing(tag, given); });
+    for_each([&](uint32_t tag, uint32_t given, uint32_t) { set.place_missing(tag, given); });
   }
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
