@@ -163,7 +163,9 @@ __device__ __forceinline__ void count_touchers(uint32_t* touchers, uint32_t entr
   const unsigned lanes = __ballot_sync(kAllLanes, counted);
   if (lanes == 0) return;
   const int first = __ffs(static_cast<int>(lanes)) - 1;
-  const bool same = counted && entry == __shfl_sync(kAllLanes, entry, first);
+  // All lanes take part in the shuffle; behind `counted &&` only some would, and wait forever.
+  const uint32_t first_entry = __shfl_sync(kAllLanes, entry, first);
+  const bool same = counted && entry == first_entry;
   const unsigned peers = __ballot_sync(kAllLanes, same);
   const bool leads = static_cast<int>(threadIdx.x % kWarp) == first;
   if (leads || (counted && !same)) {
@@ -274,6 +276,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
   const uint32_t entry = static_cast<uint32_t>(slot) % kTouchers;
   bool adds = false;     // what the block gives to the slot, to its score
   bool counted = false;  // what the thread gives is added by the slot's toucher
+  bool apart = false;    // the warp's lanes of the slot update its score
   if (there) {
     result = table.first_slot + slot;
     if (kTouch) {
@@ -286,19 +289,19 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
       }
       if constexpr (kScores) {
         if (table.scores != nullptr) {
-          if (!shares || visit.scores != nullptr) {
-            const unsigned peers =
-                __match_any_sync(__activemask(), static_cast<unsigned long long>(result));
-            update_score_of_lanes(table, slot, peers, visit, visit.given(at));
-          } else {
-            adds = toucher == threadIdx.x;
-            counted = !adds;
-          }
+          apart = !shares || visit.scores != nullptr;
+          adds = !apart && toucher == threadIdx.x;
+          counted = !apart && !adds;
         }
       }
     }
   }
   if constexpr (kScores) {
+    const unsigned lanes = __ballot_sync(kAllLanes, apart);
+    if (apart) {
+      const unsigned peers = __match_any_sync(lanes, static_cast<unsigned long long>(result));
+      update_score_of_lanes(table, slot, peers, visit, visit.given(at));
+    }
     count_touchers(touchers, entry, counted);
     __syncthreads();
     if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1);

@@ -1,0 +1,40 @@
+"""Warp-wide calls in the CUDA sources are reached by all lanes that their mask names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+#: A call on the right of &&, || or ?, which lanes skip whose condition is otherwise.
+SKIPPED = re.compile(r"(?:&&|\|\||\?)(?:(?!_sync\()[^;{}])*\b__\w+_sync\(")
+
+#: Conditions that are alike for all lanes of a warp.
+UNIFORM = re.compile(r"(?:\bscaled|\bkWeighted|\bturn < 2)\s*$")
+
+
+def _skipped(source: str) -> list[str]:
+    code = re.sub(r"//[^\n]*", "", source)
+    found = []
+    for match in SKIPPED.finditer(code):
+        statement = re.split(r"[;{}]", code[: match.start()])[-1]
+        if not UNIFORM.search(statement):
+            found.append(" ".join((statement + match[0]).split()))
+    return found
+
+
+def test_no_lane_skips_a_call():
+    found = {
+        f"{path.relative_to(CSRC)}: {text}"
+        for path in sorted(CSRC.rglob("*.cu*"))
+        for text in _skipped(path.read_text())
+    }
+    assert not found
+
+
+def test_what_is_found():
+    bad = "const bool same = counted && entry == __shfl_sync(kAllLanes, entry, first);"
+    assert _skipped(bad) == ["const bool same = counted && entry == __shfl_sync("]
+    assert not _skipped("if (__all_sync(kAllLanes, a || b)) f();")
+    assert not _skipped("const float factor = kWeighted ? __shfl_sync(lanes, w, of) : 1.0f;")
