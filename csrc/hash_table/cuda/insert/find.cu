@@ -11,6 +11,7 @@
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/find.cuh"
+#include "hash_table/cuda/insert/lane_feature.cuh"
 #include "hash_table/cuda/score_update.cuh"
 #include "hash_table/kernels.h"
 
@@ -137,24 +138,6 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
   const uint4 answer = asks ? *mine : uint4{~0u, ~0u, ~0u, ~0u};
   __syncwarp();  // the next call writes there
   return answer;
-}
-
-// Feature of each lane's position, as Batch::feature_of has it. Mostly that is one for all lanes;
-// it then takes one look at the offsets in place of a search. Of offsets that decrease, features
-// are searched for: kernels must agree on them. All lanes.
-__device__ __forceinline__ int32_t feature_of_lane(const Batch& batch, int64_t at) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t first = at - lane;
-  const int64_t last = min(first + kWarp, batch.num_ids) - 1;
-  if (batch.num_features <= kWarp) {
-    const int64_t start = lane < batch.num_features ? batch.feature_start(lane) : INT64_MAX;
-    const int64_t before = __shfl_up_sync(kAllLanes, start, 1);
-    const bool in_order = __all_sync(kAllLanes, lane == 0 || before <= start);
-    const int begun = __popc(__ballot_sync(kAllLanes, start <= first));
-    const int begun_later = __popc(__ballot_sync(kAllLanes, start <= last));
-    if (in_order && begun == begun_later) return max(begun - 1, 0);
-  }
-  return at < batch.num_ids ? batch.feature_of(at) : 0;
 }
 
 // Adds the threads that are `counted` to their entries. Those of the first lane's entry, which are
@@ -304,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
     }
     count_touchers(touchers, entry, counted);
     __syncthreads();
-    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1);
+    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1, spread);
   }
   if (given) {
     slots[at] = result;

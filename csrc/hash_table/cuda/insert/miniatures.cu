@@ -1,11 +1,12 @@
-// A first kernel lists the ids that are in the sample, those of each table together. In a second
-// one a warp has one set of one miniature, two entries a lane, and goes through its table's list
-// for the set's ids; equal ids among 32 neighbours count at once, since a hot id may be most of the
-// list. What ids do does not depend on their order in the list, which is any.
+// A first kernel lists the ids that are in the sample, those of each table together; a warp lists
+// an id once, since a hot one may be most of the batch. In a second kernel a warp has one set of
+// one miniature, two entries a lane, and goes through its table's list for the set's ids; equal ids
+// among 32 neighbours count at once. The order of a list is any, and does not matter.
 #include <algorithm>
 
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/insert/lane_feature.cuh"
 #include "hash_table/cuda/insert/miniatures.cuh"
 #include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/miniature_use.h"
@@ -26,26 +27,66 @@ __device__ __forceinline__ int64_t begin_of(const Batch& batch, int32_t table) {
   return begin;
 }
 
-// numbers: [tables], zeros before.
+// The sum of what the lanes in `lanes` give; the highest number where it is more. These lanes call
+// it together.
+__device__ __forceinline__ uint32_t saturated_sum(unsigned lanes, uint32_t given) {
+  const uint64_t low = __reduce_add_sync(lanes, given & 0xffffu);
+  const uint64_t high = __reduce_add_sync(lanes, given >> 16);
+  const uint64_t sum = (high << 16) + low;
+  return sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
+}
+
+// An entry of a list: an id, and how many positions of a warp have it.
+struct Listed {
+  static constexpr int kWhereBits = 27;
+  static_assert(kMostTables * kMostMiniatureSets <= 1 << kWhereBits && kWarp <= 1 << 5);
+  uint32_t where_and_positions;  // the positions, less one, in the highest bits
+  uint32_t tag;
+  uint32_t given;  // by all of them
+
+  __device__ __forceinline__ Listed(const SampledId& id, int positions)
+      : where_and_positions(id.where | static_cast<uint32_t>(positions - 1) << kWhereBits),
+        tag(id.tag),
+        given(id.given) {}
+  __device__ __forceinline__ uint32_t where() const {
+    return where_and_positions & ((1u << kWhereBits) - 1);
+  }
+  __device__ __forceinline__ uint32_t positions() const {
+    return (where_and_positions >> kWhereBits) + 1;
+  }
+};
+
+// numbers: [tables], zeros before. Positions of a warp with one id are one entry of a list.
 __global__ void __launch_bounds__(kThreads)
     sample_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                  SampledId* __restrict__ list, uint32_t* __restrict__ numbers) {
+                  Listed* __restrict__ list, uint32_t* __restrict__ numbers) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= batch.num_ids) return;
-  const int32_t t = batch.feature_tables[batch.feature_of(at)];
-  SampledId sampled;
-  if (t >= kMostTables || !miniatures_look_on(tables[t]) ||
-      !tables[t].miniatures.sample(batch.ids[at], visit.given(at), t, &sampled)) {
-    return;
+  const int32_t feature = feature_of_lane(batch, at);
+  int32_t t = 0;
+  SampledId id{};
+  bool sampled = false;
+  if (at < batch.num_ids) {
+    t = batch.feature_tables[feature];
+    sampled = t < kMostTables && miniatures_look_on(tables[t]) &&
+              tables[t].miniatures.sample(batch.ids[at], visit.given(at), t, &id);
   }
-  const unsigned peers = __match_any_sync(__activemask(), t);
-  const int first = __ffs(static_cast<int>(peers)) - 1;
+  const unsigned all = __ballot_sync(kAllLanes, sampled);
+  if (!sampled) return;
+  const unsigned equal =
+      __match_any_sync(all, static_cast<unsigned long long>(id.where) << 32 | id.tag);
+  id.given = saturated_sum(equal, id.given);
   const int lane = threadIdx.x % kWarp;
-  uint32_t number = 0;
-  if (lane == first) number = atomicAdd(&numbers[t], static_cast<uint32_t>(__popc(peers)));
-  number = __shfl_sync(peers, number, first) + __popc(peers & ((1u << lane) - 1));
-  const int64_t to = begin_of(batch, t) + number;
-  if (to < batch.num_ids) list[to] = sampled;  // wrong offsets may say otherwise
+  const bool leads = __ffs(static_cast<int>(equal)) - 1 == lane;
+  const unsigned leaders = __ballot_sync(all, leads);
+  if (!leads) return;
+  const unsigned peers = __match_any_sync(leaders, t);  // one entry each
+  const int first = __ffs(static_cast<int>(peers)) - 1;
+  int64_t to = 0;
+  if (lane == first) {
+    to = begin_of(batch, t) + atomicAdd(&numbers[t], static_cast<uint32_t>(__popc(peers)));
+  }
+  to = __shfl_sync(peers, to, first) + __popc(peers & ((1u << lane) - 1));
+  if (to < batch.num_ids) list[to] = Listed(id, __popc(equal));  // wrong offsets may say otherwise
 }
 
 // The order in which entries leave.
@@ -167,25 +208,17 @@ struct MiniatureSet {
   }
 };
 
-// The sum of what some lanes give, to all lanes; the highest number where it is more.
-__device__ __forceinline__ uint32_t saturated_sum(uint32_t given, bool mine) {
-  const uint64_t low = __reduce_add_sync(kAllLanes, mine ? given & 0xffffu : 0u);
-  const uint64_t high = __reduce_add_sync(kAllLanes, mine ? given >> 16 : 0u);
-  const uint64_t sum = (high << 16) + low;
-  return sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
-}
-
 // A block a set, a warp a miniature.
 __global__ void __launch_bounds__(kMiniatures* kWarp)
     simulate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                    const SampledId* __restrict__ lists, const uint32_t* __restrict__ numbers) {
+                    const Listed* __restrict__ lists, const uint32_t* __restrict__ numbers) {
   const auto t = static_cast<int32_t>(blockIdx.y);
   const int64_t begin = numbers[t] == 0 ? 0 : begin_of(batch, t);
   const auto n = static_cast<uint32_t>(
       min(static_cast<int64_t>(numbers[t]), max(batch.num_ids - begin, int64_t{0})));
   const Miniatures& miniatures = tables[t].miniatures;
   if (n == 0 || blockIdx.x >= miniatures.size.sets) return;
-  const SampledId* const list = lists + begin;
+  const Listed* const list = lists + begin;
   const int lane = threadIdx.x % kWarp;
   const int k = threadIdx.x / kWarp;
   uint32_t* const memory = miniatures.set_of(k, blockIdx.x);
@@ -203,15 +236,15 @@ __global__ void __launch_bounds__(kMiniatures* kWarp)
   const uint32_t where = static_cast<uint32_t>(t) * kMostMiniatureSets + blockIdx.x;
   const auto for_each = [&](const auto& see) {
     for (uint32_t base = 0; base < n; base += kWarp) {
-      SampledId it{~0u, 0, 0};
-      if (base + lane < n) it = list[base + lane];
-      unsigned left = __ballot_sync(kAllLanes, it.where == where);
+      const Listed it = list[min(base + lane, n - 1)];
+      const bool of_set = base + lane < n && it.where() == where;
+      unsigned left = __ballot_sync(kAllLanes, of_set);
       while (left != 0) {
         const uint32_t tag = __shfl_sync(kAllLanes, it.tag, __ffs(static_cast<int>(left)) - 1);
-        const bool mine = it.where == where && it.tag == tag;
-        const unsigned equal = __ballot_sync(kAllLanes, mine);
-        left &= ~equal;
-        see(tag, saturated_sum(it.given, mine), static_cast<uint32_t>(__popc(equal)));
+        const bool mine = of_set && it.tag == tag;
+        left &= ~__ballot_sync(kAllLanes, mine);
+        see(tag, saturated_sum(kAllLanes, mine ? it.given : 0),
+            __reduce_add_sync(kAllLanes, mine ? it.positions() : 0u));
       }
     }
   };
@@ -247,14 +280,14 @@ constexpr size_t kNumberBytes = kMostTables * sizeof(uint32_t);
 }  // namespace
 
 size_t miniature_scratch(int64_t num_ids) {
-  return kNumberBytes + static_cast<size_t>(num_ids) * sizeof(SampledId);
+  return kNumberBytes + static_cast<size_t>(num_ids) * sizeof(Listed);
 }
 
 void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
               void* scratch, cudaStream_t stream) {
   auto* const numbers = static_cast<uint32_t*>(scratch);
   const int counted = std::min(num_tables, kMostTables);
-  auto* const list = reinterpret_cast<SampledId*>(static_cast<char*>(scratch) + kNumberBytes);
+  auto* const list = reinterpret_cast<Listed*>(static_cast<char*>(scratch) + kNumberBytes);
   HKV_CUDA_CHECK(cudaMemsetAsync(numbers, 0, counted * sizeof(uint32_t), stream));
   sample_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, list,
                                                                   numbers);
