@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent
 RELEASE_CUDA_ARCHS = "8.0;9.0;10.0"
 DEFAULT_CUDA_ARCH = "9.0"
 SANITIZERS = ("address", "thread")
+BINDINGS_OF_FILE = 8  # sources that are compiled together
 
 
 def is_set(variable: str) -> bool:
@@ -44,6 +45,38 @@ def is_set(variable: str) -> bool:
 def files(pattern: str) -> list[str]:
     """Files of ``csrc/`` as setuptools wants them: relative and in a stable order."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(pattern))
+
+
+def bindings() -> list[str]:
+    """Files that include the sources of ``csrc/bindings``, a few each.
+
+    Reading torch's headers takes four to twelve seconds, what a source says one or two, so the
+    sources share them. Names that only one source has must differ from those of the others.
+    """
+    heavy = {"pybind.h": [], "custom_function.h": [], "": []}
+    for source in files("bindings/**/*.cpp"):
+        text = (ROOT / source).read_text()
+        heavy[next(name for name in heavy if name in text)].append(Path(source))
+    *shared, rest = heavy.values()
+    for at in range(0, len(rest), BINDINGS_OF_FILE):
+        shared.append(rest[at : at + BINDINGS_OF_FILE])
+    folder = Path("build", "bindings")
+    (ROOT / folder).mkdir(parents=True, exist_ok=True)
+    made = []
+    for number, sources in enumerate(filter(None, shared), 1):
+        path = folder / f"bindings_{number}.cpp"
+        text = "".join(f'#include "{source.relative_to("csrc").as_posix()}"\n' for source in sources)
+        # A file that says the same keeps its time, so that it is not compiled again.
+        if not (ROOT / path).exists() or (ROOT / path).read_text() != text:
+            (ROOT / path).write_text(text)
+        made.append(str(path))
+    return made
+
+
+def sources(*patterns: str) -> list[str]:
+    """What is compiled."""
+    found = {name for pattern in patterns for name in files(pattern)}
+    return [*bindings(), *sorted(found - set(files("bindings/**/*.cpp")))]
 
 
 def wants_cuda() -> bool:
@@ -151,11 +184,11 @@ def extension():
     common = {
         "name": "torchrec_hkv._C",
         "include_dirs": [str(ROOT / "csrc")],
-        "depends": [*files("*.h"), *files("*.cuh"), *files("*.hpp"), "setup.py"],
+        "depends": [*files("*.h"), *files("*.cuh"), *files("bindings/**/*.cpp"), "setup.py"],
         "extra_link_args": ["-pthread", *shared_cpp_runtime(), *strip, *sanitizer],
     }
     if not cuda:
-        return CppExtension(sources=files("*.cpp"), extra_compile_args={"cxx": cxx}, **common)
+        return CppExtension(sources=sources("*.cpp"), extra_compile_args={"cxx": cxx}, **common)
     choose_cuda_archs()
     common["include_dirs"] += headers_outside_toolkit()
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]
@@ -163,7 +196,7 @@ def extension():
         nvcc.append("-lineinfo")
     nvcc += ["-Xcompiler=-ffp-contract=off,-fvisibility=hidden,-Wall"]
     return CUDAExtension(
-        sources=files("*.cpp") + files("*.cu"),
+        sources=sources("*.cpp", "*.cu"),
         define_macros=[("TORCHREC_HKV_CUDA", None)],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         **common,

@@ -14,10 +14,6 @@ namespace {
 using hash_table::Batch;
 using hash_table::FeatureBags;
 
-// Positions and bags are kept in 32 bits, and the scratch table of an insertion has at most 2^31
-// places.
-constexpr int64_t kMaxBatch = int64_t{1} << 31;
-
 void check_offsets(const TableGroup& group, const at::Tensor& offsets, int64_t num_bags,
                    int64_t num_ids) {
   check_dtype(offsets, "offsets", at::kLong);

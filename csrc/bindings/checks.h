@@ -5,6 +5,10 @@
 
 namespace torchrec_hkv::bindings {
 
+// Ids and bags of a call are fewer: kernels keep their positions in 32 bits, and the scratch table
+// of an insertion has at most 2^31 places.
+constexpr int64_t kMaxBatch = int64_t{1} << 31;
+
 inline void check_dtype(const at::Tensor& tensor, const char* name, at::ScalarType dtype) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be of dtype ", dtype,
                    ", but is of dtype ", tensor.scalar_type(), ".");

@@ -257,4 +257,6 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
 TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) { HKV_REGISTER(m) }
 #endif
 
+#undef HKV_REGISTER
+
 }  // namespace torchrec_hkv::bindings

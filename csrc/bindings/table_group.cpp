@@ -5,10 +5,9 @@
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
-#include <unordered_map>
 #include <utility>
 
+#include "bindings/registry.h"
 #include "hash_table/expiry.h"
 #include "hash_table/kernels.h"
 
@@ -17,18 +16,6 @@ namespace {
 
 using hash_table::kNumCounters;
 using hash_table::TableView;
-
-// Living groups by handle. A handle is never used twice.
-struct Registry {
-  std::mutex mutex;
-  std::unordered_map<int64_t, std::weak_ptr<TableGroup>> groups;
-  int64_t next = 1;
-};
-
-Registry& registry() {
-  static auto* instance = new Registry;  // outlives every group, also at exit
-  return *instance;
-}
 
 at::Tensor to_device_int32(const std::vector<int64_t>& values, at::Device device) {
   return at::tensor(values, at::kLong).to(at::kInt).to(device);
@@ -223,27 +210,14 @@ std::shared_ptr<TableGroup> TableGroup::make(std::vector<TableConfig> configs,
                                              const AvailableMemory& available) {
   std::shared_ptr<TableGroup> group(new TableGroup(std::move(configs), std::move(feature_tables),
                                                    optimizer, state_dim, device, available));
-  Registry& all = registry();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  group->handle_ = all.next++;
-  all.groups[group->handle_] = group;
+  group->handle_ = Registry<TableGroup>::instance().add(group);
   return group;
 }
 
-TableGroup::~TableGroup() {
-  Registry& all = registry();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  all.groups.erase(handle_);
-}
+TableGroup::~TableGroup() { Registry<TableGroup>::instance().remove(handle_); }
 
 std::shared_ptr<TableGroup> TableGroup::from_handle(int64_t handle) {
-  std::shared_ptr<TableGroup> group;
-  {
-    Registry& all = registry();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.groups.find(handle);
-    if (found != all.groups.end()) group = found->second.lock();
-  }
+  std::shared_ptr<TableGroup> group = Registry<TableGroup>::instance().find(handle);
   TORCH_CHECK_VALUE(group != nullptr, "no table group has the handle ", handle,
                     "; it may have been deleted.");
   return group;

@@ -424,4 +424,6 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
 }
 #endif
 
+#undef HKV_REGISTER
+
 }  // namespace torchrec_hkv::bindings

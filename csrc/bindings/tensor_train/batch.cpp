@@ -9,8 +9,6 @@ namespace {
 using tensor_train::BatchCpu;
 using tensor_train::TableCpu;
 
-constexpr int64_t kMaxBatch = int64_t{1} << 31;
-
 void check_offsets_on_cpu(const at::Tensor& offsets, int64_t num_ids) {
   const int64_t* const at = offsets.const_data_ptr<int64_t>();
   const int64_t bags = offsets.numel() - 1;

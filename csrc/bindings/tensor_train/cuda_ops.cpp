@@ -14,7 +14,7 @@
 #include "bindings/tensor_train/fixed_point.h"
 #include "bindings/tensor_train/plan.h"
 
-namespace torchrec_hkv::bindings {
+namespace torchrec_hkv::bindings::cuda_ops {
 namespace {
 
 namespace kernels = tensor_train::cuda;
@@ -357,6 +357,6 @@ TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
   m.impl("tt_weights_gradient", &tt_weights_gradient);
 }
 
-}  // namespace torchrec_hkv::bindings
+}  // namespace torchrec_hkv::bindings::cuda_ops
 
 #endif

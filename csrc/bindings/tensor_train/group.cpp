@@ -3,9 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <limits>
-#include <mutex>
-#include <unordered_map>
 
+#include "bindings/registry.h"
 #include "bindings/tensor_train/module.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -16,17 +15,6 @@ namespace py = pybind11;
 
 namespace torchrec_hkv::bindings {
 namespace {
-
-struct Registry {
-  std::mutex mutex;
-  int64_t next = 1;
-  std::unordered_map<int64_t, std::weak_ptr<TensorTrainGroup>> groups;
-};
-
-Registry& registry() {
-  static auto* const all = new Registry;  // never destroyed: groups may outlive static objects
-  return *all;
-}
 
 tensor_train::TableCpu table_of(const TensorTrainShape& shape) {
   const size_t cores = shape.p.size();
@@ -93,10 +81,7 @@ std::shared_ptr<TensorTrainGroup> TensorTrainGroup::make(std::vector<TensorTrain
     group->feature_tables_.push_back(static_cast<int32_t>(table));
     group->total_dim_ += group->tables_[table].dim();
   }
-  Registry& all = registry();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  group->handle_ = all.next++;
-  all.groups[group->handle_] = group;
+  group->handle_ = Registry<TensorTrainGroup>::instance().add(group);
   return group;
 }
 
@@ -112,20 +97,10 @@ int64_t TensorTrainGroup::outside([[maybe_unused]] c10::Device device) {
   return 0;
 }
 
-TensorTrainGroup::~TensorTrainGroup() {
-  Registry& all = registry();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  all.groups.erase(handle_);
-}
+TensorTrainGroup::~TensorTrainGroup() { Registry<TensorTrainGroup>::instance().remove(handle_); }
 
 std::shared_ptr<TensorTrainGroup> TensorTrainGroup::from_handle(int64_t handle) {
-  std::shared_ptr<TensorTrainGroup> group;
-  {
-    Registry& all = registry();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.groups.find(handle);
-    if (found != all.groups.end()) group = found->second.lock();
-  }
+  std::shared_ptr<TensorTrainGroup> group = Registry<TensorTrainGroup>::instance().find(handle);
   TORCH_CHECK_VALUE(group != nullptr, "no group of Tensor-Train tables has the handle ", handle,
                     "; it may have been deleted.");
   return group;

@@ -243,8 +243,9 @@ __global__ void __launch_bounds__(kMiniatures* kWarp)
         const uint32_t tag = __shfl_sync(kAllLanes, it.tag, __ffs(static_cast<int>(left)) - 1);
         const bool mine = of_set && it.tag == tag;
         left &= ~__ballot_sync(kAllLanes, mine);
-        see(tag, saturated_sum(kAllLanes, mine ? it.given : 0),
-            __reduce_add_sync(kAllLanes, mine ? it.positions() : 0u));
+        const uint32_t given = saturated_sum(kAllLanes, mine ? it.given : 0);
+        const uint32_t positions = __reduce_add_sync(kAllLanes, mine ? it.positions() : 0u);
+        see(tag, given, positions);
       }
     }
   };
