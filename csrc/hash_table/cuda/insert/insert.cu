@@ -40,11 +40,13 @@ constexpr int kInsertBlocks = 4;
 
 // One block: the clock goes on, counts age, and the flags are cleared. Lookups are known without
 // looking; where insertions are not counted in their order, they are counted here, beside the find.
+// sampled: the numbers of ids that miniatures see, which are cleared.
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(Clock* clock, const __grid_constant__ Tick tick, const Missing missing,
                  const TableView* __restrict__ tables, const Batch batch, bool counts,
-                 int32_t aged_tables) {
+                 int32_t aged_tables, uint32_t* sampled, size_t sampled_bytes) {
   let_next_kernel_start();  // it may read all but the clock, the flags and what ages
+  for (size_t i = threadIdx.x; i < sampled_bytes / sizeof(uint32_t); i += kThreads) sampled[i] = 0;
   if (aged_tables > 0) {
     const uint32_t now = next_step(clock->now, tick);
     for (int32_t t = threadIdx.x; t < aged_tables; t += kThreads) {
@@ -285,9 +287,11 @@ bool notes_places(const Placement& placement) {
 // Where parts of the scratch begin, behind what Missing says.
 struct ScratchLayout {
   size_t admission;
-  size_t order;   // of an insertion in the order of the batch
-  size_t placed;  // which positions' ids were placed for them
-  size_t moves;   // of rows that come into frames
+  size_t order;    // of an insertion in the order of the batch
+  size_t placed;   // which positions' ids were placed for them
+  size_t moves;    // of rows that come into frames
+  size_t sampled;  // numbers of ids that miniatures see
+  size_t sampled_bytes;
   size_t bytes;
 
   ScratchLayout(int64_t num_ids, const Placement& placement, bool scored) {
@@ -305,6 +309,9 @@ struct ScratchLayout {
     bytes = moves + aligned(settle_scratch(num_ids, placement.moving));
     // Which come last, when nothing else needs the scratch any more.
     if (placement.simulates) bytes = std::max(bytes, miniature_scratch(num_ids));
+    sampled = aligned(bytes);
+    sampled_bytes = placement.simulates ? miniature_number_bytes(INT32_MAX) : 0;
+    bytes = sampled + sampled_bytes;
   }
 };
 
@@ -336,8 +343,11 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     missing.placed = reinterpret_cast<bool*>(memory + layout.placed);
     HKV_CUDA_CHECK(cudaMemsetAsync(missing.placed, 0, batch.num_ids * sizeof(bool), stream));
   }
-  begin_kernel<<<1, kThreads, 0, stream>>>(clock, tick, missing, tables, batch, !placement.ordered,
-                                           aging.ages_counts ? aging.num_tables : 0);
+  auto* const sampled = reinterpret_cast<uint32_t*>(memory + layout.sampled);
+  begin_kernel<<<1, kThreads, 0, stream>>>(
+      clock, tick, missing, tables, batch, !placement.ordered,
+      aging.ages_counts ? aging.num_tables : 0, sampled,
+      placement.simulates ? miniature_number_bytes(aging.num_tables) : 0);
   HKV_CUDA_CHECK_LAUNCH();
   age(tables, aging, visit, stream);
   const unsigned grid = grid_for(batch.num_ids);
@@ -392,7 +402,9 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     settle_rows(tables, batch, visit, placement.rows, slots, missing.placed, missing.number,
                 placement.moving, memory + layout.moves, stream);
   }
-  if (placement.simulates) simulate(tables, aging.num_tables, batch, visit, scratch, stream);
+  if (placement.simulates) {
+    simulate(tables, aging.num_tables, batch, visit, scratch, sampled, stream);
+  }
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,93 +1,23 @@
-// A first kernel lists the ids that are in the sample, those of each table together; a warp lists
-// an id once, since a hot one may be most of the batch. In a second kernel a warp has one set of
-// one miniature, two entries a lane, and goes through its table's list for the set's ids; equal ids
-// among 32 neighbours count at once. The order of a list is any, and does not matter.
+// Miniatures on the GPU. A first kernel lists the ids that are in the sample, those of each table
+// together (miniature_lists.cuh). In a second one a block has a set of each miniature, a warp one
+// of these, two entries a lane. The block goes through its table's list for the set's ids, and each
+// warp sees them; equal ids among 32 count at once. The order of a list is any, and does not
+// matter.
 #include <algorithm>
 
+#include "common/chain.cuh"
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/insert/lane_feature.cuh"
+#include "hash_table/cuda/insert/miniature_lists.cuh"
 #include "hash_table/cuda/insert/miniatures.cuh"
-#include "hash_table/cuda/insert/missing.cuh"
 #include "hash_table/miniature_use.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 constexpr int kEntries = kMiniatureWays / kWarp;  // of a lane
-constexpr int kMostTables = 4096;  // of a group; later ones keep the c they begin with
-
-// Where a table's part of the list begins: it has room for all lookups of the table.
-__device__ __forceinline__ int64_t begin_of(const Batch& batch, int32_t table) {
-  int64_t begin = 0;
-  for (int32_t f = 0; f < batch.num_features; ++f) {
-    if (batch.feature_tables[f] >= table) continue;
-    begin += max(batch.feature_start(f + 1) - batch.feature_start(f), int64_t{0});
-  }
-  return begin;
-}
-
-// The sum of what the lanes in `lanes` give; the highest number where it is more. These lanes call
-// it together.
-__device__ __forceinline__ uint32_t saturated_sum(unsigned lanes, uint32_t given) {
-  const uint64_t low = __reduce_add_sync(lanes, given & 0xffffu);
-  const uint64_t high = __reduce_add_sync(lanes, given >> 16);
-  const uint64_t sum = (high << 16) + low;
-  return sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
-}
-
-// An entry of a list: an id, and how many positions of a warp have it.
-struct Listed {
-  static constexpr int kWhereBits = 27;
-  static_assert(kMostTables * kMostMiniatureSets <= 1 << kWhereBits && kWarp <= 1 << 5);
-  uint32_t where_and_positions;  // the positions, less one, in the highest bits
-  uint32_t tag;
-  uint32_t given;  // by all of them
-
-  __device__ __forceinline__ Listed(const SampledId& id, int positions)
-      : where_and_positions(id.where | static_cast<uint32_t>(positions - 1) << kWhereBits),
-        tag(id.tag),
-        given(id.given) {}
-  __device__ __forceinline__ uint32_t where() const {
-    return where_and_positions & ((1u << kWhereBits) - 1);
-  }
-  __device__ __forceinline__ uint32_t positions() const {
-    return (where_and_positions >> kWhereBits) + 1;
-  }
-};
-
-// numbers: [tables], zeros before. Positions of a warp with one id are one entry of a list.
-__global__ void __launch_bounds__(kThreads)
-    sample_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                  Listed* __restrict__ list, uint32_t* __restrict__ numbers) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int32_t feature = feature_of_lane(batch, at);
-  int32_t t = 0;
-  SampledId id{};
-  bool sampled = false;
-  if (at < batch.num_ids) {
-    t = batch.feature_tables[feature];
-    sampled = t < kMostTables && miniatures_look_on(tables[t]) &&
-              tables[t].miniatures.sample(batch.ids[at], visit.given(at), t, &id);
-  }
-  const unsigned all = __ballot_sync(kAllLanes, sampled);
-  if (!sampled) return;
-  const unsigned equal =
-      __match_any_sync(all, static_cast<unsigned long long>(id.where) << 32 | id.tag);
-  id.given = saturated_sum(equal, id.given);
-  const int lane = threadIdx.x % kWarp;
-  const bool leads = __ffs(static_cast<int>(equal)) - 1 == lane;
-  const unsigned leaders = __ballot_sync(all, leads);
-  if (!leads) return;
-  const unsigned peers = __match_any_sync(leaders, t);  // one entry each
-  const int first = __ffs(static_cast<int>(peers)) - 1;
-  int64_t to = 0;
-  if (lane == first) {
-    to = begin_of(batch, t) + atomicAdd(&numbers[t], static_cast<uint32_t>(__popc(peers)));
-  }
-  to = __shfl_sync(peers, to, first) + __popc(peers & ((1u << lane) - 1));
-  if (to < batch.num_ids) list[to] = Listed(id, __popc(equal));  // wrong offsets may say otherwise
-}
+constexpr int kSimulators = kMiniatures * kWarp;  // threads of a block
+constexpr uint32_t kPart = 8 * kSimulators;       // of a list, that a block looks at together
 
 // The order in which entries leave.
 struct Leaving {
@@ -209,9 +139,13 @@ struct MiniatureSet {
 };
 
 // A block a set, a warp a miniature.
-__global__ void __launch_bounds__(kMiniatures* kWarp)
+__global__ void __launch_bounds__(kSimulators)
     simulate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                     const Listed* __restrict__ lists, const uint32_t* __restrict__ numbers) {
+  // Of a part of the list, the entries that are the set's.
+  __shared__ Listed found[kPart];
+  __shared__ uint32_t number_found;
+  wait_for_kernel_before();
   const auto t = static_cast<int32_t>(blockIdx.y);
   const int64_t begin = numbers[t] == 0 ? 0 : begin_of(batch, t);
   const auto n = static_cast<uint32_t>(
@@ -234,29 +168,52 @@ __global__ void __launch_bounds__(kMiniatures* kWarp)
     set.fresh[e] = false;
   }
   const uint32_t where = static_cast<uint32_t>(t) * kMostMiniatureSets + blockIdx.x;
-  const auto for_each = [&](const auto& see) {
-    for (uint32_t base = 0; base < n; base += kWarp) {
-      const Listed it = list[min(base + lane, n - 1)];
-      const bool of_set = base + lane < n && it.where() == where;
-      unsigned left = __ballot_sync(kAllLanes, of_set);
+  // All threads of the block.
+  const auto look = [&](uint32_t from) {
+    __syncthreads();
+    if (threadIdx.x == 0) number_found = 0;
+    __syncthreads();
+    const uint32_t end = min(n, from + kPart);
+#pragma unroll 4
+    for (uint32_t i = from + threadIdx.x; i < end; i += kSimulators) {
+      const Listed it = list[i];
+      if (it.where() == where) found[atomicAdd(&number_found, 1u)] = it;
+    }
+    __syncthreads();
+  };
+  const auto for_each_found = [&](const auto& see) {
+    const uint32_t number = number_found;
+    for (uint32_t base = 0; base < number; base += kWarp) {
+      const bool is_one = base + lane < number;
+      const Listed it = found[is_one ? base + lane : base];
+      unsigned left = __ballot_sync(kAllLanes, is_one);
       while (left != 0) {
         const uint32_t tag = __shfl_sync(kAllLanes, it.tag, __ffs(static_cast<int>(left)) - 1);
-        const bool mine = of_set && it.tag == tag;
+        const bool mine = is_one && it.tag == tag;
         left &= ~__ballot_sync(kAllLanes, mine);
-        const uint32_t given = saturated_sum(kAllLanes, mine ? it.given : 0);
+        const uint32_t given = saturated_sum(kAllLanes, mine ? it.given : 0u);
         const uint32_t positions = __reduce_add_sync(kAllLanes, mine ? it.positions() : 0u);
         see(tag, given, positions);
       }
     }
   };
   uint32_t lookups = 0, missing = 0;
-  for_each([&](uint32_t tag, uint32_t given, uint32_t positions) {
-    lookups += positions;
-    missing += set.count(tag, given, positions, /*came=*/false) ? 0 : 1;
-  });
-  if (lookups == 0) return;
-  if (missing != 0) {
-    for_each([&](uint32_t tag, uint32_t given, uint32_t) { set.place_missing(tag, given); });
+  for (uint32_t from = 0; from < n; from += kPart) {
+    look(from);
+    for_each_found([&](uint32_t tag, uint32_t given, uint32_t positions) {
+      lookups += positions;
+      missing += set.count(tag, given, positions, /*came=*/false) ? 0 : 1;
+    });
+  }
+  if (lookups == 0) return;  // for all warps alike
+  const auto place = [&](uint32_t tag, uint32_t given, uint32_t) { set.place_missing(tag, given); };
+  if (n <= kPart) {
+    if (missing != 0) for_each_found(place);
+  } else if (__syncthreads_or(missing != 0)) {
+    for (uint32_t from = 0; from < n; from += kPart) {
+      look(from);
+      if (missing != 0) for_each_found(place);
+    }
   }
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
@@ -276,26 +233,22 @@ __global__ void __launch_bounds__(kMiniatures* kWarp)
   add(&miniatures.tally->evicted, evicted);
 }
 
-constexpr size_t kNumberBytes = kMostTables * sizeof(uint32_t);
-
 }  // namespace
 
-size_t miniature_scratch(int64_t num_ids) {
-  return kNumberBytes + static_cast<size_t>(num_ids) * sizeof(Listed);
+size_t miniature_scratch(int64_t num_ids) { return static_cast<size_t>(num_ids) * sizeof(Listed); }
+
+size_t miniature_number_bytes(int32_t num_tables) {
+  return std::min(num_tables, kMostTables) * sizeof(uint32_t);
 }
 
 void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
-              void* scratch, cudaStream_t stream) {
-  auto* const numbers = static_cast<uint32_t*>(scratch);
-  const int counted = std::min(num_tables, kMostTables);
-  auto* const list = reinterpret_cast<Listed*>(static_cast<char*>(scratch) + kNumberBytes);
-  HKV_CUDA_CHECK(cudaMemsetAsync(numbers, 0, counted * sizeof(uint32_t), stream));
-  sample_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, list,
-                                                                  numbers);
-  HKV_CUDA_CHECK_LAUNCH();
-  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(counted));
-  simulate_kernel<<<grid, kMiniatures * kWarp, 0, stream>>>(tables, batch, visit, list, numbers);
-  HKV_CUDA_CHECK_LAUNCH();
+              void* scratch, uint32_t* numbers, cudaStream_t stream) {
+  auto* const list = static_cast<Listed*>(scratch);
+  const int64_t of_block = int64_t{kSampleRounds} * kThreads;
+  const auto blocks = static_cast<unsigned>((batch.num_ids + of_block - 1) / of_block);
+  launch_chained(sample_kernel, blocks, kThreads, stream, tables, batch, visit, list, numbers);
+  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(std::min(num_tables, kMostTables)));
+  launch_chained(simulate_kernel, {grid, kSimulators}, stream, tables, batch, visit, list, numbers);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

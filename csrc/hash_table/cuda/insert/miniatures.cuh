@@ -10,11 +10,12 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Bytes of scratch that simulate needs for a batch.
+// Bytes of scratch that simulate needs for a batch, and of `numbers`.
 size_t miniature_scratch(int64_t num_ids);
+size_t miniature_number_bytes(int32_t num_tables);
 
-// Has the miniatures of the tables see a call's ids.
+// Has the miniatures of the tables see a call's ids. numbers: zeros before; not a part of scratch.
 void simulate(const TableView* tables, int32_t num_tables, const Batch& batch, const Visit& visit,
-              void* scratch, cudaStream_t stream);
+              void* scratch, uint32_t* numbers, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda
