@@ -63,9 +63,10 @@ def bindings() -> list[str]:
     folder = Path("build", "bindings")
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     made = []
-    for number, sources in enumerate(filter(None, shared), 1):
+    for number, part in enumerate(filter(None, shared), 1):
         path = folder / f"bindings_{number}.cpp"
-        text = "".join(f'#include "{source.relative_to("csrc").as_posix()}"\n' for source in sources)
+        names = [source.relative_to("csrc").as_posix() for source in part]
+        text = "".join(f'#include "{name}"\n' for name in names)
         # A file that says the same keeps its time, so that it is not compiled again.
         if not (ROOT / path).exists() or (ROOT / path).read_text() != text:
             (ROOT / path).write_text(text)

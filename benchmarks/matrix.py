@@ -50,6 +50,7 @@ from torchrec_hkv.hash_table import TableGroup, TableSpec, Uniform
 LEARNING_RATE = 0.01
 LOAD = 0.8
 STEPS = 20
+EVICTING_BATCHES = 24
 ROUNDS = 3
 #: What a row measures anew is replaced in a file.
 KEYS = ("section", "dims", "skew", "batch", "bag", "dtype", "policy", "optimizer", "reduction")
@@ -151,7 +152,7 @@ def milliseconds(step: Callable[[int], object]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """What both sides are given: four batches, which the steps take in turn."""
+    """What both sides are given: batches, which the steps take in turn."""
 
     numbers: list[Tensor]
     ids: list[Tensor]
@@ -159,10 +160,17 @@ class Batches:
     weights: Tensor | None
     grad: Tensor
 
+    @property
+    def number(self) -> int:
+        """Of the batches."""
+        return len(self.numbers)
+
     @staticmethod
     def of(cell: Cell, device: torch.device) -> Batches:
         """Those of a cell."""
-        numbers = [draw(cell, cell.rows, device) for _ in range(4)]
+        # Of fewer batches, tables that evict would soon hold all ids.
+        number = 4 if cell.room == 1 else EVICTING_BATCHES
+        numbers = [draw(cell, cell.rows, device) for _ in range(number)]
         weights = torch.rand(len(numbers[0]), device=device)
         return Batches(
             numbers,
@@ -187,14 +195,18 @@ def measure_cell(
     if with_stock:
         stock = make_fbgemm(cell, device)
         times["fbgemm_ms"] = milliseconds(
-            lambda at: stock(batches.numbers[at % 4], offsets, weights).backward(grad)
+            lambda at: stock(batches.numbers[at % batches.number], offsets, weights).backward(grad)
         )
         del stock
     tables = HashTables(cell, device)
     times["hkv_ms"] = milliseconds(
-        lambda at: tables.forward(batches.ids[at % 4], offsets, weights).backward(grad)
+        lambda at: tables.forward(batches.ids[at % batches.number], offsets, weights).backward(grad)
     )
-    times["find_ms"] = milliseconds(lambda at: tables.find(batches.ids[at % 4], offsets))
+    times["find_ms"] = milliseconds(
+        lambda at: tables.find(batches.ids[at % batches.number], offsets)
+    )
+    if cell.room < 1 and not all(table["evicted"] for table in tables.group.counters()):
+        raise RuntimeError("a table that should evict has evicted nothing.")
     times["ratio"] = times["hkv_ms"] / times["fbgemm_ms"] if times["fbgemm_ms"] else None
     times["find_ratio"] = None
     if cell.policy != "lru":
@@ -219,7 +231,7 @@ def _measure_on_cpu(cell: Cell, batches: Batches, with_stock: bool) -> dict[str,
             # Forward and backward take turns with the other side's as in a model, and each step
             # begins with what another one has left in the caches.
             clocks = [(time.perf_counter(), time.process_time())]
-            output = sides[side](turn % 4)
+            output = sides[side](turn % batches.number)
             clocks.append((time.perf_counter(), time.process_time()))
             output.backward(batches.grad)
             clocks.append((time.perf_counter(), time.process_time()))
@@ -236,7 +248,9 @@ def _measure_on_cpu(cell: Cell, batches: Batches, with_stock: bool) -> dict[str,
         for side in ("fbgemm", "hkv")
     }
     times |= {name: min(its) for name, its in samples.items()}
-    times["find_ms"] = steps_ms(lambda at: tables.find(batches.ids[at % 4], offsets), 4, device)
+    times["find_ms"] = steps_ms(
+        lambda at: tables.find(batches.ids[at % batches.number], offsets), 4, device
+    )
     for name, unit in (("ratio", "ms"), ("cpu_ratio", "cpu_ms")):
         theirs = times[f"fbgemm_{unit}"]
         times[name] = times[f"hkv_{unit}"] / theirs if theirs else None
@@ -245,7 +259,7 @@ def _measure_on_cpu(cell: Cell, batches: Batches, with_stock: bool) -> dict[str,
 
 def _lru_find(cell: Cell, ids: Sequence[Tensor], offsets: Tensor, device: torch.device) -> float:
     tables = HashTables(dataclasses.replace(cell, policy="lru"), device)
-    return milliseconds(lambda at: tables.find(ids[at % 4], offsets))
+    return milliseconds(lambda at: tables.find(ids[at % len(ids)], offsets))
 
 
 def _shown(dims: Sequence[int]) -> str:
