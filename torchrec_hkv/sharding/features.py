@@ -8,13 +8,19 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_hkv.sharding.scores import ScoreWire
+
 _ID_DTYPES: frozenset[torch.dtype] = frozenset(
     {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
 
 def prepare_features(
-    features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig], *, is_weighted: bool
+    features: KeyedJaggedTensor,
+    configs: Sequence[BaseEmbeddingConfig],
+    *,
+    is_weighted: bool,
+    score_wire: ScoreWire | None = None,
 ) -> KeyedJaggedTensor:
     """Checks a batch on the rank that got it, and widens its ids.
 
@@ -22,10 +28,12 @@ def prepare_features(
         features: ids of any integer dtype up to int64; weights of any float dtype.
         configs: of the collection's tables.
         is_weighted: whether the collection is.
+        score_wire: of a batch that is sent with scores.
 
     Returns:
         The same bags, with int64 ids and, in a weighted collection, float32 weights; the object
         itself where it is so already. Weights of a collection that is not weighted are dropped.
+        With scores, weights are what :meth:`ScoreWire.attach` says.
 
     Raises:
         ValueError: ids of another dtype, a missing feature, missing weights, or batch sizes that
@@ -58,6 +66,15 @@ def prepare_features(
             + ": it must have weights of a float dtype."
         )
     wanted_weights = weights.float() if is_weighted else None
+    if score_wire is not None:
+        if score_wire.needs_weights and (weights is None or not weights.is_floating_point()):
+            raise ValueError(
+                f"Tables {[t.name for t in score_wire.tables if not t.score_features]} take scores "
+                "from weights, and the batch has "
+                + ("none" if weights is None else f"weights of dtype {weights.dtype}")
+                + ": training needs weights of a float dtype."
+            )
+        wanted_weights = score_wire.attach(features)
     if values.dtype == torch.int64 and wanted_weights is weights:
         return features
     return KeyedJaggedTensor(
