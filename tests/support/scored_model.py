@@ -64,6 +64,19 @@ class Case:
         return self.kind in ("bags", "weighted")
 
 
+@torch.fx.wrap
+def rows_of(out) -> dict[str, torch.Tensor]:
+    """What a collection gives, by feature. Train pipelines trace what calls it."""
+    rows = {key: out[key] for key in out.keys()}  # noqa: SIM118
+    return {k: v.values() if isinstance(v, JaggedTensor) else v for k, v in rows.items()}
+
+
+@torch.fx.wrap
+def total(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sum of all rows, likewise."""
+    return sum(part.sum() for part in rows.values())
+
+
 class Model(nn.Module):
     """A collection under the name ``over``."""
 
@@ -73,9 +86,20 @@ class Model(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """By feature, pooled rows or rows."""
-        out = self.over(features)
-        rows = {key: out[key] for key in out.keys()}  # noqa: SIM118
-        return {k: v.values() if isinstance(v, JaggedTensor) else v for k, v in rows.items()}
+        return rows_of(self.over(features))
+
+
+class WithLoss(nn.Module):
+    """As pipelines want it."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of all rows, twice."""
+        loss = total(self.model(features))
+        return loss, loss
 
 
 def unsharded(case: Case) -> Model:

@@ -87,7 +87,11 @@ class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbe
                     "EmbeddingCollection sends ids alone: give all features the same batch size."
                 )
             features = prepare_features(
-                features, self._embedding_configs, is_weighted=False, score_wire=wire
+                features,
+                self._embedding_configs,
+                is_weighted=False,
+                score_wire=self._score_wire,
+                is_training=self.training,
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)

@@ -107,7 +107,8 @@ class BackendEmbeddingBagCollection(
                 features,
                 self._embedding_bag_configs,
                 is_weighted=self._is_weighted,
-                score_wire=self._score_wire if self.training else None,
+                score_wire=self._score_wire,
+                is_training=self.training,
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)

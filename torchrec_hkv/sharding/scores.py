@@ -19,6 +19,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BaseBatchedEmbedding,
     BaseBatchedEmbeddingBag,
 )
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.backends.specs import BackendOptions
@@ -118,6 +119,25 @@ class ScoreWire:
             self._check_range(scores)
         narrow = scores.clamp(_INT32.min, _INT32.max).int()
         return torch.stack([weights.float().view(torch.int32), narrow], 1).view(torch.float64)[:, 0]
+
+    def without_scores(
+        self, features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]
+    ) -> KeyedJaggedTensor:
+        """A batch without the features that have scores alone: so that TorchRec, which keeps the
+        order of the first batch's features, sees the same in evaluations without them.
+
+        Args:
+            features: of the batch.
+            configs: of all tables of the collection.
+        """
+        looked_up = {feature for config in configs for feature in config.feature_names}
+        scores = {feature for table in self.tables for feature in table.score_features}
+        kept = [i for i, key in enumerate(features.keys()) if key not in scores - looked_up]
+        if len(kept) == len(features.keys()):
+            return features
+        others = features.permute(kept)
+        others._inverse_indices = features.inverse_indices_or_none()
+        return others
 
     def _check_range(self, scores: Tensor) -> None:
         lowest, highest = scores.aminmax()
