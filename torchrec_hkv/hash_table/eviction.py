@@ -35,6 +35,10 @@ class AgedLFU:
 
 EvictionPolicy = Literal["lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized"] | AgedLFU
 
+#: The policies that are strings, and those of them that know epochs.
+POLICIES = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
+EPOCH_POLICIES = ("epoch_lru", "epoch_lfu")
+
 #: As files name the policies, and as kernels do.
 KINDS = {
     "lru": _C.Eviction.LRU,

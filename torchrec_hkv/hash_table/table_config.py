@@ -6,7 +6,7 @@ import torch
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.admission import admission_config
-from torchrec_hkv.hash_table.eviction import KINDS, AgedLFU, check_eviction, name_of
+from torchrec_hkv.hash_table.eviction import KINDS, POLICIES, AgedLFU, check_eviction, name_of
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.spec_checks import (
@@ -18,7 +18,6 @@ from torchrec_hkv.hash_table.spec_checks import (
 from torchrec_hkv.hash_table.table_memory import hbm_share_for, table_memory
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-_NAMED = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -51,7 +50,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
     Raises:
         ValueError: the spec is impossible; the sentence names the table.
     """
-    check_eviction(f"table '{spec.name}'", spec.eviction, _NAMED)
+    check_eviction(f"table '{spec.name}'", spec.eviction, POLICIES)
     if spec.dtype not in _ROW_TYPES:
         raise ValueError(
             f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "

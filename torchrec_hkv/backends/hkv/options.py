@@ -9,15 +9,13 @@ import torch
 
 from torchrec_hkv.backends.specs import BackendOptions, ScoreSource
 from torchrec_hkv.hash_table import Admission, EvictionPolicy, Initializer
-from torchrec_hkv.hash_table.eviction import check_eviction
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, POLICIES, check_eviction
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
     check_flag,
     check_remember_evicted,
 )
 
-_EVICTIONS = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
-_EPOCHS = ("epoch_lru", "epoch_lfu")
 #: Of rows, and of outputs.
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -108,7 +106,7 @@ class HKVOptions(BackendOptions):
     score_from: Literal["weights"] | None = None
 
     def __post_init__(self) -> None:
-        check_eviction("HKVOptions", self.eviction, _EVICTIONS)
+        check_eviction("HKVOptions", self.eviction, POLICIES)
         self._check_scores()
         if self.hbm_bytes not in (None, "index") and not (
             _is_int(self.hbm_bytes) and 0 < self.hbm_bytes < 1 << 63
@@ -197,7 +195,7 @@ class HKVOptions(BackendOptions):
 
     @property
     def has_epochs(self) -> bool:
-        return self.eviction in _EPOCHS
+        return self.eviction in EPOCH_POLICIES
 
     def rows_for(self, num_embeddings: int) -> int:
         return num_embeddings if self.capacity is None else self.capacity

@@ -12,6 +12,7 @@ from torchrec_hkv.backends.hkv.dense import DenseRows
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
 from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.ops import owner_rank
@@ -121,7 +122,7 @@ def _first_score(group: TableGroup, table: int) -> int:
     eviction = group.tables[table].eviction
     if eviction == "customized":
         return 0
-    if eviction not in ("epoch_lru", "epoch_lfu"):
+    if eviction not in EPOCH_POLICIES:
         return 1
     bits = group.epoch << 32 | (group.clock if eviction == "epoch_lru" else 1)
     return bits - (1 << 64) if bits >> 63 else bits
