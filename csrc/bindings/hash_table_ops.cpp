@@ -318,6 +318,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
 #endif
   placement.keeps_scores = group.shape().keeps_scores;
   placement.remembers = group.remembers_evicted();
+  placement.restores = group.restores_counts();
   placement.simulates = group.simulates();
   placement.ordered = group.deterministic();
   // What makes room and what takes it are one, as other threads see it.

@@ -179,6 +179,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   placement.moving = group.moving_rows();
   placement.keeps_scores = group.shape().keeps_scores;
   placement.remembers = group.remembers_evicted();
+  placement.restores = group.restores_counts();
   placement.simulates = group.simulates();
   placement.ordered = deterministic;
   if (leavers) {

@@ -96,6 +96,11 @@ def keeps_scores(eviction: EvictionPolicy | str) -> bool:
     return eviction != "lru"
 
 
+def sums_scores(eviction: EvictionPolicy | str) -> bool:
+    """Whether the score of an id has its lookups, added up."""
+    return name_of(eviction) in ("lfu", "aged_lfu", "epoch_lfu")  # type: ignore[arg-type]
+
+
 def reads_files_of(own: str, saved: str) -> bool:
     """Whether a table of one policy loads what a table of another has saved.
 

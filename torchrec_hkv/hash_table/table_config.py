@@ -14,6 +14,7 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_flag,
     check_integer,
     check_remember_evicted,
+    check_restore_counts,
 )
 from torchrec_hkv.hash_table.table_memory import hbm_share_for, table_memory
 from torchrec_hkv.hash_table.table_spec import TableSpec
@@ -60,6 +61,9 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
     check_flag(f"table '{spec.name}'", "strict", spec.strict)
     check_flag(f"table '{spec.name}'", "deterministic", spec.deterministic)
     check_remember_evicted(f"table '{spec.name}'", spec.remember_evicted)
+    check_restore_counts(
+        f"table '{spec.name}'", spec.restore_counts, spec.remember_evicted, spec.eviction
+    )
     try:
         admission = admission_config(spec.admission)
     except ValueError as error:
@@ -73,6 +77,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         spec.admission,
         spec.initial_capacity,
         spec.remember_evicted,
+        spec.restore_counts,
     )
     if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
         raise ValueError(
@@ -98,6 +103,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         admission=admission,
         expire_after=spec.expire_after or 0,
         remember_evicted=spec.remember_evicted or 0,
+        restore_counts=spec.restore_counts,
         deterministic=spec.deterministic,
         **op_arguments(spec.initializer),
     )

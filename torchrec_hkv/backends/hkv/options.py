@@ -14,6 +14,7 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
     check_flag,
     check_remember_evicted,
+    check_restore_counts,
 )
 
 #: Of rows, and of outputs.
@@ -80,6 +81,11 @@ class HKVOptions(BackendOptions):
             keep and evict the same rows; a training step takes a little longer
             (``docs/hash_table_order.md``). All tables of the same lookup then do so. False: only
             while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
+        restore_counts: an id that comes back while its rank remembers it (``remember_evicted``)
+            gets half of its count back, up to 65,535, under ``"lfu"``, ``"adaptive"``,
+            ``"epoch_lfu"`` and an ``AgedLFU``. It takes 4 bytes for each id of
+            ``remember_evicted`` in place of 2; on GPUs the tables of its lookups are deterministic
+            then.
         score_feature: for ``"customized"``: a feature of the same KeyedJaggedTensor whose values
             are the scores, any int64; its bags must be as long as those of the table's feature. A
             tuple where the table has several features: one for each, in their order. In a weighted
@@ -102,6 +108,7 @@ class HKVOptions(BackendOptions):
     capacity: int | None = None
     row_dtype: torch.dtype | None = None
     deterministic: bool = False
+    restore_counts: bool = False
     score_feature: str | tuple[str, ...] | None = None
     score_from: Literal["weights"] | None = None
 
@@ -133,6 +140,9 @@ class HKVOptions(BackendOptions):
         check_flag("HKVOptions", "strict", self.strict)
         check_flag("HKVOptions", "deterministic", self.deterministic)
         check_remember_evicted("HKVOptions", self.remember_evicted)
+        check_restore_counts(
+            "HKVOptions", self.restore_counts, self.remember_evicted, self.eviction
+        )
         initial = self.initial_capacity
         if initial is not None and not (_is_int(initial) and 0 < initial < 1 << 63):
             raise ValueError(
