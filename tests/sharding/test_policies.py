@@ -19,7 +19,7 @@ from tests.support.scored_model import (
 from torchrec_hkv import get_default_sharders, get_epoch, set_epoch
 from torchrec_hkv.sharding import BackendEmbeddingCollectionSharder, table_counters
 
-ALL = ("c", "w", "el", "ef", "lru", "s")
+ALL = ("c", "w", "el", "ef", "lru", "lf", "s")
 STEPS = 12
 
 pytestmark = pytest.mark.compat

@@ -29,13 +29,22 @@ from torchrec_hkv.hash_table.ops import owner_rank
 DIM, BATCH, RATE, START = 8, 6, 0.125, 0.5
 
 #: Feature, options and number of ids by table; ``s`` is a stock table.
-FEATURES = {"c": ["f", "f2"], "w": ["g"], "el": ["h"], "ef": ["k"], "lru": ["m"], "s": ["s"]}
+FEATURES = {
+    "c": ["f", "f2"],
+    "w": ["g"],
+    "el": ["h"],
+    "ef": ["k"],
+    "lru": ["m"],
+    "lf": ["n"],
+    "s": ["s"],
+}
 OPTIONS = {
     "c": {"eviction": "customized", "score_feature": ("f_score", "f2_score")},
     "w": {"eviction": "customized", "score_from": "weights"},
     "el": {"eviction": "epoch_lru"},
     "ef": {"eviction": "epoch_lfu"},
     "lru": {"eviction": "lru"},
+    "lf": {"eviction": "lfu", "remember_evicted": 1 << 22, "restore_counts": True},
 }
 SCORES = {"f": "f_score", "f2": "f2_score"}
 NUM_IDS = 500
@@ -205,6 +214,7 @@ class Shard:
         self.slots = buckets * bucket_slots
         self.entries: dict[int, list] = {}
         self.evicted = 0
+        self.halves: dict[int, int] = {}  # of counts of ids that have left
 
     def _scored(self, old: int | None, given: int, step: int, epoch: int) -> int:
         if self.name in ("c", "w"):
@@ -213,6 +223,8 @@ class Shard:
             return epoch << 32 | step
         if self.name == "ef":
             return epoch << 32 | ((0 if old is None else old & 0xFFFFFFFF) + 1)
+        if self.name == "lf":
+            return (old or 0) + 1
         return step
 
     def look_up(self, ids: list[tuple[int, int]], step: int, epoch: int, kept: set[int]) -> None:
@@ -220,7 +232,7 @@ class Shard:
 
         Among ids that may leave alike, those leave that are not in ``kept``.
         """
-        missing = []
+        missing, gone = [], {}
         for id_, given in ids:
             if id_ in self.entries:
                 entry = self.entries[id_]
@@ -234,9 +246,13 @@ class Shard:
                 continue
             if len(self.entries) == self.slots:
                 old = [i for i, entry in self.entries.items() if entry[2] < step]
-                del self.entries[min(old, key=lambda i: (*self.entries[i][1:], i in kept))]
+                lowest = min(old, key=lambda i: (*self.entries[i][1:], i in kept))
+                gone[lowest] = self.entries.pop(lowest)[1] // 2
                 self.evicted += 1
             self.entries[id_] = [START, self._scored(None, given, step, epoch), step]
+            if self.name == "lf":
+                self.entries[id_][1] += self.halves.get(id_, 0)
+        self.halves |= gone
         for id_, given in ids if self.name in ("c", "w") else ():
             self.entries[id_][1] = given  # the last
 
