@@ -32,7 +32,12 @@ from torchrec_hkv.nn import (
     TTEmbeddingBag,
 )
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec_hkv.sharding import accumulate_gradients, get_default_sharders
+from torchrec_hkv.sharding import (
+    accumulate_gradients,
+    get_default_sharders,
+    get_epoch,
+    set_epoch,
+)
 
 register_backend(HKVBackend())
 register_backend(TTBackend())
@@ -56,5 +61,7 @@ __all__ = [
     "accumulate_gradients",
     "checkpoint",
     "get_default_sharders",
+    "get_epoch",
     "register_backend",
+    "set_epoch",
 ]

@@ -196,14 +196,15 @@ struct TrainLookup : torch::autograd::Function<TrainLookup> {
                           const std::shared_ptr<TableGroup>& group, const Variable& ids,
                           const Variable& offsets, int64_t batch_size, bool mean,
                           const Variable& learning_rate, at::OptionalIntArrayRef bags,
-                          std::optional<at::ScalarType> dtype, bool recorded) {
+                          std::optional<at::ScalarType> dtype,
+                          const std::optional<at::Tensor>& scores, bool recorded) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
     const auto recording = c10::make_intrusive<LookupRecord>();
     recording->group = group;
     recording->pin = group->pin();
     const at::Tensor slots =
-        insert_missing(*group, ids, offsets, batch.layout, batch.batch, recording->pin);
+        insert_missing(*group, ids, offsets, batch.layout, batch.batch, recording->pin, scores);
     // Another thread may make a table grow meanwhile.
     recording->growths = recording->pin->growths();
     const bool found = recording->growths == group->growths();
@@ -217,7 +218,7 @@ struct TrainLookup : torch::autograd::Function<TrainLookup> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list gradients(11);
+    variable_list gradients(12);
     gradients[1] = update(ctx, grads[0]);
     return gradients;
   }
@@ -242,25 +243,26 @@ at::Tensor train_lookup_autograd(at::Tensor counters, const at::Tensor& anchor, 
                                  const at::Tensor& ids, const at::Tensor& offsets,
                                  const std::optional<at::Tensor>& weights, int64_t batch_size,
                                  bool mean, const at::Tensor& learning_rate,
-                                 at::OptionalIntArrayRef bags,
-                                 std::optional<at::ScalarType> dtype) {
+                                 at::OptionalIntArrayRef bags, std::optional<at::ScalarType> dtype,
+                                 const std::optional<at::Tensor>& scores) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   if (is_traced(ids)) {  // the ops that it is made of
     static const auto find_or_insert =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("torchrec_hkv::find_or_insert", "")
             .typed<at::Tensor(at::Tensor, int64_t, const at::Tensor&, const at::Tensor&, int64_t,
-                              std::optional<int64_t>, at::OptionalIntArrayRef)>();
+                              std::optional<int64_t>, at::OptionalIntArrayRef,
+                              const std::optional<at::Tensor>&)>();
     const std::shared_ptr<Pin> pin = group->pin();
-    const at::Tensor slots =
-        find_or_insert.call(counters, handle, ids, offsets, batch_size, pin->number(), bags);
+    const at::Tensor slots = find_or_insert.call(counters, handle, ids, offsets, batch_size,
+                                                 pin->number(), bags, scores);
     return pooled_lookup_op().call(anchor, handle, ids, offsets, weights, slots, batch_size, mean,
                                    pin->number(), learning_rate, bags, dtype);
   }
   check_device(counters, "counters", group->device());
   learning_rate_of(*group, learning_rate);
   return TrainLookup::apply(anchor, weights, group, ids, offsets, batch_size, mean, learning_rate,
-                            bags, dtype, is_recorded(anchor, weights));
+                            bags, dtype, scores, is_recorded(anchor, weights));
 }
 
 }  // namespace

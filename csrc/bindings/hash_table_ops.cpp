@@ -7,6 +7,7 @@
 #include "bindings/initial_rows.h"
 #include "bindings/lookups.h"
 #include "bindings/on_device.h"
+#include "bindings/score_keys.h"
 #include "bindings/table_group.h"
 #include "common/side_stream.h"
 #include "hash_table/kernels.h"
@@ -82,13 +83,13 @@ at::Tensor find(int64_t handle, const at::Tensor& ids, const std::optional<at::T
 
 at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                           const at::Tensor& offsets, int64_t batch_size, std::optional<int64_t> pin,
-                          at::OptionalIntArrayRef bags) {
+                          at::OptionalIntArrayRef bags, const std::optional<at::Tensor>& scores) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
   const BagLayout layout(*group, batch_size, bags);
   const Batch batch = make_batch(*group, ids, offsets, layout);
   const std::shared_ptr<Pin> held = pin ? group->clock().find(*pin) : nullptr;
-  return insert_missing(*group, ids, offsets, layout, batch, held);
+  return insert_missing(*group, ids, offsets, layout, batch, held, scores);
 }
 
 at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Tensor& ids,
@@ -261,13 +262,15 @@ at::Tensor train_lookup(at::Tensor counters, const at::Tensor& /*anchor*/, int64
                         const at::Tensor& ids, const at::Tensor& offsets,
                         const std::optional<at::Tensor>& weights, int64_t batch_size, bool mean,
                         const at::Tensor& learning_rate, at::OptionalIntArrayRef bags,
-                        std::optional<at::ScalarType> dtype) {
+                        std::optional<at::ScalarType> dtype,
+                        const std::optional<at::Tensor>& scores) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
   learning_rate_of(*group, learning_rate);
   const LookupBatch batch(*group, ids, offsets, weights, batch_size, mean, bags, dtype);
   const std::shared_ptr<Pin> pin = group->pin();  // until the rows are pooled
-  const at::Tensor slots = insert_missing(*group, ids, offsets, batch.layout, batch.batch, pin);
+  const at::Tensor slots =
+      insert_missing(*group, ids, offsets, batch.layout, batch.batch, pin, scores);
   return pool_rows(*group, batch, slots, kReadPinned, /*groups=*/false).rows;
 }
 
@@ -297,9 +300,13 @@ const float* learning_rate_of(const TableGroup& group, const at::Tensor& learnin
 
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
                           const BagLayout& layout, const Batch& batch,
-                          const std::shared_ptr<Pin>& pin) {
-  TORCH_CHECK_VALUE(!group.needs_scores(),
-                    "a table with eviction 'customized' needs scores, which this lookup has not.");
+                          const std::shared_ptr<Pin>& pin,
+                          const std::optional<at::Tensor>& scores) {
+  at::Tensor keys;
+  if (scores || group.needs_scores()) {
+    keys = keys_of_lookup(group, scores, ids.numel(), offsets, layout.first_bags());
+  }
+  const uint64_t* given = data_of(keys);
   hash_table::Placement placement{
       group.initial_rows(), /*refuse_lower=*/false, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
@@ -311,24 +318,26 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
 #endif
   placement.keeps_scores = group.shape().keeps_scores;
   placement.remembers = group.remembers_evicted();
+  placement.restores = group.restores_counts();
   placement.simulates = group.simulates();
   placement.ordered = group.deterministic();
   // What makes room and what takes it are one, as other threads see it.
   const HoldToGrow hold(group);
   if (group.growing()) group.make_room(batch, ids, offsets, layout.first_bags());
   if (pin) pin->set_growths(group.growths());
-  const at::Tensor scratch = insert_scratch(group, ids, placement, /*scored=*/false);
+  const at::Tensor scratch = insert_scratch(group, ids, placement, given != nullptr);
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), pin ? std::optional<int64_t>(pin->number()) : std::nullopt);
   const auto enqueue = [&] {
     HKV_ON_DEVICE(
         group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(nullptr), group.aging(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given), group.aging(),
                                         placement, out, nullptr, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
-                                         call.tick(), group.aging(), nullptr, placement, out,
-                                         nullptr, nullptr, scratch.data_ptr(), stream))
+                                         call.tick(), group.aging(), given, placement, out, nullptr,
+                                         nullptr, scratch.data_ptr(), stream))
+    keep_last_scores(group, slots, given);
   };
   if (pin && group.has_frames()) {
     // The pin holds the rows that get frames, until they have come there.
@@ -378,7 +387,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def("find(int group, Tensor ids, Tensor? offsets, int batch_size, int[]? bags=None) -> Tensor");
   m.def(
       "find_or_insert(Tensor(a!) counters, int group, Tensor ids, Tensor offsets, int batch_size, "
-      "int? pin, int[]? bags=None) -> Tensor");
+      "int? pin, int[]? bags=None, Tensor? scores=None) -> Tensor");
   m.def(
       "pooled_lookup(Tensor anchor, int group, Tensor ids, Tensor offsets, Tensor? weights, "
       "Tensor slots, int batch_size, bool mean, int? pin, Tensor learning_rate, "
@@ -386,7 +395,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "train_lookup(Tensor(a!) counters, Tensor anchor, int group, Tensor ids, Tensor offsets, "
       "Tensor? weights, int batch_size, bool mean, Tensor learning_rate, int[]? bags=None, "
-      "ScalarType? dtype=None) -> Tensor");
+      "ScalarType? dtype=None, Tensor? scores=None) -> Tensor");
   m.def(
       "pooled_lookup_grouped(Tensor anchor, int group, Tensor ids, Tensor offsets, "
       "Tensor? weights, Tensor slots, int batch_size, bool mean, Tensor learning_rate, "

@@ -30,10 +30,12 @@ struct LookupBatch {
 const float* learning_rate_of(const TableGroup& group, const at::Tensor& learning_rate);
 
 // Slots of a batch's ids, the missing ones inserted. pin: null where no backward is to come.
-// Throws where a table needs scores.
+// scores: int64, one for each id, which tables under 'customized' read; elsewhere an id counts
+// once. Throws ValueError or TypeError where a table needs scores and there are none, and the other
+// way round; nothing has changed then.
 at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Tensor& offsets,
                           const BagLayout& layout, const hash_table::Batch& batch,
-                          const std::shared_ptr<Pin>& pin);
+                          const std::shared_ptr<Pin>& pin, const std::optional<at::Tensor>& scores);
 
 // Pooled rows, and on a GPU positions that were grouped beside for the update: see
 // pooled_lookup_grouped. The last two are undefined where nothing was grouped.

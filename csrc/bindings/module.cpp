@@ -32,7 +32,8 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                         RowType row_type, int64_t seed, std::string distribution, double low,
                         double high, double mean, double std, int64_t hbm_slots,
                         bool all_states_in_hbm, const AdmissionConfig& admission,
-                        int64_t expire_after, int64_t remember_evicted, bool deterministic) {
+                        int64_t expire_after, int64_t remember_evicted, bool restore_counts,
+                        bool deterministic) {
   return TableConfig{std::move(name),
                      capacity,
                      initial_capacity,
@@ -49,6 +50,7 @@ TableConfig make_config(std::string name, int64_t capacity, int64_t initial_capa
                      admission,
                      expire_after,
                      remember_evicted,
+                     restore_counts,
                      deterministic};
 }
 
@@ -253,7 +255,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("seed"), py::arg("distribution"), py::arg("low"), py::arg("high"),
            py::arg("mean"), py::arg("std"), py::arg("hbm_slots"), py::arg("all_states_in_hbm"),
            py::arg("admission"), py::arg("expire_after"), py::arg("remember_evicted"),
-           py::arg("deterministic"))
+           py::arg("restore_counts"), py::arg("deterministic"))
       .def_readonly("eviction", &TableConfig::eviction)
       .def_readonly("hbm_slots", &TableConfig::hbm_slots)
       .def_readonly("all_states_in_hbm", &TableConfig::all_states_in_hbm);

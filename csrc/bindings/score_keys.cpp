@@ -2,6 +2,11 @@
 
 #include <limits>
 
+#include "bindings/checks.h"
+#include "bindings/on_device.h"
+#include "bindings/sorted_slots.h"
+#include "hash_table/kernels.h"
+
 namespace torchrec_hkv::bindings {
 namespace {
 
@@ -74,6 +79,45 @@ at::Tensor keys_of_given(const TableGroup& group, const at::Tensor& scores,
                           }));
   }
   return keys;
+}
+
+at::Tensor keys_of_lookup(const TableGroup& group, const std::optional<at::Tensor>& scores,
+                          int64_t num_ids, const at::Tensor& offsets, at::IntArrayRef first_bags) {
+  TORCH_CHECK_VALUE(scores || !group.needs_scores(),
+                    "a table with eviction 'customized' needs scores, which this lookup has not.");
+  if (!scores) return at::Tensor();
+  TORCH_CHECK_VALUE(group.needs_scores(),
+                    "this lookup has scores, but no table has eviction 'customized'.");
+  check_dtype(*scores, "scores", at::kLong);
+  check_device(*scores, "scores", group.device());
+  check_length(*scores, "scores", num_ids);
+  const Kinds kinds(group);
+  const at::Tensor keys = inverted_sign(scores->contiguous());
+  if (kinds.counted == 0) return keys;
+  return keys.masked_fill(ids_where(group, keys, offsets, first_bags, sums_scores), 1);
+}
+
+const uint64_t* data_of(const at::Tensor& keys) {
+  return keys.defined() ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>())
+                        : nullptr;
+}
+
+void keep_last_scores(const TableGroup& group, const at::Tensor& slots, const uint64_t* keys) {
+  if (keys == nullptr || !group.has_customized()) return;
+  const int64_t n = slots.numel();
+  const auto tables = static_cast<int32_t>(group.num_tables());
+  if (!group.device().is_cuda()) {
+    hash_table::cpu::keep_last_scores(group.views(), tables, slots.const_data_ptr<int64_t>(), keys,
+                                      n, at::get_num_threads());
+    return;
+  }
+#ifdef TORCHREC_HKV_CUDA
+  if (!group.deterministic()) return;
+  const SortedSlots sorted(slots);
+  HKV_ON_DEVICE(group.device(), ,
+                hash_table::cuda::keep_last_scores(group.views(), tables, sorted.slot(),
+                                                   sorted.position(), keys, n, stream));
+#endif
 }
 
 at::Tensor scores_of_slots(const TableGroup& group, const at::Tensor& keys,

@@ -21,6 +21,21 @@ at::Tensor inverted_sign(const at::Tensor& scores);
 at::Tensor keys_of_given(const TableGroup& group, const at::Tensor& scores,
                          const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags);
 
+// Likewise for a training lookup: tables under 'customized' read the scores, and under the
+// frequency policies each id counts once. Undefined where no table is 'customized'. Throws
+// TypeError or ValueError for scores of another dtype, device or length, for missing and for
+// needless ones.
+at::Tensor keys_of_lookup(const TableGroup& group, const std::optional<at::Tensor>& scores,
+                          int64_t num_ids, const at::Tensor& offsets, at::IntArrayRef first_bags);
+
+// The keys, for kernels; null where they are undefined.
+const uint64_t* data_of(const at::Tensor& keys);
+
+// Of several scores that a call gives for one slot, the last stays under 'customized': on a CPU,
+// and on a GPU where the group is deterministic. After the call has touched the slots, and in its
+// turn. keys: as kernels get them; null where none are given.
+void keep_last_scores(const TableGroup& group, const at::Tensor& slots, const uint64_t* keys);
+
 // Scores for callers, from keys of the slots, or of entries of these tables (int32, by position;
 // undefined: all of the group's only table).
 at::Tensor scores_of_slots(const TableGroup& group, const at::Tensor& keys,

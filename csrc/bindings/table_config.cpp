@@ -52,6 +52,10 @@ void check_config(const TableConfig& config, bool cuda) {
   TORCH_CHECK_VALUE(config.remember_evicted >= 0 && config.remember_evicted <= int64_t{1} << 32,
                     "table '", name, "': remember_evicted is ", config.remember_evicted,
                     ", but must be from 1 to 2^32, or 0 for none.");
+  TORCH_CHECK_VALUE(
+      !config.restore_counts || (config.remember_evicted > 0 && sums_scores(config.eviction)),
+      "table '", name,
+      "': restore_counts is for a policy that counts lookups and for remember_evicted from 1.");
 }
 
 bool can_be_packed(const std::vector<TableConfig>& configs) {
@@ -64,7 +68,8 @@ bool can_be_packed(const std::vector<TableConfig>& configs) {
 int64_t set_packed_from(int64_t slots) { return packed_from.exchange(slots); }
 
 int64_t evicted_bytes(const TableConfig& config) {
-  return config.remember_evicted * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t arrays = config.restore_counts ? 2 : 1;
+  return config.remember_evicted * arrays * static_cast<int64_t>(sizeof(uint16_t));
 }
 
 int64_t miniature_bytes(const TableConfig& config) {

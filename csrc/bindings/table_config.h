@@ -31,6 +31,7 @@ struct TableConfig {
   AdmissionConfig admission;
   int64_t expire_after;      // calls; 0: entries don't expire
   int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
+  bool restore_counts;       // halves of the counts of these, too; given back to those that return
   bool deterministic;        // results follow from the calls alone, on a GPU too
 };
 

@@ -86,8 +86,11 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.keeps_scores = shape_.keeps_scores || keeps_scores(config.eviction);
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
-    deterministic_ = deterministic_ || config.deterministic;
-    evicted_.push_back(at::zeros({config.remember_evicted}, at::dtype(at::kShort).device(device)));
+    restores_counts_ = restores_counts_ || config.restore_counts;
+    // Counts that come back are those of kernels that place ids in order.
+    deterministic_ = deterministic_ || config.deterministic || config.restore_counts;
+    evicted_.push_back(at::zeros({evicted_bytes(config) / static_cast<int64_t>(sizeof(uint16_t))},
+                                 at::dtype(at::kShort).device(device)));
   }
   clock_ = std::make_shared<GroupClock>(device);
   order_ = std::make_unique<StreamOrder>(device);
@@ -294,8 +297,9 @@ TableView TableGroup::make_view(int64_t table) const {
   view.homes_on_host = memory.rows_on_host();
   if (memory.rows_on_host() && memory.num_sets() > 0) view.frames = make_frames(memory);
   if (config.remember_evicted > 0) {
-    view.evicted = {reinterpret_cast<uint16_t*>(evicted_[table].data_ptr<int16_t>()),
-                    static_cast<uint64_t>(config.remember_evicted)};
+    auto* const marks = reinterpret_cast<uint16_t*>(evicted_[table].data_ptr<int16_t>());
+    view.evicted = {marks, static_cast<uint64_t>(config.remember_evicted),
+                    config.restore_counts ? marks + config.remember_evicted : nullptr};
   }
   view.counters = reinterpret_cast<uint64_t*>(counters_.data_ptr<int64_t>() + table * kNumCounters);
   view.optimizer_step = optimizer_steps_.data_ptr<int64_t>() + table;

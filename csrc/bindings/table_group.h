@@ -81,6 +81,8 @@ class TableGroup {
   const hash_table::MovingRows& moving_rows() const { return moving_rows_; }
   // Whether one of the tables remembers what it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
+  // Whether one gives counts back to ids that return.
+  bool restores_counts() const { return restores_counts_; }
   // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
   // torch.use_deterministic_algorithms does, when the call is made.
   bool deterministic() const;
@@ -162,7 +164,8 @@ class TableGroup {
   // Copies of a table's counts of ids that are not admitted (admission.h), uint8.
   at::Tensor counts(int64_t table) const;
   void load_counts(int64_t table, const at::Tensor& counts);
-  // Copies of what a table remembers of evicted ids (evicted_memory.h), int16.
+  // Copies of what a table remembers of evicted ids (evicted_memory.h), int16: marks, and behind
+  // them counts.
   at::Tensor evicted_marks(int64_t table) const;
   void load_evicted_marks(int64_t table, const at::Tensor& marks);
   // Occupied slots of each table, int64 [tables], on the device.
@@ -243,6 +246,7 @@ class TableGroup {
   bool needs_scores_ = false;
   hash_table::MovingRows moving_rows_;
   bool remembers_evicted_ = false;
+  bool restores_counts_ = false;
   bool simulates_ = false;
   bool packed_ = false;  // whether ids and last steps are, of the only table
   bool deterministic_ = false;
@@ -251,7 +255,7 @@ class TableGroup {
   std::unique_ptr<GroupAdmission> admission_;
   GroupHostWords host_words_;
   at::Tensor refused_;               // int32 [1], see Batch; undefined on a CPU
-  std::vector<at::Tensor> evicted_;  // int16 marks of each table's EvictedMemory, or empty
+  std::vector<at::Tensor> evicted_;  // int16, of each table's EvictedMemory, or empty
   at::Tensor expire_after_;          // int32 [tables], on the device
   hash_table::Aging aging_;
   at::Tensor counters_;         // int64 [tables, kNumCounters]

@@ -12,6 +12,7 @@
 #include "bindings/checks.h"
 #include "bindings/on_device.h"
 #include "bindings/score_keys.h"
+#include "bindings/sorted_slots.h"
 #include "bindings/table_group.h"
 #include "hash_table/kernels.h"
 
@@ -40,11 +41,6 @@ void check_slots(const TableGroup& group, const at::Tensor& slots, int64_t least
                       " is of a table that has grown to the slots from ", table.first_slot, " to ",
                       table.first_slot + table.num_slots - 1, " only.");
   }
-}
-
-const uint64_t* data_of(const at::Tensor& keys) {
-  return keys.defined() ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>())
-                        : nullptr;
 }
 
 // Undefined where none are given.
@@ -97,19 +93,6 @@ at::Tensor check_rows(const TableGroup& group, const at::Tensor& rows, int64_t n
   return aligned ? rows : rows.clone();
 }
 
-#ifdef TORCHREC_HKV_CUDA
-// Slots in ascending order, and where they stood; equal ones keep their order.
-struct SortedSlots {
-  explicit SortedSlots(const at::Tensor& given) {
-    std::tie(slots, positions) = at::sort(given, /*stable=*/true, /*dim=*/0, /*descending=*/false);
-  }
-  const int64_t* slot() const { return slots.const_data_ptr<int64_t>(); }
-  const int64_t* position() const { return positions.const_data_ptr<int64_t>(); }
-
-  at::Tensor slots, positions;
-};
-#endif
-
 // Writes rows to slots. `writer` (CUDA, bool, by position): whose row is written of several for one
 // slot; without it the first to come; the last, where the group is deterministic, as on a CPU. In
 // the turn of a call that writes rows.
@@ -138,26 +121,6 @@ void write(const TableGroup& group, const at::Tensor& slots, const RowMatrix& ro
                 hash_table::cpu::write_rows(group.views(), tables, at, n, rows, add, threads),
                 hash_table::cuda::write_rows(group.views(), group.only_table(), tables, at, n, rows,
                                              add, chosen, bits, stream));
-}
-
-// Of several scores that a call gives for one slot, the last stays under a policy that takes them
-// as they are; on a GPU where the group is deterministic. After the call has touched the slots.
-void keep_last_scores(const TableGroup& group, const at::Tensor& slots, const uint64_t* scores) {
-  if (scores == nullptr || !group.has_customized()) return;
-  const int64_t n = slots.numel();
-  const auto tables = static_cast<int32_t>(group.num_tables());
-  if (!group.device().is_cuda()) {
-    hash_table::cpu::keep_last_scores(group.views(), tables, slots.const_data_ptr<int64_t>(),
-                                      scores, n, at::get_num_threads());
-    return;
-  }
-#ifdef TORCHREC_HKV_CUDA
-  if (!group.deterministic()) return;
-  const SortedSlots sorted(slots);
-  HKV_ON_DEVICE(group.device(), ,
-                hash_table::cuda::keep_last_scores(group.views(), tables, sorted.slot(),
-                                                   sorted.position(), scores, n, stream));
-#endif
 }
 
 using Inserted =
@@ -216,6 +179,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   placement.moving = group.moving_rows();
   placement.keeps_scores = group.shape().keeps_scores;
   placement.remembers = group.remembers_evicted();
+  placement.restores = group.restores_counts();
   placement.simulates = group.simulates();
   placement.ordered = deterministic;
   if (leavers) {

@@ -317,6 +317,8 @@ struct Placement {
   bool simulates = false;
   // Whether a table of the group remembers what it evicts.
   bool remembers = false;
+  // Whether one gives counts back to ids that return; only where ids are placed in order.
+  bool restores = false;
   // Whether ids are placed in the order of the batch, so that a call's result follows from the
   // table and the batch alone. CUDA only: on a CPU it always does.
   bool ordered = false;

@@ -28,7 +28,7 @@ ARGUMENTS = {
     "learning_rate is -0.1, but must be a finite number, not negative": {"learning_rate": -0.1},
     "weight_decay is -1": {"weight_decay": -1},
     "padding_idx is 9223372036854775808": {"padding_idx": 2**63},
-    "eviction is 'fifo', but must be 'lru' or 'lfu'": {"eviction": "fifo"},
+    "eviction is 'fifo', but must be one of 'lru'": {"eviction": "fifo"},
     "initializer is 'normal', but must be a Uniform": {"initializer": "normal"},
     "seed is 0.5": {"seed": 0.5},
     "remember_evicted is 0, but must be a number of ids": {"remember_evicted": 0},

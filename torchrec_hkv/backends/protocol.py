@@ -113,6 +113,14 @@ class GroupLookup(nn.Module, abc.ABC):
 
         return ragged_lookup(lookup, offsets, bags, dims)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of lookups to come, 0 to 2^32 - 1, for tables whose options have epochs
+        (:attr:`BackendOptions.has_epochs`). The default does nothing."""
+
+    def epoch(self) -> int:
+        """The same, as it is; 0 by default."""
+        return 0
+
     def set_output_dtype(self, dtype: torch.dtype) -> None:
         """Says what the outputs of lookups to come are: one of :attr:`Backend.output_dtypes`.
 

@@ -9,6 +9,19 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoreSource:
+    """Where the scores of the ids of a training lookup come from.
+
+    Attributes:
+        features: of the same KeyedJaggedTensor, one for each feature of the table: their values are
+            the scores, an int64 for each id. Empty: the weights of the table's features are, in
+            the order of :func:`torchrec_hkv.hash_table.scores_of_weights`.
+    """
+
+    features: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class BackendOptions:
     """Base of every backend's options.
 
@@ -23,6 +36,17 @@ class BackendOptions:
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Data type of the rows of a table, whose config has this one; the same by default."""
         return dtype
+
+    @property
+    def score_source(self) -> ScoreSource | None:
+        """Where the table's scores come from; None, the default: it takes none. Lookups of a group
+        with a table that takes scores get ``scores`` as a keyword argument in training."""
+        return None
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether :meth:`GroupLookup.set_epoch` has an effect on the table; not by default."""
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

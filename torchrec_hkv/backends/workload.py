@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -21,14 +22,19 @@ class IdFrequencies:
             first.
         lowest: the lowest id that was seen; None where only counts are known.
         highest: the highest.
+        shares: pairs (rows of a table, share of lookups that then find their id's row), by rows,
+            where a replay has measured them; a row for each id stands for 1. Without them the most
+            frequent ids are taken to have the rows.
 
     Raises:
-        ValueError: there is no id, a number is not positive, or ``lowest`` is above ``highest``.
+        ValueError: there is no id, a number is not positive, shares don't rise, or ``lowest`` is
+            above ``highest``.
     """
 
     histogram: tuple[tuple[int, float], ...]
     lowest: int | None = None
     highest: int | None = None
+    shares: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.histogram, Sequence) or isinstance(self.histogram, (str, bytes)):
@@ -55,6 +61,15 @@ class IdFrequencies:
                     f"IdFrequencies: the histogram has {pair!r}, but must have pairs of a positive "
                     "number of ids and a positive number of lookups of each."
                 )
+        before = (0, 0.0)
+        for pair in self.shares:
+            if not _is_count_pair(pair) or pair[0] <= before[0] or not before[1] <= pair[1] <= 1:
+                raise ValueError(
+                    f"IdFrequencies: shares has {pair!r} behind {before!r}, but must have pairs of "
+                    "a number of rows and a share of lookups up to 1, both rising."
+                )
+            before = pair
+        object.__setattr__(self, "shares", tuple((int(n), float(s)) for n, s in self.shares))
         ordered = sorted(self.histogram, key=lambda pair: -pair[1])
         object.__setattr__(self, "histogram", tuple((int(n), float(c)) for n, c in ordered))
 
@@ -109,12 +124,28 @@ class IdFrequencies:
         return expected
 
     def share_of(self, rows: float) -> float:
-        """The share of lookups that the ``rows`` most frequent ids have."""
+        """The share of lookups that find a row where there are so many: as it was measured, or that
+        of the ``rows`` most frequent ids."""
+        if self.shares:
+            return self._measured_share(rows)
         held, left = 0.0, float(rows)
         for count, each in self.histogram:
             held += min(count, left) * each
             left = max(left - count, 0.0)
         return held / self.lookups
+
+    def _measured_share(self, rows: float) -> float:
+        """Linear in the logarithm of rows between measured points and a row for each id; below the
+        first point in proportion to rows."""
+        points = [*self.shares, (max(self.num_ids, self.shares[-1][0] + 1), 1.0)]
+        first, share = points[0]
+        if rows <= first:
+            return share * rows / first
+        for (low, low_share), (high, high_share) in itertools.pairwise(points):
+            if rows < high:
+                part = math.log(rows / low) / math.log(high / low)
+                return low_share + part * (high_share - low_share)
+        return 1.0
 
 
 def _chance(draws: float, share: float) -> float:

@@ -3,10 +3,12 @@
     torchrec-hkv plan --table user:1B:64 --optimizer adam --gpus 8 --hbm 141GiB --host 2TiB
     torchrec-hkv plan --table user:1B:64 --table page:10M:32 --gpus 2 --hbm-per-table 40GiB
     torchrec-hkv plan --table page:100M:64 --backend tt --gpus 2
+    torchrec-hkv plan --table user::64 --replay replay.json --gpus 2 --hbm 24GiB
 
 The planner of the package plans the tables as it does for a training. Tables are sharded row-wise
-where the backend allows it; --sharding names other sharding types. Exit code 0: it fits; 1: it does
-not.
+where the backend allows it; --sharding names other sharding types. With --replay, tables have the
+policy, the frequencies of ids and the hit rates that ``torchrec-hkv replay --out`` has found; the
+planner chooses the rows of those that name none. Exit code 0: it fits; 1: it does not.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.plan_replay import PlannedReplay, replay_lines
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec_hkv.planner.memory import Memory, ReportedPlan, describe_memory
@@ -57,10 +60,16 @@ _MOST_VALUES = 1 << 58
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table to plan."""
+    """A table to plan.
+
+    Attributes:
+        name: its name.
+        rows: that it has; None: what a replay says.
+        dim: its columns.
+    """
 
     name: str
-    rows: int
+    rows: int | None
     dim: int
 
 
@@ -98,7 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="NAME:ROWS:DIM",
-        help="a table; may be repeated. Rows as 1000000, 1e9, 10M or 1B",
+        help="a table; may be repeated. Rows as 1000000, 1e9, 10M or 1B; none, as in user::64, for "
+        "a table of --replay",
+    )
+    parser.add_argument(
+        "--replay",
+        metavar="FILE",
+        help="what torchrec-hkv replay --out wrote: policies, ids and hit rates of tables",
     )
     parser.add_argument(
         "--optimizer", choices=list(_OPTIMIZERS), default="adam", help="(default: %(default)s)"
@@ -157,8 +172,17 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
     if machines.gpus > _MOST_GPUS:
         raise ValueError(f"--gpus is {machines.gpus}, but must be at most {_MOST_GPUS}.")
+    constraint, replay = _constraint(arguments), _replay(arguments, names)
+    asked = {table.name: table.rows for table in tables}
     planning = _Planning(
-        tables, _OPTIMIZERS[arguments.optimizer], _constraint(arguments), _batch_size(arguments)
+        [_with_rows(table, replay) for table in tables],
+        _OPTIMIZERS[arguments.optimizer],
+        {
+            name: constraint if replay is None else replay.constraint(name, constraint, rows)
+            for name, rows in asked.items()
+        },
+        constraint.sharding_types,
+        _batch_size(arguments),
     )
     endless = planning.plan(machines, endless=True)
     if endless is None:
@@ -184,6 +208,12 @@ def run(arguments: argparse.Namespace) -> Answer:
             for rank, count in zip(table["ranks"], table[key], strict=True):
                 given[rank] += count
         content[f"{key}_per_gpu"] = max(given)
+    if replay is not None:
+        content["replay"] = {
+            name: replay.expected(name, sum(_distinct_rows(tables[name])), asked[name])
+            for name in names
+            if name in replay.tables
+        }
     if plan is not None:
         content["memory"] = [
             {key: _memory(getattr(rank, key)) for key in ("hbm", "host")} for rank in plan.memory
@@ -199,13 +229,40 @@ def _table(text: str) -> Table:
         raise ValueError(f"--table is {text!r}, but must be NAME:ROWS:DIM, such as user:1B:64.")
     if "." in parts[0]:
         raise ValueError(f"The name of table {parts[0]!r} has a dot, which no table's may have.")
-    rows = parse_count(f"The number of rows of table {parts[0]!r}", parts[1])
+    rows = parse_count(f"The number of rows of table {parts[0]!r}", parts[1]) if parts[1] else None
     dim = parse_count(f"The dim of table {parts[0]!r}", parts[2])
-    if rows * dim >= _MOST_VALUES:
+    return _checked(Table(parts[0], rows, dim))
+
+
+def _checked(table: Table) -> Table:
+    values = (table.rows or 1) * table.dim
+    if values >= _MOST_VALUES:
         raise ValueError(
-            f"Table {parts[0]!r} has {rows * dim:,} values, but must have fewer than 2^58."
+            f"Table {table.name!r} has {values:,} values, but must have fewer than 2^58."
         )
-    return Table(parts[0], rows, dim)
+    return table
+
+
+def _with_rows(table: Table, replay: PlannedReplay | None) -> Table:
+    if table.rows is not None:
+        return table
+    if replay is None:
+        raise ValueError(
+            f"--table {table.name!r} has no number of rows: say how many, as in "
+            f"{table.name}:1M:{table.dim}, or give --replay."
+        )
+    return _checked(dataclasses.replace(table, rows=replay.rows(table.name)))
+
+
+def _replay(arguments: argparse.Namespace, names: list[str]) -> PlannedReplay | None:
+    if arguments.replay is None:
+        return None
+    if arguments.backend != "hkv":
+        raise ValueError(f"--replay is of backend 'hkv', not {arguments.backend!r}.")
+    try:
+        return PlannedReplay.read(arguments.replay, names)
+    except OSError as error:
+        raise ValueError(f"--replay is {arguments.replay!r}: {error.strerror}.") from None
 
 
 def _batch_size(arguments: argparse.Namespace) -> int:
@@ -266,11 +323,12 @@ class _Planning:
         self,
         tables: list[Table],
         optimizer: type[torch.optim.Optimizer] | None,
-        constraint: ParameterConstraints,
+        constraints: dict[str, ParameterConstraints],
+        sharding_types: list[str] | None,
         batch_size: int,
     ) -> None:
-        self.sharding_types = list(constraint.sharding_types or ())
-        self._constraints = {table.name: constraint for table in tables}
+        self.sharding_types = list(sharding_types or ())
+        self._constraints = constraints
         self._batch_size = batch_size
         self._model: nn.Module = EmbeddingBagCollection(
             [
@@ -329,6 +387,11 @@ def _described(report: TableReport) -> dict[str, Any]:
     }
 
 
+def _distinct_rows(table: dict[str, Any]) -> list[int]:
+    """Rows of the shards of a table that are not columns of the same rows."""
+    return table["rows"] if table["sharding"] == _DEFAULT_SHARDING else table["rows"][:1]
+
+
 def _memory(part: Memory) -> dict[str, int]:
     return {**dataclasses.asdict(part), "free": part.free}
 
@@ -337,11 +400,14 @@ def _text(content: dict[str, Any], plan: ReportedPlan, machines: Machines) -> st
     kind = content["backend"]
     what = "a backend of this package" if kind in registry.names() else "a kernel of TorchRec's"
     gpus = "1 GPU" if machines.gpus == 1 else f"{machines.gpus} GPUs"
+    replayed = replay_lines(content.get("replay", {}))
     lines = [
         f"{gpus} of {format_bytes(machines.hbm)}, machines of "
         f"{format_bytes(machines.host)}; {content['optimizer']}, {kind} ({what})",
         str(plan.plan[""]).strip("\n"),
         "",
+        *replayed,
+        *([""] if replayed else []),
         *([describe_memory(plan.memory)] if content["fits"] else []),
         f"A GPU gives its tables {format_bytes(content['hbm_per_gpu'])} of HBM and "
         f"{format_bytes(content['host_per_gpu'])} of host memory.",

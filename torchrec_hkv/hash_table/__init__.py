@@ -37,6 +37,7 @@ from torchrec_hkv.hash_table.table_memory import (
     table_memory,
 )
 from torchrec_hkv.hash_table.table_spec import TableSpec, TableState
+from torchrec_hkv.hash_table.weight_scores import scores_of_weights
 
 __all__ = [
     "FTRL",
@@ -74,6 +75,7 @@ __all__ = [
     "hbm_slots_for",
     "initial_rows",
     "owner_rank",
+    "scores_of_weights",
     "table_memory",
     "table_seed",
 ]

@@ -35,6 +35,10 @@ class AgedLFU:
 
 EvictionPolicy = Literal["lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized"] | AgedLFU
 
+#: The policies that are strings, and those of them that know epochs.
+POLICIES = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
+EPOCH_POLICIES = ("epoch_lru", "epoch_lfu")
+
 #: As files name the policies, and as kernels do.
 KINDS = {
     "lru": _C.Eviction.LRU,
@@ -90,6 +94,11 @@ def policy_of(name: str) -> EvictionPolicy:
 def keeps_scores(eviction: EvictionPolicy | str) -> bool:
     """Whether a policy, or one that a file names, keeps 8 bytes of score a slot."""
     return eviction != "lru"
+
+
+def sums_scores(eviction: EvictionPolicy | str) -> bool:
+    """Whether the score of an id has its lookups, added up."""
+    return name_of(eviction) in ("lfu", "aged_lfu", "epoch_lfu")  # type: ignore[arg-type]
 
 
 def reads_files_of(own: str, saved: str) -> bool:

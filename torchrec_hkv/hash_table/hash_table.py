@@ -87,6 +87,10 @@ class HashTable(SavedTable):
             back, never does. A strict table waits for the device in each such call.
         remember_evicted: how many evicted ids to remember at a time, in 2 bytes each, so that
             :meth:`counters` tells how many came back (``returned``); 1 to 2^32. None: not counted.
+        restore_counts: a new id that is remembered as evicted gets half of its count back, up to
+            65,535, under a policy that counts lookups. It takes 4 bytes for each id of
+            ``remember_evicted`` in place of 2, and on a GPU makes the table deterministic. False: a
+            new id starts with the count that it is given.
         deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
             calls alone, bit for bit, and is what a CPU would give: the order of ``ids`` decides who
             gets a place, the last of several rows or scores for one id stays, and rows are added up
@@ -116,6 +120,7 @@ class HashTable(SavedTable):
         strict: bool = False,
         initial_capacity: int | None = None,
         remember_evicted: int | None = None,
+        restore_counts: bool = False,
         deterministic: bool = False,
     ) -> None:
         check_integer(f"table {name!r}", "state_dim", state_dim)
@@ -133,6 +138,7 @@ class HashTable(SavedTable):
             strict=strict,
             initial_capacity=initial_capacity,
             remember_evicted=remember_evicted,
+            restore_counts=restore_counts,
             deterministic=deterministic,
         )
         self._make(spec, state_dim, device)

@@ -36,6 +36,7 @@ def _(
     batch_size: int,
     pin: int | None,
     bags: Sequence[int] | None = None,
+    scores: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(ids)
 
@@ -79,6 +80,7 @@ def _(
     learning_rate: Tensor,
     bags: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    scores: Tensor | None = None,
 ) -> Tensor:
     shape = _output_shape(group, batch_size, bags)
     return ids.new_empty(shape, dtype=dtype or torch.float32)

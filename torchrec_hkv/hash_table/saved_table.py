@@ -88,6 +88,7 @@ class SavedTable:
         expire_after: int | None = None,
         strict: bool = False,
         remember_evicted: int | None = None,
+        restore_counts: bool = False,
         deterministic: bool = False,
         allow_loss: bool = False,
     ) -> Self:
@@ -103,10 +104,11 @@ class SavedTable:
                 count is not known counts once.
             device: as for a new table.
             hbm_bytes: as for a new table.
-            admission: as for a new table, since a file does not say; so the next four.
+            admission: as for a new table, since a file does not say; so the next five.
             expire_after: as for a new table.
             strict: as for a new table.
             remember_evicted: as for a new table.
+            restore_counts: as for a new table.
             deterministic: as for a new table.
             allow_loss: as for :meth:`load`.
 
@@ -120,6 +122,7 @@ class SavedTable:
             "expire_after": expire_after,
             "strict": strict,
             "remember_evicted": remember_evicted,
+            "restore_counts": restore_counts,
             "deterministic": deterministic,
         }
         if eviction is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torchrec_hkv.hash_table.eviction import EvictionPolicy, sums_scores
+
 
 def check_expire_after(where: str, expire_after: object) -> None:
     """Refuses what is no number of calls.
@@ -32,6 +34,27 @@ def check_remember_evicted(where: str, remember_evicted: object) -> None:
         raise ValueError(
             f"{where}: remember_evicted is {remember_evicted!r}, but must be a number of ids from "
             "1 to 2^32, or None."
+        )
+
+
+def check_restore_counts(
+    where: str, restore_counts: object, remember_evicted: int | None, eviction: EvictionPolicy
+) -> None:
+    """Refuses counts that nothing would give back.
+
+    Raises:
+        ValueError: its sentence starts with ``where``.
+    """
+    check_flag(where, "restore_counts", restore_counts)
+    if restore_counts and remember_evicted is None:
+        raise ValueError(
+            f"{where}: restore_counts is True and remember_evicted is None, but counts come back "
+            "for remembered ids only: say how many."
+        )
+    if restore_counts and not sums_scores(eviction):
+        raise ValueError(
+            f"{where}: restore_counts is True and eviction is {eviction!r}, but only 'lfu', "
+            "'adaptive', 'epoch_lfu' and an AgedLFU count lookups."
         )
 
 

@@ -6,7 +6,7 @@ import torch
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.admission import admission_config
-from torchrec_hkv.hash_table.eviction import KINDS, AgedLFU, check_eviction, name_of
+from torchrec_hkv.hash_table.eviction import KINDS, POLICIES, AgedLFU, check_eviction, name_of
 from torchrec_hkv.hash_table.initial_rows import table_seed
 from torchrec_hkv.hash_table.initializers import op_arguments
 from torchrec_hkv.hash_table.spec_checks import (
@@ -14,11 +14,11 @@ from torchrec_hkv.hash_table.spec_checks import (
     check_flag,
     check_integer,
     check_remember_evicted,
+    check_restore_counts,
 )
 from torchrec_hkv.hash_table.table_memory import hbm_share_for, table_memory
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-_NAMED = ("lru", "lfu", "adaptive", "epoch_lru", "epoch_lfu", "customized")
 _ROW_TYPES = {
     torch.float32: _C.RowType.FLOAT32,
     torch.float16: _C.RowType.FLOAT16,
@@ -51,7 +51,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
     Raises:
         ValueError: the spec is impossible; the sentence names the table.
     """
-    check_eviction(f"table '{spec.name}'", spec.eviction, _NAMED)
+    check_eviction(f"table '{spec.name}'", spec.eviction, POLICIES)
     if spec.dtype not in _ROW_TYPES:
         raise ValueError(
             f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "
@@ -61,6 +61,9 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
     check_flag(f"table '{spec.name}'", "strict", spec.strict)
     check_flag(f"table '{spec.name}'", "deterministic", spec.deterministic)
     check_remember_evicted(f"table '{spec.name}'", spec.remember_evicted)
+    check_restore_counts(
+        f"table '{spec.name}'", spec.restore_counts, spec.remember_evicted, spec.eviction
+    )
     try:
         admission = admission_config(spec.admission)
     except ValueError as error:
@@ -74,6 +77,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         spec.admission,
         spec.initial_capacity,
         spec.remember_evicted,
+        spec.restore_counts,
     )
     if spec.hbm_bytes is not None and spec.hbm_bytes < memory.least_hbm_bytes:
         raise ValueError(
@@ -99,6 +103,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         admission=admission,
         expire_after=spec.expire_after or 0,
         remember_evicted=spec.remember_evicted or 0,
+        restore_counts=spec.restore_counts,
         deterministic=spec.deterministic,
         **op_arguments(spec.initializer),
     )

@@ -54,6 +54,7 @@ def table_memory(
     admission: Admission | None = None,
     initial_capacity: int | None = None,
     remember_evicted: int | None = None,
+    restore_counts: bool = False,
 ) -> TableMemory:
     """Memory of a table.
 
@@ -66,6 +67,7 @@ def table_memory(
         admission: which new ids get a slot; what it counts takes memory.
         initial_capacity: rows it must hold before it grows; None: all from the start.
         remember_evicted: evicted ids that it remembers, 2 bytes each.
+        restore_counts: whether their counts come back, for 2 bytes more each.
     """
     buckets, bucket_slots = _C.geometry(capacity, initial_capacity)
     return TableMemory(
@@ -75,7 +77,7 @@ def table_memory(
         index_bytes=_C.index_bytes(capacity, keeps_scores(eviction), initial_capacity)
         + admission_bytes(admission)
         + (_C.miniature_bytes(capacity, initial_capacity) if eviction == "adaptive" else 0)
-        + 2 * (remember_evicted or 0),
+        + (4 if restore_counts else 2) * (remember_evicted or 0),
         row_bytes=element_bytes * dim + 4 * state_width,
         state_bytes=4 * state_width,
     )

@@ -44,6 +44,10 @@ class TableSpec:
             from the start.
         remember_evicted: how many evicted ids it remembers at a time, in 2 bytes each, to count
             those that come back as ``returned``; 1 to 2^32. None: it does not count them.
+        restore_counts: a new id that is remembered as evicted gets half of its count back, up to
+            65,535, under a policy that counts lookups. It takes 4 bytes for each id of
+            ``remember_evicted`` in place of 2, and on a GPU makes the group deterministic. False: a
+            new id starts with one lookup.
         deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
             calls alone, bit for bit; they then take a little longer (``docs/hash_table_order.md``).
             It holds for all tables of a group, and for all groups while
@@ -65,6 +69,7 @@ class TableSpec:
     strict: bool = False
     initial_capacity: int | None = None
     remember_evicted: int | None = None
+    restore_counts: bool = False
     deterministic: bool = False
 
 

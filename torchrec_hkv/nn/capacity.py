@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes, table_memory
+from torchrec_hkv.hash_table import EvictionPolicy, TableMemory, gpu_table_bytes, table_memory
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 
 GIB = 1 << 30
@@ -76,7 +76,7 @@ class Shape:
     tables: int
     dim: int
     state_width: int
-    eviction: str
+    eviction: EvictionPolicy
     limits: HbmLimits
     device: torch.device
     initial_capacity: int

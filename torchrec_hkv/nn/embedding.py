@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import Initializer
+from torchrec_hkv.hash_table import EvictionPolicy, Initializer
 from torchrec_hkv.nn.table_module import TableModule
 
 
@@ -15,10 +15,10 @@ class HierarchicalHashEmbedding(TableModule):
     """An embedding whose rows are in a hash table: any int64 is an id, and nothing is known ahead.
 
     In training (``train()`` mode, gradients enabled) an id that is not there is inserted, with an
-    initial row that follows from the seed and the id. A full table throws out the id that was
-    looked up longest ago, with its optimizer states. In ``eval()`` mode, under ``torch.no_grad()``
-    and after ``requires_grad_(False)`` a lookup changes nothing, its result needs no gradient, and
-    an id that is not there has its initial row.
+    initial row that follows from the seed and the id. A full table throws out an id with its
+    optimizer states: by default the one that was looked up longest ago. In ``eval()`` mode, under
+    ``torch.no_grad()`` and after ``requires_grad_(False)`` a lookup changes nothing, its result
+    needs no gradient, and an id that is not there has its initial row.
 
     Backwards hold their gradients in a buffer on the device; ``step()`` of an HKV optimizer over
     this module adds up those of equal ids, updates their rows once, and empties it. Rows that have
@@ -47,7 +47,10 @@ class HierarchicalHashEmbedding(TableModule):
             looked up. Where it gets full, those of equal ids are added up first; if that is not
             enough, the backward raises.
         padding_idx: an id whose row is zeros and is not trained (in training it takes a slot).
-        eviction: ``"lru"``, or ``"lfu"`` for the id that was looked up least often.
+        eviction: which id leaves a full table: ``"lru"``, the one looked up longest ago; ``"lfu"``,
+            the one looked up least often; an :class:`torchrec_hkv.AgedLFU` or ``"adaptive"``,
+            between the two; ``"epoch_lru"`` or ``"epoch_lfu"``, one of the earliest :attr:`epoch`;
+            ``"customized"``, the one of the lowest score, which each lookup in training is given.
         initializer: of new rows: a ``Uniform``, ``Normal``, ``TruncatedNormal`` or ``Constant`` of
             :mod:`torchrec_hkv.hash_table`. None: uniform up to ``embedding_dim ** -0.5``.
         seed: of new rows, any int64. None: drawn by torch's generator.
@@ -70,7 +73,7 @@ class HierarchicalHashEmbedding(TableModule):
         grad_buffer_hbm_gb: float = 1,
         *,
         padding_idx: int | None = None,
-        eviction: str = "lru",
+        eviction: EvictionPolicy = "lru",
         initializer: Initializer | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
@@ -94,20 +97,24 @@ class HierarchicalHashEmbedding(TableModule):
             remember_evicted=remember_evicted,
         )
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
         """Rows of ids.
 
         Args:
             ids: int64 or int32 of any shape, on the table's device.
+            scores: int64 of the same shape, under ``"customized"``; only training reads them, and
+                needs them. A new id of a full table takes the place of the lowest score even where
+                its own is lower, since it is to be trained.
 
         Returns:
             float32 ``[*ids.shape, embedding_dim]``.
 
         Raises:
-            TypeError: ids of another dtype.
-            ValueError: ids on another device.
+            TypeError: ids or scores of another dtype.
+            ValueError: ids on another device; scores of another shape, missing, or under a policy
+                that takes none.
         """
-        return self._lookup([ids])[0]
+        return self._lookup([ids], None if scores is None else [scores])[0]
 
 
 class MultiTableHKVEmbedding(TableModule):
@@ -145,7 +152,7 @@ class MultiTableHKVEmbedding(TableModule):
         grad_buffer_hbm_gb: float = 1,
         *,
         padding_idx: int | None = None,
-        eviction: str = "lru",
+        eviction: EvictionPolicy = "lru",
         initializer: Initializer | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
@@ -172,12 +179,15 @@ class MultiTableHKVEmbedding(TableModule):
         )
         self.num_tables = num_tables
 
-    def forward(self, ids: Sequence[Tensor]) -> list[Tensor]:
+    def forward(
+        self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
         """Rows of each field's ids.
 
         Args:
             ids: for each table a tensor as :class:`HierarchicalHashEmbedding` takes it; shapes may
                 differ.
+            scores: likewise.
 
         Returns:
             For each table float32 ``[*its shape, embedding_dim]``.
@@ -194,4 +204,8 @@ class MultiTableHKVEmbedding(TableModule):
             raise ValueError(
                 f"ids have {len(ids)} tensors, but there are {self.num_tables} tables."
             )
-        return self._lookup(ids)
+        if scores is not None and len(scores) != self.num_tables:
+            raise ValueError(
+                f"scores have {len(scores)} tensors, but there are {self.num_tables} tables."
+            )
+        return self._lookup(ids, scores)

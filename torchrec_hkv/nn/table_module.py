@@ -11,17 +11,24 @@ from torch import Tensor, nn
 
 from torchrec_hkv import _C
 from torchrec_hkv.devices import known_device
-from torchrec_hkv.hash_table import SGD, Initializer, Optimizer, TableGroup, Uniform
-from torchrec_hkv.hash_table.spec_checks import check_remember_evicted
+from torchrec_hkv.hash_table import (
+    SGD,
+    EvictionPolicy,
+    Initializer,
+    Optimizer,
+    TableGroup,
+    Uniform,
+)
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, POLICIES, check_eviction, name_of
+from torchrec_hkv.hash_table.spec_checks import check_range, check_remember_evicted
 from torchrec_hkv.nn.capacity import HbmLimits, gib_to_bytes
 from torchrec_hkv.nn.contents import Contents, positions
 from torchrec_hkv.nn.marker import Marker
 from torchrec_hkv.nn.replicas import refuse_replicas
-from torchrec_hkv.nn.tables import Plan, Tables
+from torchrec_hkv.nn.tables import Plan, Progress, Tables
 
 # Rows that a table has memory for at first, where nothing else is said.
 _INITIAL_CAPACITY = 1 << 16
-_EVICTIONS = ("lru", "lfu")
 _MAX_DIM = 2048
 #: Of a table that memory is counted for; what is there holds fewer.
 _MOST_ROWS = 1 << 58
@@ -65,7 +72,7 @@ class TableModule(nn.Module):
         weight_decay: float,
         grad_buffer_hbm_gb: float,
         padding_idx: int | None,
-        eviction: str,
+        eviction: EvictionPolicy,
         initializer: Initializer | None,
         seed: int | None,
         device: torch.device | str | None,
@@ -82,8 +89,7 @@ class TableModule(nn.Module):
         if seed is None:  # as the weights of other modules, torch.manual_seed decides
             seed = int(torch.randint((1 << 63) - 1, (), device="cpu"))
         _check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
-        if eviction not in _EVICTIONS:
-            raise ValueError(f"eviction is {eviction!r}, but must be 'lru' or 'lfu'.")
+        check_eviction(type(self).__name__, eviction, POLICIES)
         if initializer is None:
             initializer = Uniform(-(embedding_dim**-0.5), embedding_dim**-0.5)
         if not isinstance(initializer, Initializer):
@@ -125,13 +131,16 @@ class TableModule(nn.Module):
     # In a compiled graph the counters are copied before an op that writes them, which also happens
     # past the copy; and each step's pin has a number of its own, for which it compiles again.
     @torch.compiler.disable
-    def _lookup(self, ids: Sequence[Tensor]) -> list[Tensor]:
-        """Rows of ids of any shapes, one tensor a table."""
+    def _lookup(
+        self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Rows of ids of any shapes, one tensor a table; and for each a tensor of scores."""
         flat = [self._flat(part) for part in ids]
         training = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if training:
             refuse_replicas("Hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
-        rows = self._tables.lookup(flat, self.padding_idx, training)
+        given = self._flat_scores(ids, scores, training)
+        rows = self._tables.lookup(flat, self.padding_idx, training, given)
         if len(ids) == 1:  # without unbind, whose backward copies
             return [rows.view(*ids[0].shape, self.embedding_dim)]
         # Slicing only where it cuts, since its backward writes a gradient of its own.
@@ -151,6 +160,32 @@ class TableModule(nn.Module):
                 f"ids are on {ids.device}, but the table is on {self._tables.group.device}."
             )
         return ids.reshape(-1).long()
+
+    def _flat_scores(
+        self, ids: Sequence[Tensor], scores: Sequence[Tensor] | None, training: bool
+    ) -> list[Tensor] | None:
+        eviction = self._tables.plan.eviction
+        if scores is None:
+            if training and eviction == "customized":
+                raise ValueError(
+                    "scores must be given in training under eviction 'customized': one for each id."
+                )
+            return None
+        if eviction != "customized":
+            raise ValueError(
+                f"scores must not be given under eviction {eviction!r}: only 'customized' takes "
+                "them."
+            )
+        for of_ids, part in zip(ids, scores, strict=True):
+            if not isinstance(part, Tensor) or part.dtype != torch.int64:
+                kind = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                raise TypeError(f"scores must be a tensor of int64, but are {kind}.")
+            if part.shape != of_ids.shape or part.device != of_ids.device:
+                raise ValueError(
+                    f"scores must have the shape {tuple(of_ids.shape)} of the ids and be on "
+                    f"{of_ids.device}, but have {tuple(part.shape)} and are on {part.device}."
+                )
+        return [part.detach().reshape(-1) for part in scores]
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -265,6 +300,22 @@ class TableModule(nn.Module):
         return self._tables.group
 
     @property
+    def epoch(self) -> int:
+        """Under ``"epoch_lru"`` and ``"epoch_lfu"``, that of lookups to come, 0 to 2^32 - 1. To be
+        set; ids of earlier epochs leave a full table first."""
+        return self._tables.group.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        eviction = self._tables.plan.eviction
+        if eviction not in EPOCH_POLICIES:
+            raise ValueError(
+                f"eviction {eviction!r} has no epochs: use 'epoch_lru' or 'epoch_lfu'."
+            )
+        check_range(type(self).__name__, "epoch", epoch, 0, (1 << 32) - 1)
+        self._tables.group.set_epoch(epoch)
+
+    @property
     def table_names(self) -> tuple[str, ...]:
         """Names of the tables."""
         return self._tables.plan.names
@@ -333,20 +384,20 @@ class TableModule(nn.Module):
         state["_owner"] = None
         group = self._tables.group
         steps = group.optimizer_steps.cpu()
-        state["_saved"] = (self._tables.plan, self._tables.contents(), group.clock, steps)
+        state["_saved"] = (self._tables.plan, self._tables.contents(), Progress.of(group), steps)
         state["_saved_training"] = (self._tables.is_trained, self.anchor.requires_grad)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        plan, held, clock, steps = state.pop("_saved")
+        plan, held, progress, steps = state.pop("_saved")
         is_trained, requires_grad = state.pop("_saved_training")
         super().__setstate__(state)
         if plan.device.type == "cuda" and not torch.cuda.is_available():
             plan = dataclasses.replace(plan, device=torch.device("cpu"))
         self.anchor = nn.Parameter(torch.zeros(1, device=plan.device))
         self._tables = Tables(plan, Marker(self.anchor))
-        self._tables.replace(plan, held, clock, steps)
+        self._tables.replace(plan, held, progress, steps)
         self._tables.is_trained = is_trained
         self.anchor.requires_grad_(requires_grad)
 
@@ -354,7 +405,14 @@ class TableModule(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         destination[prefix + "seed"] = torch.tensor(self.seed)
-        destination[prefix + "clock"] = torch.tensor(self._tables.group.clock)
+        progress = Progress.of(self._tables.group)
+        destination[prefix + "clock"] = torch.tensor(progress.clock)
+        if self._has_epochs:
+            destination[prefix + "epoch"] = torch.tensor(progress.epoch)
+        for of_table, measured in zip(self._prefixes, progress.aging, strict=True):
+            if measured is not None:
+                aging = torch.tensor(measured, dtype=torch.float64)
+                destination[f"{prefix}{of_table}aging"] = aging
         for of_table, held in zip(self._prefixes, self._tables.contents(), strict=True):
             for name in _SAVED:
                 destination[f"{prefix}{of_table}{name}"] = getattr(held, name)
@@ -370,6 +428,8 @@ class TableModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         names = ["seed", "clock", *(of + name for of in self._prefixes for name in _SAVED)]
+        names += ["epoch"] if self._has_epochs else []
+        names += [of + "aging" for of in self._prefixes if self._ages]
         missing = [prefix + name for name in names if prefix + name not in state_dict]
         given = [key for key in state_dict if key.startswith(prefix)]
         unexpected_keys.extend(k for k in given if k.removeprefix(prefix) not in names and strict)
@@ -387,10 +447,25 @@ class TableModule(nn.Module):
         for of, here in zip(self._prefixes, self._tables.contents(), strict=True):
             held = self._checked_contents(of, saved)
             loaded.append(held.with_states(here.ids, here.states))
-        for name in ("seed", "clock"):
+        for name in ("seed", "clock", *(["epoch"] if self._has_epochs else [])):
             _check_tensor(name, saved[name], torch.int64, ())
+        aging: list[tuple[float, float, float] | None] = []
+        for of in self._prefixes:
+            if self._ages:
+                _check_tensor(of + "aging", saved[of + "aging"], torch.float64, (3,))
+            aging.append(tuple(saved[of + "aging"].tolist()) if self._ages else None)
+        epoch = int(saved["epoch"]) if self._has_epochs else 0
+        progress = Progress(int(saved["clock"]), epoch, tuple(aging))
         plan = dataclasses.replace(self._tables.plan, seed=int(saved["seed"]))
-        self._tables.replace(plan, loaded, int(saved["clock"]))
+        self._tables.replace(plan, loaded, progress)
+
+    @property
+    def _has_epochs(self) -> bool:
+        return self._tables.plan.eviction in EPOCH_POLICIES
+
+    @property
+    def _ages(self) -> bool:
+        return name_of(self._tables.plan.eviction) == "aged_lfu"
 
     def _checked_contents(self, of: str, saved: dict[str, Tensor]) -> Contents:
         tensors = {name: saved[of + name] for name in _SAVED}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table import Initializer, Optimizer, TableGroup, TableSpec
+from torchrec_hkv.hash_table import EvictionPolicy, Initializer, Optimizer, TableGroup, TableSpec
 from torchrec_hkv.hash_table.groups.accumulation import Round, as_one_batch
 from torchrec_hkv.nn import contents
 from torchrec_hkv.nn.capacity import HbmLimits, Shape, free_memory
@@ -35,7 +35,7 @@ class Plan:
         dim: of their rows.
         max_capacity: rows that each is to hold.
         initial_capacity: rows that each has memory for at first.
-        eviction: ``"lru"`` or ``"lfu"``.
+        eviction: their policy.
         limits: of each in a GPU's memory.
         gradient_bytes: that held gradients may take.
         seed: of initial rows.
@@ -49,7 +49,7 @@ class Plan:
     dim: int
     max_capacity: int
     initial_capacity: int
-    eviction: str
+    eviction: EvictionPolicy
     limits: HbmLimits
     gradient_bytes: int
     seed: int
@@ -57,6 +57,35 @@ class Plan:
     optimizer: Optimizer
     device: torch.device
     remember_evicted: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What tables know of time.
+
+    Attributes:
+        clock: number of the last lookup in training.
+        epoch: of the epoch policies.
+        aging: of each table, as :meth:`TableGroup.measured_aging` gives it.
+    """
+
+    clock: int
+    epoch: int
+    aging: tuple[tuple[float, float, float] | None, ...]
+
+    @classmethod
+    def of(cls, group: TableGroup) -> Progress:
+        """That of a group (waits for the device)."""
+        aging = tuple(group.measured_aging(table) for table in range(len(group.tables)))
+        return cls(group.clock, group.epoch, aging)
+
+    def give(self, group: TableGroup) -> None:
+        """Has a group go on from it."""
+        group.set_clock(self.clock)
+        group.set_epoch(self.epoch)
+        for table, measured in enumerate(self.aging):
+            if measured is not None:
+                group.restart_aging(table, measured)
 
 
 class Tables:
@@ -91,13 +120,20 @@ class Tables:
 
     # -- lookups ----------------------------------------------------------------------------------
 
-    def lookup(self, ids: Sequence[Tensor], padding_idx: int | None, training: bool) -> Tensor:
+    def lookup(
+        self,
+        ids: Sequence[Tensor],
+        padding_idx: int | None,
+        training: bool,
+        scores: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         """Rows of ids.
 
         Args:
             ids: for each table int64 ``[n]`` on the tables' device.
             padding_idx: an id whose row is zeros and is not trained.
             training: whether to insert ids that are not there, and to hold the gradient.
+            scores: for each table int64 ``[n]``, for training under ``"customized"``.
 
         Returns:
             float32 ``[most ids of a table, tables, dim]``; zeros after the last id of each table.
@@ -107,7 +143,8 @@ class Tables:
         offsets, batch_size = self._offsets_of(sizes), max(sizes)
         interval = None
         if training:
-            slots, interval = self._find_or_insert(flat, offsets, batch_size)
+            given = None if scores is None else torch.cat(list(scores))
+            slots, interval = self._find_or_insert(flat, offsets, batch_size, given)
         else:
             slots = self.group.find(flat, offsets, batch_size)
         weights = None
@@ -136,14 +173,14 @@ class Tables:
             )
 
     def _find_or_insert(
-        self, ids: Tensor, offsets: Tensor, batch_size: int
+        self, ids: Tensor, offsets: Tensor, batch_size: int, scores: Tensor | None
     ) -> tuple[Tensor, Interval]:
         interval = None if self._interval is None else self._interval()
         pin = None
         if interval is None:
             pin = self.group.pin()
             interval = Interval(pin)
-        slots = self.group.find_or_insert(ids, offsets, batch_size, pin)
+        slots = self.group.find_or_insert(ids, offsets, batch_size, pin, scores=scores)
         self._interval = weakref.ref(interval)
         return slots, interval
 
@@ -277,7 +314,7 @@ class Tables:
         self,
         plan: Plan,
         loaded: Sequence[Contents] | None = None,
-        clock: int | None = None,
+        progress: Progress | None = None,
         steps: Tensor | None = None,
     ) -> None:
         """Makes the tables anew, with what they hold or something else in them.
@@ -289,7 +326,7 @@ class Tables:
         Args:
             plan: of the new tables.
             loaded: for each table; None: what it holds.
-            clock: of ``loaded``; None: as it is.
+            progress: of ``loaded``; None: as it is.
             steps: updates of each table, where the optimizer stays; None: as many as there were.
 
         Raises:
@@ -299,30 +336,30 @@ class Tables:
         self.check_no_gradients()
         before, was_empty = self.plan, not any(self.group.sizes())
         held = self.contents() if loaded is None else loaded
-        clock_before, steps_before = self.group.clock, self.group.optimizer_steps.clone()
+        progress_before, steps_before = Progress.of(self.group), self.group.optimizer_steps.clone()
         if was_empty:  # nothing to lose: its memory may be needed
             del self.group, self._gradients
         try:
             made = self._made_anew(
                 plan,
                 held,
-                clock_before if clock is None else clock,
+                progress_before if progress is None else progress,
                 steps_before if steps is None else steps,
             )
         except BaseException:
             if was_empty:
                 made = _make(before)
-                made[0].set_clock(clock_before)
+                progress_before.give(made[0])
                 made[0].optimizer_steps.copy_(steps_before)
                 self._set(before, *made)
             raise
         self._set(plan, *made)
 
     def _made_anew(
-        self, plan: Plan, held: Sequence[Contents], clock: int, steps: Tensor
+        self, plan: Plan, held: Sequence[Contents], progress: Progress, steps: Tensor
     ) -> tuple[TableGroup, int]:
         group, capacity = _make(plan)
-        group.set_clock(clock)
+        progress.give(group)
         keeps_states = plan.optimizer == self.plan.optimizer
         for table, of_table in enumerate(held):
             if not keeps_states:

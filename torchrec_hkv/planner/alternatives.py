@@ -27,7 +27,8 @@ def why_rejected(
     loses_more: Callable[[ShardingOption, ShardingOption], bool],
     are_many: bool,
 ) -> dict[str, str]:
-    """For each kernel that could have served a table, why it does not.
+    """For each kernel that could have served a table, why it does not; for the only one, why not in
+    larger sizes, where these would lose less.
 
     Its options are put in the place of the chosen one, the rest of the plan as it is.
 
@@ -54,6 +55,10 @@ def why_rejected(
             own = [option for option in own if not loses_more(option, chosen)]
             own = _notable(own) if are_many else own
             reasons[kernel] = _reason(own, others, best, topology, partitioner, perf_model)
+    whole = [option for option in options if loses_more(chosen, option)]
+    if whole and not reasons:  # one kernel, of which sizes were chosen
+        name = f"{kernel_of(chosen)} without loss"
+        reasons[name] = _reason(whole, others, best, topology, partitioner, perf_model)
     return reasons
 
 

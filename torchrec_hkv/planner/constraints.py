@@ -12,6 +12,7 @@ from torchrec.distributed.planner import ParameterConstraints as StockParameterC
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.backends.workload import IdFrequencies
+from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.planner.quality_curve import QualityCurve, check_curves, check_loss
 from torchrec_hkv.sharding.output_dtype import check_output_dtype
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
@@ -36,6 +37,8 @@ class ParameterConstraints(StockParameterConstraints):
         quality_curves: what this table loses, by what it gives up: ``"compression"``, ``"rows"`` or
             ``"precision"`` (:class:`torchrec_hkv.backends.Kept`). None, and for kinds that are
             left out: curves that were measured on MovieTweetings, in AUC.
+        choose_sizes: whether the planner chooses the sizes that ``options`` leave open also where
+            the table has one backend and no other kernel. Beside other kernels it always does.
         max_quality_loss: the most that the table may lose, in the unit of its curves. None: what
             the planner's argument allows for all tables together.
     """
@@ -44,6 +47,7 @@ class ParameterConstraints(StockParameterConstraints):
     frequencies: IdFrequencies | None = None
     quality_curves: Mapping[str, QualityCurve] | None = None
     max_quality_loss: float | None = None
+    choose_sizes: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.options, list):
@@ -51,7 +55,7 @@ class ParameterConstraints(StockParameterConstraints):
 
     def __hash__(self) -> int:
         curves = tuple(sorted((self.quality_curves or {}).items(), key=lambda item: item[0]))
-        own = (self.options, self.frequencies, curves, self.max_quality_loss)
+        own = (self.options, self.frequencies, curves, self.max_quality_loss, self.choose_sizes)
         return hash((super().__hash__(), *own))
 
 
@@ -98,8 +102,13 @@ class Choice:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to choose."""
+        """Whether one kernel is left."""
         return len(self.candidates) == 1 and not self.has_stock
+
+    @property
+    def leaves_sizes(self) -> bool:
+        """Whether a kernel's sizes are left to choose."""
+        return any(candidate.is_open for candidate in self.candidates)
 
 
 def choices(
@@ -162,7 +171,14 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
         check_curves(f"Table {table!r}: quality_curves", curves)
     max_loss = getattr(constraint, "max_quality_loss", None)
     check_loss(f"Table {table!r}: max_quality_loss", max_loss)
+    chooses = getattr(constraint, "choose_sizes", False)
+    check_flag(f"Table {table!r}", "choose_sizes", chooses)
     if not backends:
+        if chooses:
+            raise ValueError(
+                f"Table {table!r} has choose_sizes=True and no backend whose sizes could be "
+                f"chosen: name one of {registry.names()} in compute_kernels."
+            )
         if options is not None:
             raise ValueError(
                 f"Table {table!r} has options {type(options).__name__} and no backend that would "
@@ -175,7 +191,7 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
             )
         return None if frequencies is None else Choice((), True, frequencies)
     has_stock = len(backends) < len(set(kernels))
-    candidates = _candidates(table, backends, options, has_stock or len(backends) > 1)
+    candidates = _candidates(table, backends, options, chooses or has_stock or len(backends) > 1)
     choice = Choice(candidates, has_stock, frequencies, curves, max_loss)
     _check_numbers(table, constraint)
     _check_sharding_types(table, choice, constraint)
@@ -190,7 +206,8 @@ def _candidates(
     is_choice: bool,
 ) -> tuple[Candidate, ...]:
     """Each backend with its options, or as often as it has some. Sizes of several options of one
-    backend are what the user chooses from; those of the only ones are open beside other kernels."""
+    backend are what the user chooses from; those of the only ones are open where
+    sizes may be chosen."""
     given = [options] if options is None or isinstance(options, BackendOptions) else list(options)
     found: dict[str, list[BackendOptions]] = {name: [] for name in names}
     for one in given:

@@ -332,7 +332,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         left_open = [
             option
             for option in plan
-            if (choice := self._choices.get(option.name)) and not choice.is_settled
+            if (choice := self._choices.get(option.name))
+            and (not choice.is_settled or choice.leaves_sizes)
             if choice.backends
         ]
         if not left_open or room is None:

@@ -1,6 +1,6 @@
 """Replays logs of ids through hash tables on a CPU: which rows and policy reach which hit rate.
 
-Knows the backend ``hkv`` and its tables; nothing of sharding and planning.
+Knows the backend ``hkv`` and its tables, and what the planner asks of a table; nothing of sharding.
 """
 
 from torchrec_hkv.replay.log import Ids, Log, LogError, Part

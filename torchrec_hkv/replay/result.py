@@ -118,6 +118,23 @@ class Replayed:
     frequencies: IdFrequencies
     curves: tuple[Curve, ...]
 
+    def curve_of(self, policy: Policy) -> Curve:
+        """The curve of a policy that was replayed."""
+        return next(curve for curve in self.curves if curve.policy == policy)
+
+    def frequencies_with(self, curve: Curve) -> IdFrequencies:
+        """The frequencies, with the share of lookups that find a row by a curve: of those that find
+        one where each id has a row."""
+        most = self.unlimited_hit_rate
+        if most <= 0:
+            return self.frequencies
+        shares, highest = [], 0.0
+        for point in curve.points:
+            highest = max(highest, min(point.hit_rate / most, 1.0))
+            if highest > 0:
+                shares.append((point.rows, highest))
+        return dataclasses.replace(self.frequencies, shares=tuple(shares))
+
     def meeting(self, target: float) -> list[tuple[Curve, int]]:
         """Policies that reach a hit rate, with the rows that each needs, the fewest first.
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torchrec_hkv.json_schema import (
     Text,
     parse_json,
 )
+from torchrec_hkv.planner import ParameterConstraints
 from torchrec_hkv.replay.policy import Policy, Rule, parse_eviction
 from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.text_files import replace_text
@@ -118,6 +119,50 @@ class ReplayedLog:
             "sample": self.sample,
             "tables": tables,
         }
+
+    def constraints(
+        self,
+        max_bytes: int | None = None,
+        importance: Mapping[str, float] | None = None,
+        *,
+        sharding_types: Sequence[str] | None = None,
+    ) -> dict[str, ParameterConstraints]:
+        """Constraints of hash tables for the planner, by table.
+
+        Each has the frequencies of the log's ids, with the hit rates that were measured, and the
+        policy that is best. Without a budget the planner chooses rows, and how many of them lie in
+        HBM, for the memory that there is: it needs a ``num_embeddings`` of the most rows that a
+        table may have, such as :attr:`Replayed.distinct`.
+
+        Args:
+            max_bytes: of all tables together: rows are those of :meth:`capacities`. None: the
+                planner chooses.
+            importance: as :meth:`capacities` takes it.
+            sharding_types: that the planner chooses among; None: all.
+
+        Raises:
+            ValueError: as :meth:`capacities` says, or ``importance`` has no effect.
+        """
+        if max_bytes is None and importance is not None:
+            raise ValueError(
+                "importance weighs tables under a budget: give max_bytes, or leave it out."
+            )
+        capacities = {} if max_bytes is None else self.capacities(max_bytes, importance)
+        found = {}
+        for name, table in self.tables.items():
+            chosen = capacities.get(name)
+            curve = table.best if chosen is None else table.curve_of(chosen.policy)
+            options = curve.policy.options(table.distinct)
+            if chosen is not None:
+                options = dataclasses.replace(chosen.options, capacity=chosen.rows)
+            found[name] = ParameterConstraints(
+                compute_kernels=["hkv"],
+                sharding_types=None if sharding_types is None else list(sharding_types),
+                options=options,
+                frequencies=table.frequencies_with(curve),
+                choose_sizes=chosen is None,
+            )
+        return found
 
     def capacities(
         self, max_bytes: int, importance: Mapping[str, float] | None = None

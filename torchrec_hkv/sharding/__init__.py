@@ -5,6 +5,7 @@ from torchrec_hkv.sharding.caches import populate_caches
 from torchrec_hkv.sharding.counters import table_counters
 from torchrec_hkv.sharding.embedding import BackendEmbeddingCollection
 from torchrec_hkv.sharding.embedding_bag import BackendEmbeddingBagCollection
+from torchrec_hkv.sharding.epochs import get_epoch, set_epoch
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 from torchrec_hkv.sharding.sharders import (
     BackendEmbeddingBagCollectionSharder,
@@ -20,6 +21,8 @@ __all__ = [
     "BackendParameterSharding",
     "accumulate_gradients",
     "get_default_sharders",
+    "get_epoch",
     "populate_caches",
+    "set_epoch",
     "table_counters",
 ]

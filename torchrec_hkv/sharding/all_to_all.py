@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class Outgoing:
         stride: bags of each feature.
         lengths: integers ``[features * stride]``.
         values: the int64 ids; None where ``blocks`` are given.
-        weights: float32 ``[ids]`` or None.
+        weights: float32, or float64 (:mod:`torchrec_hkv.sharding.scores`), ``[ids]``; or None.
         blocks: what is sent to each rank, if it has been made already.
     """
 
@@ -264,10 +265,12 @@ class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
         for work in self._awaitables:
             work.wait()
         plan, batch = self._plan, self._batch
-        blocks, *weights = self._output_tensors
-        lengths, offsets, values, merged_weights = _ops.merge_blocks(
+        blocks, weights = self._output_tensors[0], None
+        if batch.weights is not None:
+            weights = self._output_tensors[1]
+        lengths, offsets, values, merged_weights = _merge_blocks(
             blocks,
-            weights[0] if weights else None,
+            weights,
             self._counts,
             plan.order,
             plan.world_size,
@@ -277,13 +280,23 @@ class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
         return KeyedJaggedTensor(
             keys=batch.keys,
             values=values,
-            weights=merged_weights if weights else None,
+            weights=None if weights is None else merged_weights,
             lengths=lengths,
             offsets=offsets,
             stride=plan.world_size * batch.stride,
             length_per_key=self._length_per_key,
             offset_per_key=[0, *itertools.accumulate(self._length_per_key)],
         )
+
+
+def _merge_blocks(words: Tensor, weights: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    """The op, for weights of 64 bits too: their positions go through it, in the bits of weights."""
+    if weights is None or weights.dtype == torch.float32:
+        return _ops.merge_blocks(words, weights, *args)
+    count = weights.numel()
+    positions = torch.arange(count, dtype=torch.int32, device=weights.device)
+    *merged, order = _ops.merge_blocks(words, positions.view(torch.float32), *args)
+    return *merged, weights.index_select(0, order.view(torch.int32))
 
 
 def _uneven(

@@ -18,10 +18,11 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.compat import to_keyed_jagged_tensor
-from torchrec_hkv.sharding.exchange_groups import Exchange, has_ours
+from torchrec_hkv.sharding.exchange_groups import Exchange, ExchangeGroup, has_ours
 from torchrec_hkv.sharding.kernel import BackendKernel
 from torchrec_hkv.sharding.placeholder import clip_notice, placeholder
 from torchrec_hkv.sharding.replicated_state import ReplicatedState
+from torchrec_hkv.sharding.scores import ScoreWire
 from torchrec_hkv.sharding.state import TableState
 from torchrec_hkv.sharding.state_exchange import exchange_state
 from torchrec_hkv.sharding.uniqueness import Uniqueness, check_batch
@@ -102,6 +103,7 @@ class BackendCollection:
         planned: dict[str, PlannedTable],
         exchange: Exchange,
         uniqueness: Uniqueness,
+        score_wire: ScoreWire | None,
         **kwargs: Any,
     ) -> None:
         """
@@ -110,12 +112,14 @@ class BackendCollection:
             planned: the tables of ours, by name, already checked.
             exchange: how tables are put together.
             uniqueness: of ids.
+            score_wire: how scores travel; None where no table takes any.
             kwargs: TorchRec's.
         """
         self._planned = planned
         self._exchange = exchange
         self._uniqueness = uniqueness
-        self._is_split = exchange.is_plain
+        self._score_wire = score_wire
+        self._is_split = exchange.is_plain and score_wire is None
         self._is_built = False
         # What looks up tables that have all their rows: feature, table and its number of rows.
         self._row_numbers = [
@@ -128,9 +132,12 @@ class BackendCollection:
         self._is_built = True
         if not self._is_split:
             raise ValueError(
-                "num_groups and wire_dtype need a TorchRec whose collections have "
-                "create_grouped_sharding_infos, which this one lacks: leave them out."
+                "num_groups, wire_dtype and eviction 'customized' need a TorchRec whose "
+                "collections have create_grouped_sharding_infos, which this one lacks: leave them "
+                "out."
             )
+        if score_wire is not None:
+            score_wire.install(self._lookups)
         features = {
             config.name: list(config.feature_names)
             for config in getattr(self, self.configs_attribute)
@@ -150,9 +157,15 @@ class BackendCollection:
     def create_grouped_sharding_infos(self, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
         """TorchRec's hook: the tables that are exchanged together."""
         by_type = super().create_grouped_sharding_infos(*args, **kwargs)
-        if self._exchange.is_plain:
-            return by_type
         self._is_split = True
+        groups = by_type if self._exchange.is_plain else self._split(by_type)
+        if self._score_wire is not None:
+            # TorchRec's own shardings can't send scores.
+            groups = {key: ExchangeGroup.ours(infos) for key, infos in groups.items()}
+        return groups
+
+    def _split(self, by_type: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """The tables of each sharding type, in groups."""
         infos = [info for own in by_type.values() for info in own]
         configs = {id(info): info.embedding_config for info in infos}
         self._exchange.check_tables([config.name for config in configs.values()])

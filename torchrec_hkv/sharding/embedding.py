@@ -78,8 +78,20 @@ class BackendEmbeddingCollection(BackendCollection, FollowsExchange, ShardedEmbe
                 sent then.
         """
         if self._planned:
+            features = to_keyed_jagged_tensor(features)
+            wire = self._score_wire if self.training else None
+            if wire is not None and features.variable_stride_per_key():
+                raise ValueError(
+                    f"Tables {[table.name for table in wire.tables]} take scores, and the batch "
+                    "has a batch size of its own for each feature, of which TorchRec's "
+                    "EmbeddingCollection sends ids alone: give all features the same batch size."
+                )
             features = prepare_features(
-                to_keyed_jagged_tensor(features), self._embedding_configs, is_weighted=False
+                features,
+                self._embedding_configs,
+                is_weighted=False,
+                score_wire=self._score_wire,
+                is_training=self.training,
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)

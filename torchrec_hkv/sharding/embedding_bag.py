@@ -98,8 +98,8 @@ class BackendEmbeddingBagCollection(
             features: ids of any integer dtype; widened to int64 so that all ranks send the same.
 
         Raises:
-            ValueError: ids that are no integers, weights or features that are missing, or batch
-                sizes that differ between features. Nothing has been sent then.
+            ValueError: ids that are no integers, weights, scores or features that are missing, or
+                batch sizes that differ between features. Nothing has been sent then.
         """
         features = to_keyed_jagged_tensor(features)
         if self._planned:
@@ -107,6 +107,8 @@ class BackendEmbeddingBagCollection(
                 features,
                 self._embedding_bag_configs,
                 is_weighted=self._is_weighted,
+                score_wire=self._score_wire,
+                is_training=self.training,
             )
             check_row_numbers(features, self._row_numbers)
         self._check_unique(features)

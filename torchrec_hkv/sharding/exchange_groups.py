@@ -56,13 +56,21 @@ class ExchangeGroup(list[Any]):
 
     Attributes:
         codecs: of the wire, None where the sharder's are meant.
-        is_part: whether the tables of its sharding type may be in several groups.
+        is_part: whether shardings of ours serve it though all tables are stock: those of its
+            sharding type may be in several groups, or scores are sent.
         parts: that the exchange of rows has (:mod:`torchrec_hkv.sharding.parts`); none: one.
     """
 
     codecs: Codecs | None = None
     is_part: bool = False
     parts: Sequence[Part] = ()
+
+    @classmethod
+    def ours(cls, infos: Sequence[Any]) -> ExchangeGroup:
+        """The same tables, to be served by shardings of ours."""
+        group = infos if isinstance(infos, ExchangeGroup) else cls(infos)
+        group.is_part = True
+        return group
 
 
 @dataclasses.dataclass(frozen=True)

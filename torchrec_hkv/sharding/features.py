@@ -8,13 +8,20 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_hkv.sharding.scores import ScoreWire
+
 _ID_DTYPES: frozenset[torch.dtype] = frozenset(
     {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
 
 def prepare_features(
-    features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig], *, is_weighted: bool
+    features: KeyedJaggedTensor,
+    configs: Sequence[BaseEmbeddingConfig],
+    *,
+    is_weighted: bool,
+    score_wire: ScoreWire | None = None,
+    is_training: bool = False,
 ) -> KeyedJaggedTensor:
     """Checks a batch on the rank that got it, and widens its ids.
 
@@ -22,10 +29,14 @@ def prepare_features(
         features: ids of any integer dtype up to int64; weights of any float dtype.
         configs: of the collection's tables.
         is_weighted: whether the collection is.
+        score_wire: of the collection, where tables take scores.
+        is_training: whether the batch is sent with scores.
 
     Returns:
         The same bags, with int64 ids and, in a weighted collection, float32 weights; the object
         itself where it is so already. Weights of a collection that is not weighted are dropped.
+        Where tables take scores, features of scores are left out, and in training weights are what
+        :meth:`ScoreWire.attach` says.
 
     Raises:
         ValueError: ids of another dtype, a missing feature, missing weights, or batch sizes that
@@ -58,12 +69,30 @@ def prepare_features(
             + ": it must have weights of a float dtype."
         )
     wanted_weights = weights.float() if is_weighted else None
-    if values.dtype == torch.int64 and wanted_weights is weights:
-        return features
+    if score_wire is not None and is_training:
+        if score_wire.needs_weights and (weights is None or not weights.is_floating_point()):
+            raise ValueError(
+                f"Tables {[t.name for t in score_wire.tables if not t.score_features]} take scores "
+                "from weights, and the batch has "
+                + ("none" if weights is None else f"weights of dtype {weights.dtype}")
+                + ": training needs weights of a float dtype."
+            )
+        wanted_weights = score_wire.attach(features)
+    if values.dtype != torch.int64 or wanted_weights is not weights:
+        features = _changed(features, values.long(), wanted_weights)
+    if score_wire is not None:
+        features = score_wire.without_scores(features, configs)
+    return features
+
+
+def _changed(
+    features: KeyedJaggedTensor, values: torch.Tensor, weights: torch.Tensor | None
+) -> KeyedJaggedTensor:
+    """The same bags with other values and weights."""
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=values.long(),
-        weights=wanted_weights,
+        values=values,
+        weights=weights,
         lengths=features.lengths_or_none(),
         offsets=features.offsets_or_none(),
         stride=features.stride(),

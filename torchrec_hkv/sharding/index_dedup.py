@@ -24,13 +24,15 @@ def deduplicate(
             are. None: of none.
 
     Returns:
-        The distinct ids of each table, as one bag of its first feature, and for each id that was
-        given its place among them, int64 ``[n]``.
+        The distinct ids of each table, as one bag of its first feature, each with the last of its
+        weights where the ids have weights; and for each id that was given its place among them,
+        int64 ``[n]``.
     """
     batch_size = features.stride()
     lengths = features.lengths().new_zeros(len(features.keys()) * batch_size)
     counts = features.length_per_key()
     values: list[torch.Tensor] = []
+    weights, lasts = features.weights_or_none(), []
     places: list[torch.Tensor] = []
     feature = begin = found = 0
     is_unique = [False] * len(features_per_table) if is_unique is None else is_unique
@@ -43,6 +45,10 @@ def deduplicate(
             distinct, inverse = torch.unique(distinct, return_inverse=True)
         if distinct.numel() > 0:
             lengths[feature * batch_size] = distinct.numel()
+        if weights is not None:
+            last = inverse.new_zeros(distinct.numel())
+            positions = torch.arange(begin, end, device=inverse.device)
+            lasts.append(weights[last.scatter_reduce_(0, inverse, positions, "amax")])
         values.append(distinct)
         places.append(inverse + found)
         feature, begin, found = feature + num_features, end, found + distinct.numel()
@@ -50,6 +56,7 @@ def deduplicate(
     reduced = KeyedJaggedTensor(
         keys=features.keys(),
         values=torch.cat([*values, empty]),
+        weights=None if weights is None else torch.cat([*lasts, weights[:0]]),
         lengths=lengths,
         stride=batch_size,
     )

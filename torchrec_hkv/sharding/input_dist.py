@@ -41,7 +41,7 @@ def bucketize(
     if features.variable_stride_per_key():
         lengths, places = padded_lengths(lengths, features.stride_per_key())
     padded = lengths.numel()
-    lengths, values, out_weights, permute = torch.ops.torchrec_hkv.bucketize(
+    lengths, values, out_weights, permute = _bucketize(
         lengths, features.values(), block_sizes, world_size, weights
     )
     if places is not None:
@@ -55,6 +55,23 @@ def bucketize(
         stride_per_key_per_rank=_fx_wrap_stride_per_key_per_rank(features, world_size),
     )
     return bucketized, permute
+
+
+def _bucketize(
+    lengths: torch.Tensor,
+    values: torch.Tensor,
+    block_sizes: torch.Tensor,
+    world_size: int,
+    weights: torch.Tensor | None,
+    blocks: bool = False,
+    permutes: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """The op, for weights of 64 bits too."""
+    op = torch.ops.torchrec_hkv.bucketize
+    if weights is None or weights.dtype == torch.float32:
+        return op(lengths, values, block_sizes, world_size, weights, blocks, permutes)
+    lengths, values, _, permute = op(lengths, values, block_sizes, world_size, None, blocks, True)
+    return lengths, values, torch.empty_like(weights).index_copy_(0, permute, weights), permute
 
 
 class RowWiseFeaturesDist(RwSparseFeaturesDist):
@@ -116,7 +133,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
             begun = self._exchange(bucketized)
         else:
             weights = sparse_features.weights_or_none()
-            lengths, blocks, bucketized_weights, permute = torch.ops.torchrec_hkv.bucketize(
+            lengths, blocks, bucketized_weights, permute = _bucketize(
                 sparse_features.lengths(),
                 sparse_features.values(),
                 self._block_sizes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,18 @@ from torchrec_hkv.sharding.tables import table_shard
 from torchrec_hkv.sharding.uniqueness import check_ids
 from torchrec_hkv.sharding.variable_batch import rank_major
 
+if TYPE_CHECKING:
+    from torchrec_hkv.sharding.scores import ScoreWire
+
 
 class BackendKernel(FusedOptimizerModule):
     """Tables of one backend, data type and pooling, on one rank.
 
     A mixin, to stand before TorchRec's base class of kernels, which reads the group's config.
     """
+
+    #: How scores come with batches; None where no table of the collection takes any.
+    score_wire: ScoreWire | None = None
 
     def _create(self, device: torch.device | None, pooling: PoolingType) -> None:
         """Makes the tables, after TorchRec's base class has read the config.
@@ -75,6 +81,7 @@ class BackendKernel(FusedOptimizerModule):
             )
             for index in sorted(unique)
         ]
+        self._takes_scores = any(tag.options.score_source is not None for tag in self._tags())
         self._feature_dims = [self.shards[table].dim for table in self._feature_table_map]
         self._optim = RowOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
@@ -92,6 +99,17 @@ class BackendKernel(FusedOptimizerModule):
         for name, own in self._unique_tables:
             parts = [features.values()[ends[f] : ends[f + 1]] for f in own]
             check_ids(torch.cat(parts), name, "in a lookup of a shard")
+
+    def _unpacked(
+        self, features: KeyedJaggedTensor, is_weighted: bool
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Weights of a batch and, as keyword arguments of the lookup, its scores."""
+        weights, scores = features.weights_or_none(), None
+        if self.score_wire is not None:
+            weights, scores = self.score_wire.unpack(weights)
+        takes = self._takes_scores and scores is not None and self._emb_module.is_training_lookup
+        weights = weights.float() if is_weighted and weights is not None else None
+        return weights, {"scores": scores} if takes else {}
 
     def _read_dense_states(self) -> list[dict[str, torch.Tensor]]:
         """Of each shard, up to date."""
@@ -217,12 +235,11 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
             as FBGEMM gives it: ``[sum of bags * dims]``, rank by rank, feature by feature.
         """
         self._check_unique(features)
-        weights = features.weights_or_none() if self._config.is_weighted else None
-        weights = None if weights is None else weights.float()
+        weights, scores = self._unpacked(features, self._config.is_weighted)
         offsets, learning_rate = features.offsets().long(), self._optim.learning_rate
         if not features.variable_stride_per_key():
             return self._emb_module(
-                features.values(), offsets, weights, features.stride(), learning_rate
+                features.values(), offsets, weights, features.stride(), learning_rate, **scores
             )
         flat = self._emb_module.forward_ragged(
             features.values(),
@@ -231,6 +248,7 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
             features.stride_per_key(),
             self._feature_dims,
             learning_rate,
+            **scores,
         )
         return rank_major(flat, features.stride_per_key_per_rank(), self._feature_dims)
 
@@ -271,5 +289,6 @@ class BackendEmbedding(BackendKernel, BaseBatchedEmbedding[torch.Tensor]):
             features.length_per_key(),
             self._feature_dims,
             self._optim.learning_rate,
+            **self._unpacked(features, is_weighted=False)[1],
         )
         return flat.view(ids.numel(), self._feature_dims[0])

@@ -31,6 +31,7 @@ from torchrec_hkv.sharding.exchange_groups import Exchange, wire_dtypes
 from torchrec_hkv.sharding.names import joined
 from torchrec_hkv.sharding.optimizer import name_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
+from torchrec_hkv.sharding.scores import ScoreWire
 from torchrec_hkv.sharding.tables import Collection, table_weight
 from torchrec_hkv.sharding.uniqueness import Tables, Uniqueness
 from torchrec_hkv.sharding.validation import planned_tables
@@ -125,6 +126,10 @@ class _BackendSharder:
             "planned": planned,
             "exchange": self._exchange,
             "uniqueness": self._uniqueness,
+            "score_wire": ScoreWire.of(
+                [(name, t.features, t.shards[0].options) for name, t in planned.items()],
+                isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
+            ),
         }
 
 

@@ -17,6 +17,7 @@ from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS, SEQUENCE_
 from torchrec_hkv.sharding.optimizer import applied_optimizer
 from torchrec_hkv.sharding.output_dtype import check_output_dtypes
 from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
+from torchrec_hkv.sharding.scores import check_score_source
 from torchrec_hkv.sharding.tables import (
     Collection,
     check_config,
@@ -82,6 +83,7 @@ def planned_tables(
         _check_environment(name, env)
         config = configs[name]
         check_config(config)
+        check_score_source(name, config.feature_names, sharding.options)
         check_sharding_type(name, sharding.backend, [sharding.sharding_type], type(module))
         backend = registry.get(sharding.backend)
         optimizer = applied_optimizer(name, table_weight(module, name), fused_params)

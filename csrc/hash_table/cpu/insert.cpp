@@ -276,15 +276,23 @@ void write_leavers(const TableView* tables, const std::vector<Leaver>& all,
   *out.number = first + gone.size();
 }
 
-// Counts the ids that this call has placed and that are remembered, then remembers what it has
-// evicted: in the order of the batch, whatever the number of threads.
-void remember_evicted(const TableView* tables, const Batch& batch, const MissingIds& missing,
+// Counts the ids that this call has placed and that are remembered, and gives them back half of
+// their counts where the table remembers these; then remembers what it has evicted: in the order of
+// the batch, whatever the number of threads.
+void remember_evicted(const TableView* tables, const Batch& batch, const Visit& visit,
+                      const MissingIds& missing, const int64_t* slots,
                       const std::vector<Leaver>& leavers) {
   for (const Missing* it = missing.begin(); it != missing.begin() + missing.size(); ++it) {
-    const EvictedMemory& evicted = tables[it->table].evicted;
+    const TableView& table = tables[it->table];
+    const EvictedMemory& evicted = table.evicted;
     if (!it->placed || evicted.marks == nullptr) continue;
     const EvictedMemory::Place place = evicted.place_of(batch.ids[it->position]);
-    count(tables[it->table], kReturned, evicted.marks[place.entry] == place.mark);
+    const bool returns = evicted.marks[place.entry] == place.mark;
+    count(table, kReturned, returns);
+    if (!returns || evicted.halves == nullptr) continue;
+    uint64_t& score = table.scores[slots[it->position] - table.first_slot];
+    score =
+        next_score(table.eviction, score, visit.now(), visit.epoch(), evicted.halves[place.entry]);
   }
   for (int64_t i = 0; i < missing.size(); ++i) {
     const Missing& it = missing.begin()[i];
@@ -292,6 +300,9 @@ void remember_evicted(const TableView* tables, const Batch& batch, const Missing
     if (!it.placed || !leavers[i].left || evicted.marks == nullptr) continue;
     const EvictedMemory::Place place = evicted.place_of(leavers[i].id);
     evicted.marks[place.entry] = place.mark;
+    if (evicted.halves == nullptr) continue;
+    evicted.halves[place.entry] =
+        EvictedMemory::half_of(tables[it.table].eviction, leavers[i].score);
   }
 }
 
@@ -316,7 +327,7 @@ void find_or_insert(const TableView* tables, const Batch& batch, const Visit& vi
   std::vector<Leaver> leavers(noted ? missing.size() : 0, Leaver{});
   Placing(tables, batch, visit, placement, missing, slots, noted ? leavers.data() : nullptr)
       .run(threads);
-  if (placement.remembers) remember_evicted(tables, batch, missing, leavers);
+  if (placement.remembers) remember_evicted(tables, batch, visit, missing, slots, leavers);
   // Before rows are written: what leaves still has its own.
   if (wanted && missing.size() > 0) {
     write_leavers(tables, leavers, placement, threads);

@@ -32,6 +32,7 @@ def save_table(
         threads=options.threads,
         save_id=options.save,
         tracker=tracker,
+        epoch=group.epoch,
         states=options.states,
         row_dtype=options.row_dtype,
         compression=options.compression is not None,
@@ -90,6 +91,7 @@ class HashTablesLoad(TablesLoad):
         with self._group.alone():
             # All tables of a group count steps together.
             self._group.set_clock(max(load.clock for load in self._loads))
+            self._group.set_epoch(max(load.epoch for load in self._loads))
             return sum(load.run() for load in self._loads)
 
 

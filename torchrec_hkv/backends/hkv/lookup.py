@@ -79,8 +79,21 @@ class HKVLookup(RowsById, GroupLookup):
         weights: Tensor | None,
         batch_size: int,
         learning_rate: Tensor,
+        *,
+        scores: Tensor | None = None,
     ) -> Tensor:
-        return self._look_up(ids, offsets, weights, batch_size, None, learning_rate)
+        """As :meth:`GroupLookup.forward`.
+
+        Args:
+            ids: as there.
+            offsets: as there.
+            weights: as there.
+            batch_size: as there.
+            learning_rate: as there.
+            scores: int64 ``[n]``, which a training lookup needs where a table is under
+                ``"customized"``.
+        """
+        return self._look_up(ids, offsets, weights, batch_size, None, learning_rate, scores)
 
     def forward_ragged(
         self,
@@ -90,8 +103,10 @@ class HKVLookup(RowsById, GroupLookup):
         bags: Sequence[int],
         dims: Sequence[int],
         learning_rate: Tensor,
+        *,
+        scores: Tensor | None = None,
     ) -> Tensor:
-        return self._look_up(ids, offsets, weights, 0, bags, learning_rate)
+        return self._look_up(ids, offsets, weights, 0, bags, learning_rate, scores)
 
     def _look_up(
         self,
@@ -101,16 +116,25 @@ class HKVLookup(RowsById, GroupLookup):
         batch_size: int,
         bags: Sequence[int] | None,
         learning_rate: Tensor,
+        scores: Tensor | None,
     ) -> Tensor:
         group, mean, dtype = self._group, self._mean, self._output_dtype
         for rows in self._dense.values():
             rows.flush()
         if self.is_training_lookup:
             batch = (ids, offsets, weights, batch_size)
-            return group.train_lookup(self._anchor, *batch, mean, learning_rate, bags, dtype)
+            return group.train_lookup(
+                self._anchor, *batch, mean, learning_rate, bags, dtype, scores
+            )
         slots = group.find(ids, offsets, batch_size, bags)
         where = (ids, offsets, weights, slots, batch_size, mean, None)
         return group.pooled_lookup(self._no_anchor, *where, learning_rate, bags, dtype)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._group.set_epoch(epoch)
+
+    def epoch(self) -> int:
+        return self._group.epoch
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
         self._output_dtype = dtype

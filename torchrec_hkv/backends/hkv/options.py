@@ -7,16 +7,16 @@ from typing import Literal
 
 import torch
 
-from torchrec_hkv.backends.protocol import BackendOptions
-from torchrec_hkv.hash_table import Admission, AgedLFU, Initializer
-from torchrec_hkv.hash_table.eviction import check_eviction
+from torchrec_hkv.backends.specs import BackendOptions, ScoreSource
+from torchrec_hkv.hash_table import Admission, EvictionPolicy, Initializer
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, POLICIES, check_eviction
 from torchrec_hkv.hash_table.spec_checks import (
     check_expire_after,
     check_flag,
     check_remember_evicted,
+    check_restore_counts,
 )
 
-_EVICTIONS = ("lru", "lfu", "adaptive")
 #: Of rows, and of outputs.
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -31,7 +31,11 @@ class HKVOptions(BackendOptions):
             :class:`torchrec_hkv.AgedLFU`, between the two: the one looked up least often where
             counts lose half their worth after each half-life in which the id is not looked up.
             ``"adaptive"`` chooses that half-life while the table runs, by the hit rates of small
-            tables that see a sample of the ids. Only lookups in training count.
+            tables that see a sample of the ids. ``"epoch_lru"`` and ``"epoch_lfu"`` evict ids of
+            the earliest epoch first (:func:`torchrec_hkv.set_epoch`), and among those of one epoch
+            as ``"lru"`` and ``"lfu"`` do. ``"customized"`` evicts the id of the lowest score, which
+            comes with each batch (``score_feature``, ``score_from``). Only lookups in training
+            count.
         hbm_bytes: what the table may take of each GPU's memory, index included. A table whose rows
             and optimizer states don't all fit there has all of them in host memory, and those of
             the highest score in HBM too: lookups in training bring them there. None: all in the
@@ -77,9 +81,21 @@ class HKVOptions(BackendOptions):
             keep and evict the same rows; a training step takes a little longer
             (``docs/hash_table_order.md``). All tables of the same lookup then do so. False: only
             while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
+        restore_counts: an id that comes back while its rank remembers it (``remember_evicted``)
+            gets half of its count back, up to 65,535, under ``"lfu"``, ``"adaptive"``,
+            ``"epoch_lfu"`` and an ``AgedLFU``. It takes 4 bytes for each id of
+            ``remember_evicted`` in place of 2; on GPUs the tables of its lookups are deterministic
+            then.
+        score_feature: for ``"customized"``: a feature of the same KeyedJaggedTensor whose values
+            are the scores, any int64; its bags must be as long as those of the table's feature. A
+            tuple where the table has several features: one for each, in their order. In a weighted
+            collection scores must be from -2^31 to 2^31 - 1. Training needs it in each batch.
+        score_from: for ``"customized"``: ``"weights"`` takes the scores from the weights of the
+            table's features, which are those of pooling, too, where the collection is weighted. The
+            largest weight has the highest score. Training needs weights in each batch.
     """
 
-    eviction: Literal["lru", "lfu", "adaptive"] | AgedLFU = "lru"
+    eviction: EvictionPolicy = "lru"
     hbm_bytes: int | Literal["index"] | None = None
     seed: int = 0
     initializer: Initializer | None = None
@@ -92,9 +108,13 @@ class HKVOptions(BackendOptions):
     capacity: int | None = None
     row_dtype: torch.dtype | None = None
     deterministic: bool = False
+    restore_counts: bool = False
+    score_feature: str | tuple[str, ...] | None = None
+    score_from: Literal["weights"] | None = None
 
     def __post_init__(self) -> None:
-        check_eviction("HKVOptions", self.eviction, _EVICTIONS)
+        check_eviction("HKVOptions", self.eviction, POLICIES)
+        self._check_scores()
         if self.hbm_bytes not in (None, "index") and not (
             _is_int(self.hbm_bytes) and 0 < self.hbm_bytes < 1 << 63
         ):
@@ -120,6 +140,9 @@ class HKVOptions(BackendOptions):
         check_flag("HKVOptions", "strict", self.strict)
         check_flag("HKVOptions", "deterministic", self.deterministic)
         check_remember_evicted("HKVOptions", self.remember_evicted)
+        check_restore_counts(
+            "HKVOptions", self.restore_counts, self.remember_evicted, self.eviction
+        )
         initial = self.initial_capacity
         if initial is not None and not (_is_int(initial) and 0 < initial < 1 << 63):
             raise ValueError(
@@ -146,6 +169,43 @@ class HKVOptions(BackendOptions):
                     f"HKVOptions: {name} is {getattr(self, name)!r} and dense is True, but a table "
                     f"that always has all its rows takes {name}=None only."
                 )
+
+    def _check_scores(self) -> None:
+        feature, origin = self.score_feature, self.score_from
+        names = (feature,) if isinstance(feature, str) else feature
+        if names is not None and not (
+            isinstance(names, tuple) and names and all(isinstance(n, str) and n for n in names)
+        ):
+            raise ValueError(
+                f"HKVOptions: score_feature is {feature!r}, but must be the name of a feature, a "
+                "tuple of names, or None."
+            )
+        if origin not in (None, "weights"):
+            raise ValueError(
+                f"HKVOptions: score_from is {origin!r}, but must be 'weights' or None."
+            )
+        if (self.eviction == "customized") != ((feature is None) != (origin is None)):
+            raise ValueError(
+                f"HKVOptions: eviction is {self.eviction!r}, score_feature {feature!r} and "
+                f"score_from {origin!r}, but 'customized' takes one of score_feature and "
+                "score_from, and other policies take neither."
+            )
+        if self.eviction == "customized" and self.dense:
+            raise ValueError(
+                "HKVOptions: eviction is 'customized' and dense is True, but a table that always "
+                "has all its rows evicts none: leave eviction out."
+            )
+
+    @property
+    def score_source(self) -> ScoreSource | None:
+        if self.eviction != "customized":
+            return None
+        names = self.score_feature
+        return ScoreSource((names,) if isinstance(names, str) else names or ())
+
+    @property
+    def has_epochs(self) -> bool:
+        return self.eviction in EPOCH_POLICIES
 
     def rows_for(self, num_embeddings: int) -> int:
         return num_embeddings if self.capacity is None else self.capacity

@@ -12,6 +12,7 @@ from torchrec_hkv.backends.hkv.dense import DenseRows
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import put_row_numbers
 from torchrec_hkv.hash_table import TableGroup, initial_rows
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
 from torchrec_hkv.hash_table.files.file_tables import Target
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.ops import owner_rank
@@ -60,7 +61,8 @@ def put_rows(
     batches: Iterable[tuple[Tensor, Tensor]],
     owners: tuple[int, int],
 ) -> int:
-    """Sets rows of ids; ids that are new count as looked up once, in the last step."""
+    """Sets rows of ids; ids that are new count as looked up once, in the last step, or have the
+    score 0 under ``"customized"``."""
     spec = group.tables[table]
     target = Target(group, table, 1 << 20)
     lost = 0
@@ -109,9 +111,21 @@ def _put_batch(
         "states": torch.zeros(len(new), width),
     }
     if scored:
-        batch["scores"] = torch.ones(len(new), dtype=torch.int64)
+        batch["scores"] = torch.full((len(new),), _first_score(group, table))
     group.reserve(table, min(group.sizes()[table] + len(new), target.capacity))
     return target.restore(batch, exact=False)
+
+
+def _first_score(group: TableGroup, table: int) -> int:
+    """Of an id that is put into a table with scores: one lookup in the last step; under
+    ``"customized"``, where nobody has said a score, 0."""
+    eviction = group.tables[table].eviction
+    if eviction == "customized":
+        return 0
+    if eviction not in EPOCH_POLICIES:
+        return 1
+    bits = group.epoch << 32 | (group.clock if eviction == "epoch_lru" else 1)
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 class RowsById:

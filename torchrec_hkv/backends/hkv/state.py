@@ -26,7 +26,9 @@ from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.ops import owner_rank
 
 _FORMAT = 1
-#: What is said of the whole table: format, layout of states, updates and clock.
+# Where the epoch begins in the first word of the head, behind the format.
+_EPOCH_BIT = 8
+#: What is said of the whole table: format and epoch, layout of states, updates and clock.
 HEAD = "table_state"
 _ROW_STATES = "optimizer_row_states"
 # More places than rows: what a capacity is rounded up by, for shards of any size on any ranks.
@@ -118,7 +120,8 @@ def _export_state(
     for name, wanted in spec.items():
         if name == HEAD:
             step = int(state.optimizer_step)
-            exported[name] = torch.tensor([_FORMAT, group.state_layout, step, group.clock])
+            first = _FORMAT | group.epoch << _EPOCH_BIT
+            exported[name] = torch.tensor([first, group.state_layout, step, group.clock])
             continue
         if name.startswith(COUNTS):
             exported[name] = export_counts(group, table, wanted)
@@ -132,6 +135,11 @@ def _export_state(
 def saved_clock(table_state: Tensor) -> int:
     """The clock in the tensor of a table's state that says what is whole."""
     return int(table_state[3])
+
+
+def saved_epoch(table_state: Tensor) -> int:
+    """The epoch there."""
+    return int(table_state[0]) >> _EPOCH_BIT
 
 
 class StateLoad(EntriesLoad):
@@ -178,12 +186,14 @@ class StateLoad(EntriesLoad):
         )
         with self._group.alone():
             self._group.load_table(self._table, state)
+            self._group.set_epoch(saved_epoch(table_state))
             self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
             if self._counts.name in tensors:
                 self._counts.load_same(tensors[self._counts.name])
 
     def begin(self, table_state: Tensor) -> None:
         self._group.clear_table(self._table)
+        self._group.set_epoch(saved_epoch(table_state))
         self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
         self._step = int(table_state[2])
         # Whoever loads has no more than this to give.

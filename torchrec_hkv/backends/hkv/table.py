@@ -50,6 +50,7 @@ def memory_of(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory
         admission=options.admission,
         initial_capacity=_initial_capacity(shard),
         remember_evicted=options.remember_evicted,
+        restore_counts=options.restore_counts,
     )
 
 
@@ -95,6 +96,7 @@ def table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec:
         strict=options.strict,
         initial_capacity=_initial_capacity(shard),
         remember_evicted=options.remember_evicted,
+        restore_counts=options.restore_counts,
         deterministic=options.deterministic,
     )
 

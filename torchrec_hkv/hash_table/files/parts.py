@@ -261,6 +261,11 @@ class PartsLoad:
         """The last step that any part began; the group's clock must be there."""
         return max(part.manifest.clock for part in self._parts)
 
+    @property
+    def epoch(self) -> int:
+        """The last epoch of any part, for the epoch policies."""
+        return max(part.manifest.epoch for part in self._parts)
+
     def run(self) -> int:
         """Loads. The group's clock must have been set.
 

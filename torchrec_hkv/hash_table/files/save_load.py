@@ -60,6 +60,7 @@ _FREE_FIELDS = (
     "expire_after",
     "strict",
     "remember_evicted",
+    "restore_counts",
     "deterministic",
 )
 

@@ -152,6 +152,11 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         self.note_rewrite()
         self._group.set_clock(clock)
 
+    @property
+    def epoch(self) -> int:
+        """Of the epoch policies, for the calls to come; see :meth:`set_epoch`."""
+        return self._epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the epoch policies for the calls to come; does not wait.
 
@@ -247,6 +252,7 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         batch_size: int,
         pin: Pin | None = None,
         bags: Sequence[int] | None = None,
+        scores: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`find`, and inserts missing ids with their initial rows.
 
@@ -267,13 +273,21 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
             pin: a new :meth:`pin`, where a backward is to come; without one, slots are valid until
                 the next call that inserts.
             bags: as in :meth:`find`.
+            scores: int64 ``[n]``, where a table of the group is under ``"customized"``, and read
+                by such tables alone; elsewhere each id counts once. Of several scores for an id one
+                stays (on a CPU, and in a deterministic group, the last). A new id takes the place
+                of the lowest score even where its own is lower, since it is to be trained.
 
         Raises:
             RuntimeError: as :meth:`check_strict` says.
+            TypeError: the scores are no int64.
+            ValueError: scores are missing or needless, or not one for each id.
         """
         counters, number = self._group.counters, None if pin is None else pin.number
         ids = int64_ids(ids)
-        slots = _ops.find_or_insert(counters, self.handle, ids, offsets, batch_size, number, bags)
+        slots = _ops.find_or_insert(
+            counters, self.handle, ids, offsets, batch_size, number, bags, scores
+        )
         self.check_strict()
         return slots
 
@@ -367,6 +381,7 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         learning_rate: Tensor,
         bags: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
+        scores: Tensor | None = None,
     ) -> Tensor:
         """A training lookup: :meth:`find_or_insert` and :meth:`pooled_lookup` in one call, with a
         pin of their own.
@@ -382,6 +397,7 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
             learning_rate: as in :meth:`pooled_lookup`.
             bags: as in :meth:`find`.
             dtype: as in :meth:`pooled_lookup`.
+            scores: as in :meth:`find_or_insert`.
 
         Returns:
             As :meth:`pooled_lookup`.
@@ -393,7 +409,7 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
         """
         if self._accumulator.is_needed:
             pin = self.pin()
-            slots = self.find_or_insert(ids, offsets, batch_size, pin, bags)
+            slots = self.find_or_insert(ids, offsets, batch_size, pin, bags, scores)
             where = (ids, offsets, weights, slots, batch_size, mean, pin)
             return self.pooled_lookup(anchor, *where, learning_rate, bags, dtype)
         pooled = _train_lookup(
@@ -408,6 +424,7 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters):
             learning_rate,
             bags,
             dtype,
+            scores,
         )
         if self._strict:
             self.check_strict()

@@ -372,7 +372,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
     order = insertion_order(batch.num_ids, placement, by_score, memory + layout.order);
     insert_in_order(tables, batch, visit, placement, slots, missing, &order, stream);
     if (placement.remembers) {
-      count_returned(tables, batch, missing.placed, missing.number, stream);
+      count_returned(tables, batch, visit, slots, missing.placed, missing.number, stream);
       remember_in_order(tables, batch, missing, order, stream);
     }
     rest.leavers = {};

@@ -103,7 +103,8 @@ void evict_for_missing(const TableView* tables, const TableView* only, const Bat
 // Counts the ids that were placed and that their tables remember as evicted, where the result must
 // not depend on chance: before what the call evicts is remembered (in returned.cu). `placed`,
 // [positions], is aligned to 8 bytes, and can be read up to there.
-void count_returned(const TableView* tables, const Batch& batch, const bool* placed,
-                    const uint32_t* any_missing, cudaStream_t stream);
+void count_returned(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const int64_t* slots, const bool* placed, const uint32_t* any_missing,
+                    cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

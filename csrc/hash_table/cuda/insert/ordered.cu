@@ -353,8 +353,10 @@ InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool
   if (leaves || placement.remembers) {
     order.left_ids = reinterpret_cast<int64_t*>(take(n * sizeof(int64_t)));
   }
-  if (leaves) {
+  if (leaves || placement.restores) {
     order.left_scores = reinterpret_cast<uint64_t*>(take(n * sizeof(uint64_t)));
+  }
+  if (leaves) {
     order.replaced = reinterpret_cast<bool*>(take(n * sizeof(bool)));
     order.leavers_before = reinterpret_cast<unsigned long long*>(take(sizeof(unsigned long long)));
   }

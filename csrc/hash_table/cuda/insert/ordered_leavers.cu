@@ -112,7 +112,12 @@ __global__ void __launch_bounds__(kThreads)
       if (kClaim) {
         if (there < i + 1) atomicMax(claim, i + 1);
       } else if (there == i + 1) {
-        mine.table->evicted.marks[mine.to.entry] = mine.to.mark;
+        const EvictedMemory& evicted = mine.table->evicted;
+        evicted.marks[mine.to.entry] = mine.to.mark;
+        if (evicted.halves != nullptr) {
+          evicted.halves[mine.to.entry] =
+              EvictedMemory::half_of(mine.table->eviction, order.left_scores[order.positions[i]]);
+        }
       }
       break;
     }

@@ -1,5 +1,6 @@
-// Counts new ids that their table remembers to have evicted (evicted_memory.h), behind an insertion
-// in the order of the batch. Others count them as they place them.
+// Counts new ids that their table remembers to have evicted (evicted_memory.h), and gives them back
+// half of their counts, behind an insertion in the order of the batch. Others count them as they
+// place them, and remember no counts.
 //
 // Few positions of a batch have one, and to tell takes a chain of reads: table, id, mark. So a
 // block first lists the positions of a part of the batch that have one, and then all its lanes have
@@ -27,8 +28,9 @@ __device__ __forceinline__ unsigned set_flags(const bool* placed, int64_t first,
 }
 
 __global__ void __launch_bounds__(kThreads)
-    returned_kernel(const TableView* __restrict__ tables, const Batch batch,
-                    const bool* __restrict__ placed, const uint32_t* __restrict__ any_missing) {
+    returned_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                    const int64_t* __restrict__ slots, const bool* __restrict__ placed,
+                    const uint32_t* __restrict__ any_missing) {
   if (*any_missing == 0) return;
   __shared__ uint16_t listed[kPart];
   __shared__ int number;
@@ -55,6 +57,11 @@ __global__ void __launch_bounds__(kThreads)
         if (table->evicted.marks != nullptr) {
           const EvictedMemory::Place place = table->evicted.place_of(batch.ids[position]);
           returned = table->evicted.marks[place.entry] == place.mark;
+          if (returned && table->evicted.halves != nullptr) {
+            uint64_t& score = table->scores[slots[position] - table->first_slot];
+            score = next_score(table->eviction, score, visit.now(), visit.epoch(),
+                               table->evicted.halves[place.entry]);
+          }
         }
       }
       count_warp(table, kReturned, returned);
@@ -64,11 +71,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void count_returned(const TableView* tables, const Batch& batch, const bool* placed,
-                    const uint32_t* any_missing, cudaStream_t stream) {
+void count_returned(const TableView* tables, const Batch& batch, const Visit& visit,
+                    const int64_t* slots, const bool* placed, const uint32_t* any_missing,
+                    cudaStream_t stream) {
   const auto parts = static_cast<unsigned>((batch.num_ids + kPart - 1) / kPart);
   returned_kernel<<<std::min(parts, resident_blocks(returned_kernel)), kThreads, 0, stream>>>(
-      tables, batch, placed, any_missing);
+      tables, batch, visit, slots, placed, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -1,0 +1,117 @@
+"""What ``torchrec-hkv plan`` takes of a replay: rows, policies and frequencies of tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torchrec_hkv.backends.hkv import HKVOptions
+from torchrec_hkv.planner import ParameterConstraints
+from torchrec_hkv.replay import Curve, Replayed, ReplayedLog
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedReplay:
+    """The tables of a replay that are planned.
+
+    Attributes:
+        tables: by name.
+        path: of the replay.
+    """
+
+    tables: dict[str, Replayed]
+    path: str
+
+    @classmethod
+    def read(cls, path: str, names: Sequence[str]) -> PlannedReplay:
+        """Those of a file.
+
+        Args:
+            path: what ``torchrec-hkv replay --out`` wrote.
+            names: of the tables that are planned, in order.
+
+        Raises:
+            OSError: the file can't be read.
+            ValueError: it is something else, or has none of the tables.
+        """
+        log = ReplayedLog.read(path)
+        tables = {name: log.tables[name] for name in names if name in log.tables}
+        if not tables:
+            raise ValueError(
+                f"--replay is {path!r}, which has tables {', '.join(log.tables)}, but --table "
+                f"names {', '.join(names)}: name one of its tables."
+            )
+        return cls(tables, path)
+
+    def rows(self, name: str) -> int:
+        """The most rows that a table may have: one for each id.
+
+        Raises:
+            ValueError: the table was not replayed.
+        """
+        if name not in self.tables:
+            raise ValueError(
+                f"--table {name!r} has no number of rows, and {self.path!r} has not the table: say "
+                "how many rows it has."
+            )
+        return self.tables[name].distinct
+
+    def _curve(self, name: str, rows: int | None) -> Curve:
+        """Of the policy that a table gets."""
+        table = self.tables[name]
+        return table.best if rows is None else max(table.curves, key=lambda one: one.at(rows))
+
+    def constraint(
+        self, name: str, base: ParameterConstraints, rows: int | None
+    ) -> ParameterConstraints:
+        """The constraint of a table.
+
+        Args:
+            name: the table's.
+            base: what holds for tables that were not replayed.
+            rows: that the table has; None: the planner chooses.
+        """
+        if name not in self.tables:
+            return base
+        table, curve = self.tables[name], self._curve(name, rows)
+        options = curve.policy.options(table.distinct if rows is None else rows)
+        if isinstance(base.options, HKVOptions):
+            options = dataclasses.replace(options, hbm_bytes=base.options.hbm_bytes)
+        return dataclasses.replace(
+            base,
+            options=options,
+            frequencies=table.frequencies_with(curve),
+            choose_sizes=rows is None,
+        )
+
+    def expected(self, name: str, planned: int, rows: int | None) -> dict[str, Any]:
+        """What is said of a planned table, for JSON.
+
+        Args:
+            name: the table's.
+            planned: rows that it has in the plan, over all ranks.
+            rows: as :meth:`constraint` was given them.
+        """
+        table, curve = self.tables[name], self._curve(name, rows)
+        share = table.frequencies_with(curve).share_of(planned)
+        return {
+            "rows": planned,
+            "options": curve.policy.code(planned),
+            "hit_rate": share * table.unlimited_hit_rate,
+            "unlimited_hit_rate": table.unlimited_hit_rate,
+        }
+
+
+def replay_lines(expected: dict[str, dict[str, Any]]) -> list[str]:
+    """The same in words.
+
+    Args:
+        expected: by table.
+    """
+    return [
+        f"{name}: about {told['hit_rate']:.2%} of lookups hit with {told['rows']:,} rows (with a "
+        f"row for each id {told['unlimited_hit_rate']:.2%}); num_embeddings={told['rows']}, "
+        f"options={told['options']}"
+        for name, told in expected.items()
+    ]
