@@ -45,10 +45,10 @@ class TableSpec:
         remember_evicted: how many evicted ids it remembers at a time, in 2 bytes each, to count
             those that come back as ``returned``; 1 to 2^32. None: it does not count them.
         deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
-            calls alone, bit for bit; they then take a little longer (``docs/hash_table_order.md``).
-            It holds for all tables of a group, and for all groups while
-            ``torch.use_deterministic_algorithms(True)`` does, which is asked in each call. A CPU is
-            always deterministic.
+            calls alone, bit for bit; they then take a little longer
+            (``docs/concepts/ordering.md``). It holds for all tables of a group, and for all groups
+            while ``torch.use_deterministic_algorithms(True)`` does, which is asked in each call.
+            A CPU is always deterministic.
     """
 
     name: str

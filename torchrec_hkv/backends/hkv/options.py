@@ -75,7 +75,7 @@ class HKVOptions(BackendOptions):
             ``torch.float16`` or ``torch.bfloat16``. None: the config's.
         deterministic: on GPUs, too, equal batches give equal tables, bit for bit, and column shards
             keep and evict the same rows; a training step takes a little longer
-            (``docs/hash_table_order.md``). All tables of the same lookup then do so. False: only
+            (``docs/concepts/ordering.md``). All tables of the same lookup then do so. False: only
             while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
     """
 
