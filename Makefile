@@ -1,6 +1,7 @@
 # make demo    trains the example on MovieLens with two processes
 # make test    runs the tests
 # make build   sets up the environment and builds the extension
+# make docs    builds the documentation into build/docs; a warning is an error
 # make lint    ruff and clang-format
 # make clean   removes what was built; .venv and .data stay
 #
@@ -49,7 +50,7 @@ EXTENSION := build/extension.txt
 RECBOLE := recbole-1.2.1
 DATA := .data/$(RECBOLE)-py3-none-any.whl
 
-.PHONY: demo test build lint clean FORCE
+.PHONY: demo test build docs lint clean FORCE
 
 demo: $(EXTENSION) $(DATA)
 	OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) \
@@ -59,6 +60,11 @@ test: $(EXTENSION)
 	$(PYTHON) -m pytest $(TEST_ARGS)
 
 build: $(EXTENSION)
+
+docs: $(EXTENSION)
+	@$(BASE_PYTHON) tools/setup_env.py --record $(ENVIRONMENT) --docs
+	$(PYTHON) -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo "The documentation is in build/docs/index.html"
 
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .

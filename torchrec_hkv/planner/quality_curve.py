@@ -110,7 +110,7 @@ def _is_point(pair: object) -> bool:
 
 
 #: AUC lost on MovieTweetings, users and movies alike. Compression:
-#: docs/concepts/tensor_train.md. Rows and bits: one pass in time order, LFU
+#: docs/performance/tensor_train.md. Rows and bits: one pass in time order, LFU
 #: (docs/concepts/planner.md).
 MEASURED: dict[str, QualityCurve] = {
     "compression": QualityCurve(((1 / 5.12, 0.0245), (1 / 21.4, 0.0418), (1 / 117, 0.0853))),
