@@ -1,6 +1,8 @@
 # make demo    trains the example on MovieLens with two processes
 # make test    runs the tests
 # make build   sets up the environment and builds the extension
+# make docs    builds the documentation into build/docs; a warning is an error
+# make wheel   builds a wheel for other machines into dist
 # make lint    ruff and clang-format
 # make clean   removes what was built; .venv and .data stay
 #
@@ -49,7 +51,7 @@ EXTENSION := build/extension.txt
 RECBOLE := recbole-1.2.1
 DATA := .data/$(RECBOLE)-py3-none-any.whl
 
-.PHONY: demo test build lint clean FORCE
+.PHONY: demo test build docs wheel lint clean FORCE
 
 demo: $(EXTENSION) $(DATA)
 	OMP_NUM_THREADS=$(THREADS) $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) \
@@ -60,6 +62,15 @@ test: $(EXTENSION)
 
 build: $(EXTENSION)
 
+docs: $(EXTENSION)
+	@$(BASE_PYTHON) tools/setup_env.py --record $(ENVIRONMENT) --extra docs
+	$(PYTHON) -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo "The documentation is in build/docs/index.html"
+
+wheel: $(ENVIRONMENT)
+	@$(BASE_PYTHON) tools/setup_env.py --record $(ENVIRONMENT) --extra wheel
+	$(PYTHON) tools/build_wheel.py --out dist
+
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -67,7 +78,7 @@ lint: $(ENVIRONMENT)
 		| xargs -r clang-format --dry-run --Werror
 
 clean:
-	rm -rf build dist *.egg-info torchrec_hkv/_C.*.so
+	rm -rf build dist *.egg-info torchrec_hkv/_C.*.so torchrec_hkv/_v3
 
 # The file changes only when the environment does, so what depends on it is rebuilt only then.
 $(ENVIRONMENT): FORCE

@@ -3,7 +3,10 @@
 Environment variables:
     TORCHREC_HKV_CUDA: 1 builds the CUDA kernels, 0 leaves them out. By default they are built when
         torch was built for CUDA and a CUDA toolkit is found.
-    TORCHREC_HKV_RELEASE: 1 builds for all supported GPU architectures, and for any x86-64 machine.
+    TORCHREC_HKV_RELEASE: 1 builds for other machines: for all supported GPU architectures, and for
+        x86-64-v2. A CPU build has a second extension for x86-64-v3, and takes the one that suits
+        the CPU (``torchrec_hkv/cpu_variant.py``). The package then requires the torch that it was
+        built against.
     TORCHREC_HKV_CPU_ARCH: GCC's ``-march`` for the CPU kernels; empty for the compiler's default.
         By default ``x86-64-v3`` on a machine with AVX2.
     TORCHREC_HKV_DEBUG: 1 builds with debug information, line numbers of CUDA kernels for profilers,
@@ -36,6 +39,7 @@ RELEASE_CUDA_ARCHS = "8.0;9.0;10.0"
 DEFAULT_CUDA_ARCH = "9.0"
 SANITIZERS = ("address", "thread")
 BINDINGS_OF_FILE = 8  # sources that are compiled together
+V3 = "torchrec_hkv._v3._C"
 
 
 def is_set(variable: str) -> bool:
@@ -93,8 +97,10 @@ def wants_cuda() -> bool:
 def cpu_arch() -> str:
     if "TORCHREC_HKV_CPU_ARCH" in os.environ:
         return os.environ["TORCHREC_HKV_CPU_ARCH"]
-    if is_set("TORCHREC_HKV_RELEASE") or platform.machine() != "x86_64":
+    if platform.machine() != "x86_64":
         return ""
+    if is_set("TORCHREC_HKV_RELEASE"):
+        return "x86-64-v2"
     try:
         flags = Path("/proc/cpuinfo").read_text().split()
     except OSError:
@@ -156,7 +162,23 @@ def shared_cpp_runtime() -> list[str]:
     return ["-l:libstdc++.so.6"] if os.path.isabs(found.stdout.strip()) else []
 
 
-def extension():
+def has_two_variants() -> bool:
+    """Whether the build has an extension for x86-64-v3 beside that for x86-64-v2."""
+    return (
+        is_set("TORCHREC_HKV_RELEASE")
+        and "TORCHREC_HKV_CPU_ARCH" not in os.environ
+        and platform.machine() == "x86_64"
+        and not wants_cuda()
+    )
+
+
+def extension(name: str = "torchrec_hkv._C", arch: str | None = None):
+    """An extension.
+
+    Args:
+        name: its module.
+        arch: GCC's ``-march``; None: that of the environment and the machine.
+    """
     cuda = wants_cuda()
     # torch's headers do not pass -Wextra; as system headers they are not asked to.
     system = [f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")]
@@ -174,7 +196,7 @@ def extension():
     cxx += ["-Wall", "-Wextra", *system]
     # torch's headers then include those operators that they use, not all.
     cxx.append("-DAT_PER_OPERATOR_HEADERS")
-    if arch := cpu_arch():
+    if arch := cpu_arch() if arch is None else arch:
         cxx.append(f"-march={arch}")
     sanitizer = sanitizer_flags()
     if sanitizer:  # stacks that tell where, at a bearable speed
@@ -183,7 +205,7 @@ def extension():
     keeps_symbols = is_set("TORCHREC_HKV_DEBUG") or sanitizer
     strip = [] if keeps_symbols else ["-Wl,-s"]
     common = {
-        "name": "torchrec_hkv._C",
+        "name": name,
         "include_dirs": [str(ROOT / "csrc")],
         "depends": [*files("*.h"), *files("*.cuh"), *files("bindings/**/*.cpp"), "setup.py"],
         "extra_link_args": ["-pthread", *shared_cpp_runtime(), *strip, *sanitizer],
@@ -204,4 +226,33 @@ def extension():
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+class BuildVariants(BuildExtension):
+    """Keeps the objects of the second extension apart from those of the first."""
+
+    def build_extension(self, ext) -> None:
+        temp = self.build_temp
+        if ext.name == V3:
+            self.build_temp = os.path.join(temp, "v3")
+            os.makedirs(self.build_temp, exist_ok=True)
+        super().build_extension(ext)
+        self.build_temp = temp
+
+
+def torch_requirement() -> str:
+    """The torch that a build runs with.
+
+    torch keeps its C++ interface within a minor version only, so a wheel serves one of them.
+    """
+    if not is_set("TORCHREC_HKV_RELEASE"):
+        return "torch>=2.11,<2.15"
+    return "torch=={}.{}.*".format(*torch.__version__.split(".")[:2])
+
+
+extensions = [extension()]
+if has_two_variants():
+    extensions.append(extension(V3, "x86-64-v3"))
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": BuildVariants},
+    install_requires=[torch_requirement()],
+)

@@ -1,6 +1,7 @@
 """Training steps over many shapes: a ``TableGroup`` beside FBGEMM's static tables, as ratios.
 
-    python -m benchmarks matrix --out benchmarks/results/matrix.csv --plot docs/matrix.svg
+    python -m benchmarks matrix --out benchmarks/results/matrix.csv \\
+        --plot docs/performance/matrix.svg
     python -m benchmarks matrix --sections dim dtype
     python -m benchmarks matrix --device cpu --out benchmarks/results/matrix_cpu.csv
 

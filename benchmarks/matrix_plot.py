@@ -1,6 +1,6 @@
 """Heat maps of the matrix: a step's time over that of FBGEMM's static tables.
 
-python -m benchmarks matrix_plot benchmarks/results/matrix.csv docs/matrix.svg
+python -m benchmarks matrix_plot benchmarks/results/matrix.csv docs/performance/matrix.svg
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quality of tables with fewer rows than ids: one pass over a stream of clicks, in order of time.
 
     python -m benchmarks quality --data movietweetings.dat --data recbole-1.2.1-py3-none-any.whl \\
-        --out benchmarks/results/quality.csv --plot docs/quality.svg
+        --out benchmarks/results/quality.csv --plot docs/performance/quality.svg
 
 Streams: MovieTweetings and MovieLens-100K by --data, and two that are made: `turnover`, where a
 fifth of the ids is replaced in each tenth of the time, and `all replaced`. Tables have a share of

@@ -1,7 +1,7 @@
 """A plot of the quality benchmark: AUC against the ratio of bytes.
 
     python -m benchmarks.quality_plot benchmarks/results/tensor_train_quality.csv \\
-        docs/tensor_train_quality.svg
+        docs/performance/tensor_train_quality.svg
 """
 
 from __future__ import annotations

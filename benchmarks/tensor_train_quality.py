@@ -1,7 +1,8 @@
 """Quality of Tensor-Train tables against their size: a click model on MovieTweetings.
 
     python -m benchmarks.tensor_train_quality --data movietweetings_100k.dat \\
-        --out benchmarks/results/tensor_train_quality.csv --plot docs/tensor_train_quality.svg
+        --out benchmarks/results/tensor_train_quality.csv \\
+        --plot docs/performance/tensor_train_quality.svg
 
 A DLRM (dim 16, dense 32-16, over 64-32-1) on the columns user, movie and hour of day; a rating of 8
 or more is a click. The first 80 % of the rows in time are trained on, the others are the test.

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 MODULES = "torch fbgemm_gpu torchrec numpy pybind11 setuptools pytest hypothesis tqdm"
+EXTRA_MODULES = {"docs": "furo, myst_parser, sphinx", "wheel": "auditwheel, wheel"}
 # What decides how setup.py builds; a change of one of them rebuilds the extension.
 BUILD_VARIABLES = [
     "TORCHREC_HKV_CUDA",
@@ -112,6 +113,26 @@ def install(cuda):
     return python
 
 
+def install_extra(python, name):
+    """Adds what `make docs` or `make wheel` needs to .venv."""
+    requirements = REQUIREMENTS / f"{name}.txt"
+    stamp = VENV / f"installed_{name}.txt"
+    if stamp.exists() and stamp.read_text() == requirements.read_text():
+        return
+    print(f"Installing what `make {name}` needs into .venv.", flush=True)
+    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    if subprocess.run([*pip, "-r", str(requirements)]).returncode != 0:
+        fail("pip could not install the packages; its message is above.")
+    stamp.write_text(requirements.read_text())
+
+
+def check_extra(python, name):
+    """Refuses a Python that lacks what `make docs` or `make wheel` needs."""
+    program = f"import {EXTRA_MODULES[name]}"
+    if subprocess.run([str(python), "-c", program], stderr=subprocess.DEVNULL).returncode != 0:
+        fail(f"{python} lacks packages that `make {name}` needs: {EXTRA_MODULES[name]}.")
+
+
 def check_packages(python):
     """Python, torch and its CUDA version, as one line of text."""
     # Importing torch would take seconds on each run; its version file says the same.
@@ -149,11 +170,19 @@ def check_cuda(versions):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", type=Path, required=True, metavar="FILE")
-    record = parser.parse_args().record
+    parser.add_argument(
+        "--extra", choices=EXTRA_MODULES, help="also install what this target of make needs"
+    )
+    arguments = parser.parse_args()
+    record = arguments.record
     cuda = os.environ.get("TORCHREC_HKV_CUDA", "0") == "1"
 
     check_machine(cuda)
     python = os.environ.get("TORCHREC_HKV_PYTHON") or install(cuda)
+    if arguments.extra and os.environ.get("TORCHREC_HKV_PYTHON"):
+        check_extra(python, arguments.extra)
+    elif arguments.extra:
+        install_extra(python, arguments.extra)
     versions = check_packages(python)
     if cuda:
         check_cuda(versions)

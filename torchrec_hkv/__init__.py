@@ -14,6 +14,10 @@ except ModuleNotFoundError as error:
         "torch.",
         name=error.name,
     ) from None
+else:
+    from torchrec_hkv import cpu_variant
+
+    cpu_variant.load()  # before another module imports the extension
 
 from torchrec_hkv import checkpoint
 from torchrec_hkv._version import __version__

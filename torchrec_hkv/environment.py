@@ -1,6 +1,6 @@
 """Environment variables: what applies where an argument or a constraint says nothing.
 
-Each is ``TORCHREC_HKV_`` and a name; docs/hybridbackend.md lists them.
+Each is ``TORCHREC_HKV_`` and a name; docs/guide/hybridbackend.md lists them.
 """
 
 from __future__ import annotations

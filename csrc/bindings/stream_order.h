@@ -4,7 +4,7 @@
 // recorded.
 //
 // Calls that are captured in a CUDA graph are not ordered with those outside: whoever replays the
-// graph orders the replay (docs/hash_table_order.md).
+// graph orders the replay (docs/concepts/ordering.md).
 #pragma once
 
 #include <c10/core/Device.h>

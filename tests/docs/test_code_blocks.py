@@ -6,6 +6,8 @@ A comment above a block says how to run it:
 - ``<!-- needs: tensorboard -->``: the test skips where this package is missing.
 - ``<!-- needs: no GPU -->``: the output shown is that of a machine without a GPU.
 - ``<!-- not run: ... -->``: the block is not tested, with the reason.
+
+Blocks of ``text`` are not run.
 """
 
 from __future__ import annotations
@@ -19,14 +21,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.code_blocks import CodeBlock, code_blocks, console_commands, matches
+from tests.support.code_blocks import DIRECTIVE, CodeBlock, code_blocks, console_commands, matches
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-BLOCKS = [block for page in PAGES for block in code_blocks(page)]
+#: Its blocks run one after the other, in ``test_tutorial.py``.
+TUTORIAL = ROOT / "docs" / "guide" / "tutorial.md"
+# Blocks of text are outputs and folders.
+BLOCKS = [
+    block
+    for page in PAGES
+    if page != TUTORIAL
+    for block in code_blocks(page)
+    if block.language != "text"
+]
 # At the interpreter's end a thread of gloo that still has a tensor of Python's to drop aborts now
 # and then, so there is none.
 END_OF_RANK = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
@@ -77,7 +88,7 @@ def test_block(block, tmp_path):
         done = run(["bash", "-euc", block.code], tmp_path, ROOT)
         assert done.returncode == 0, done.stderr
     else:
-        assert block.language == "console", "blocks are python, sh or console, or are not run"
+        assert block.language == "console", "blocks are python, sh, console or text, or are not run"
         commands = console_commands(block.code)
         assert commands
         for command, shown in commands:
@@ -88,7 +99,8 @@ def test_block(block, tmp_path):
 
 def test_all_fences_are_found():
     for page in PAGES:
-        fences = [line for line in page.read_text().splitlines() if line.startswith("```")]
+        text = DIRECTIVE.sub("", page.read_text())
+        fences = [line for line in text.splitlines() if line.startswith("```")]
         assert len(fences) == 2 * len(code_blocks(page)), page
     assert len({block.page for block in BLOCKS if block.language == "python"}) >= 8
 

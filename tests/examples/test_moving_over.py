@@ -1,4 +1,4 @@
-"""docs/moving_over.md: its code runs, and its diff moves it over."""
+"""docs/guide/moving_over.md: its code runs, and its diff moves it over."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "moving_over.md").read_text()
+TEXT = (ROOT / "docs" / "guide" / "moving_over.md").read_text()
 
 
 def block(language):
@@ -30,8 +30,9 @@ def moved_over():
 
 
 # The model of this script holds the process group until the interpreter ends, and a thread of gloo
-# that still has a tensor of Python's to drop aborts then (docs/torchrec.md; torch 2.13, in four of
-# 42 runs of the code before on a busy machine). So the interpreter doesn't end.
+# that still has a tensor of Python's to drop aborts then (docs/guide/multi_gpu.md;
+# torch 2.13, in four of 42 runs of the code before on a busy machine). So the interpreter doesn't
+# end.
 END = """
 import os, sys
 sys.stdout.flush()

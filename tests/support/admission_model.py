@@ -1,4 +1,4 @@
-"""Python models of admission, by the formulas of docs/hash_table_lifecycle.md.
+"""Python models of admission, by the formulas of docs/concepts/lifecycle.md.
 
 They share no code with it.
 """

@@ -11,6 +11,8 @@ BLOCK = re.compile(
     r"^```(?P<language>\w*)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+#: A directive of MyST, such as ``{toctree}``: nothing to run.
+DIRECTIVE = re.compile(r"^```\{.*?^```$", re.MULTILINE | re.DOTALL)
 MARKS = ("run", "not run", "needs")
 
 
@@ -36,12 +38,12 @@ class CodeBlock:
 
 
 def code_blocks(page: Path) -> list[CodeBlock]:
-    """The fenced blocks of a page, in order.
+    """The fenced blocks of a page, in order, without directives of MyST.
 
     Raises:
         ValueError: a mark is unknown.
     """
-    text = page.read_text()
+    text = DIRECTIVE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text())
     blocks = []
     for found in BLOCK.finditer(text):
         mark = found["mark"] or ""

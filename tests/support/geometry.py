@@ -1,4 +1,4 @@
-"""How many buckets and slots a table has, by the rule of docs/hash_table.md."""
+"""How many buckets and slots a table has, by the rule of docs/concepts/hash_table.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an id may stand, by the rule of docs/hash_table.md, with Python's integers."""
+"""Where an id may stand, by the rule of docs/concepts/hash_table.md, with Python's integers."""
 
 from __future__ import annotations
 

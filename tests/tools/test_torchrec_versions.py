@@ -1,4 +1,4 @@
-"""The versions that are checked are those that the README names."""
+"""The versions that are checked are those that the page on installing names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "torchrec_versions.py"
 
 
-def test_releases_are_the_readmes():
-    named = re.findall(
-        r"^\| (\d\.\d+) \| (\d\.\d+) \| (\d\.\d+) \|$", (ROOT / "README.md").read_text(), re.M
-    )
+def test_releases_are_those_of_the_page():
+    page = (ROOT / "docs" / "guide" / "install.md").read_text()
+    named = re.findall(r"^\| (\d\.\d+) \| (\d\.\d+) \| (\d\.\d+) \|$", page, re.M)
     releases = runpy.run_path(str(TOOL))["RELEASES"]
     assert named == [
         tuple(version.rpartition(".")[0] for version in (one.torch, one.torchrec, one.fbgemm))

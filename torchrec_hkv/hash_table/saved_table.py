@@ -26,7 +26,8 @@ class SavedTable:
     def save(self, path: str | os.PathLike[str], *, batch_bytes: int = files.BATCH_BYTES) -> None:
         """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
 
-        ``docs/file_format.md`` has the format. A save that is killed leaves the last one whole.
+        ``docs/reference/file_format.md`` has the format. A save that is killed leaves the last one
+        whole.
         What is saved is of one moment: calls of other threads that change the table wait until the
         files are written. Counts of ids that are not admitted are saved, too.
 

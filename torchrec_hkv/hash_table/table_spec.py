@@ -49,10 +49,10 @@ class TableSpec:
             ``remember_evicted`` in place of 2, and on a GPU makes the group deterministic. False: a
             new id starts with one lookup.
         deterministic: on a GPU, too, what the table holds, and what calls return, follows from the
-            calls alone, bit for bit; they then take a little longer (``docs/hash_table_order.md``).
-            It holds for all tables of a group, and for all groups while
-            ``torch.use_deterministic_algorithms(True)`` does, which is asked in each call. A CPU is
-            always deterministic.
+            calls alone, bit for bit; they then take a little longer
+            (``docs/concepts/ordering.md``). It holds for all tables of a group, and for all groups
+            while ``torch.use_deterministic_algorithms(True)`` does, which is asked in each call.
+            A CPU is always deterministic.
     """
 
     name: str

@@ -275,7 +275,7 @@ class TTEmbeddingBag(nn.Module):
         Rows that stay are not touched. Rows that come start from what the cores give. Rows that
         leave are put back into the cores: these change so that the expected squared error, over
         rows that leave and rows that the cores make already, weighted by frequency, is small
-        (docs/tensor_train.md). All counts are halved then. Waits for the device.
+        (docs/concepts/tensor_train.md). All counts are halved then. Waits for the device.
 
         Raises:
             ValueError: the module has no cache.

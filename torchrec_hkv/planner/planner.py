@@ -87,7 +87,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             enumerator: None: it is this package's, which knows backends.
             constraints: by table; compute kernels may name backends. Of plans that fit the planner
                 takes one where as few tables as possible lose quality, of these one that loses
-                least by estimate, and of these the fastest (docs/planner.md).
+                least by estimate, and of these the fastest (docs/concepts/planner.md).
             calibration: measured constants that times are estimated from, or their file, as
                 ``torchrec-hkv calibrate`` writes it. None: the file of the default place
                 (:func:`torchrec_hkv.planner.default_path`), and where there is none, bandwidths.

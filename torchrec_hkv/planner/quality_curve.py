@@ -109,8 +109,9 @@ def _is_point(pair: object) -> bool:
     return 0 < pair[0] < 1 and 0 <= pair[1] < math.inf
 
 
-#: AUC lost on MovieTweetings, users and movies alike. Compression: docs/tensor_train.md, "Quality
-#: against size". Rows and bits: one pass in time order, LFU (docs/planner.md).
+#: AUC lost on MovieTweetings, users and movies alike. Compression:
+#: docs/performance/tensor_train.md. Rows and bits: one pass in time order, LFU
+#: (docs/concepts/planner.md).
 MEASURED: dict[str, QualityCurve] = {
     "compression": QualityCurve(((1 / 5.12, 0.0245), (1 / 21.4, 0.0418), (1 / 117, 0.0853))),
     "rows": QualityCurve(((0.927, 0.0012), (0.826, 0.0083), (0.650, 0.0332), (0.519, 0.0644))),

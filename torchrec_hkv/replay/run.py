@@ -22,7 +22,7 @@ from torchrec_hkv.replay.tables import CountedIds, Counts, ReplayedTables, Setti
 from torchrec_hkv.replay.windows import corrected, uncrowded
 
 #: Rows of a table that a sample must leave: with fewer, hit rates are off by more than .005
-#: (docs/replay.md).
+#: (docs/guide/replay.md).
 LEAST_SAMPLED_ROWS = 500
 #: Work of counting an id, in that of replaying it in one table.
 _COUNTING = 1.5

@@ -11,7 +11,8 @@ def populate_caches(model: nn.Module) -> int:
     """Chooses anew what the caches of a model's tables hold, where backends have such.
 
     Of ``tt`` tables with a ``cache_size``: the rows of the ids that occurred most often
-    (docs/tensor_train.md). To be called between a backward and the next forward, on every rank.
+    (docs/concepts/tensor_train.md). To be called between a backward and the next forward, on every
+    rank.
 
     Args:
         model: sharded.

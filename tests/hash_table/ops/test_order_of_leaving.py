@@ -16,7 +16,7 @@ REFUSED = -1
 
 
 class Model:
-    """A table of full-width buckets, as docs/hash_table.md describes it."""
+    """A table of full-width buckets, as docs/concepts/hash_table.md describes it."""
 
     def __init__(self, policy: str, buckets: int, slots: int) -> None:
         self.policy, self.buckets, self.slots = policy, buckets, slots

@@ -79,7 +79,7 @@ class HKVOptions(BackendOptions):
             ``torch.float16`` or ``torch.bfloat16``. None: the config's.
         deterministic: on GPUs, too, equal batches give equal tables, bit for bit, and column shards
             keep and evict the same rows; a training step takes a little longer
-            (``docs/hash_table_order.md``). All tables of the same lookup then do so. False: only
+            (``docs/concepts/ordering.md``). All tables of the same lookup then do so. False: only
             while ``torch.use_deterministic_algorithms(True)`` holds. CPUs are always deterministic.
         restore_counts: an id that comes back while its rank remembers it (``remember_evicted``)
             gets half of its count back, up to 65,535, under ``"lfu"``, ``"adaptive"``,

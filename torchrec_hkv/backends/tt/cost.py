@@ -1,7 +1,8 @@
 """Arithmetic of a step of a ``tt`` table, and the tables that are timed to know how long it takes.
 
 A row is made of products of slices of cores. Products of the cores before the last are made once
-for each distinct prefix of a batch, and rows once for each distinct id (docs/tensor_train.md).
+for each distinct prefix of a batch, and rows once for each distinct id
+(docs/concepts/tensor_train.md).
 """
 
 from __future__ import annotations

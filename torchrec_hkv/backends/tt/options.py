@@ -49,7 +49,8 @@ class TTOptions(BackendOptions):
             they are counted there, with rows of zeros. A step waits for the GPU then. Tables that
             are looked up together are all strict where one of them is.
         cache_size: rows of the most frequent ids that are kept decompressed, and trained as rows
-            (docs/tensor_train.md); 0: none. On a GPU lookups of tables with a cache wait for it.
+            (docs/concepts/tensor_train.md); 0: none. On a GPU lookups of tables with a cache
+            wait for it.
         cache_counted_ids: ids whose frequencies are known at a time; None: four times the cache.
         cache_populate_every: training forwards from one choice of these rows to the next; None:
             only by :func:`torchrec_hkv.sharding.populate_caches`.

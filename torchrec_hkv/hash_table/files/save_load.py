@@ -1,4 +1,7 @@
-"""Saving a table of a group to files, and loading it. ``docs/file_format.md`` has the format."""
+"""Saves a table of a group to files, and loads it.
+
+``docs/reference/file_format.md`` has the format.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,75 @@
+"""Loads the build of the extension that suits this CPU.
+
+A release wheel for CPUs has two builds of ``torchrec_hkv._C``: one for x86-64-v2, in the place
+where Python finds it by itself, and one for x86-64-v3 (AVX2) in the folder ``_v3``. Any other build
+of the package has the first place only. Hash tables give the same bits with both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from torchrec_hkv import environment
+
+#: What Linux calls the instructions of x86-64-v3 that x86-64-v2 lacks.
+V3_FLAGS = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+VARIANTS = ("v2", "v3")
+FOLDER = Path(__file__).parent
+
+
+def chosen() -> str:
+    """The variant to load: ``"v3"`` where it is installed and the CPU has its instructions.
+
+    The environment variable ``TORCHREC_HKV_CPU_VARIANT`` comes first.
+
+    Raises:
+        ValueError: the variable is neither ``v2`` nor ``v3``, or the CPU can't run ``v3``.
+    """
+    asked = environment.text("CPU_VARIANT")
+    if asked not in (None, *VARIANTS):
+        raise ValueError(f"{environment.PREFIX}CPU_VARIANT is {asked!r}, but must be v2 or v3.")
+    runs = _v3_file() is not None and cpu_flags() >= V3_FLAGS
+    if asked == "v3" and not runs:
+        raise ValueError(
+            f"{environment.PREFIX}CPU_VARIANT is 'v3', but must be v2: this installation has no "
+            "v3, or this CPU does not run it."
+        )
+    return asked or ("v3" if runs else "v2")
+
+
+def load() -> ModuleType:
+    """Imports ``torchrec_hkv._C``.
+
+    Raises:
+        ImportError: the extension is not there, or does not suit the installed torch.
+        ValueError: see :func:`chosen`.
+    """
+    path = _v3_file()
+    if path is None or chosen() == "v2":
+        return importlib.import_module("torchrec_hkv._C")
+    name = "torchrec_hkv._C"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    sys.modules["torchrec_hkv"]._C = module  # type: ignore[attr-defined]
+    return module
+
+
+def cpu_flags() -> set[str]:
+    """The instructions that Linux says the CPU has; none where it doesn't say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _v3_file() -> Path | None:
+    return next(iter(sorted((FOLDER / "_v3").glob("_C.*.so"))), None)
