@@ -1,8 +1,8 @@
 """Admission: which new ids get a slot of a table.
 
-An id that is not there and not admitted has no slot: its lookup returns its initial row, it is not
-trained, and it is counted as ``unadmitted``. All occurrences of an id in one call share one fate:
-they are counted before anything is decided.
+A new id that is not admitted has no slot: its lookup returns its initial row, it is not trained,
+and the counter ``unadmitted`` counts it. All occurrences of an id in one call are counted before
+the id is decided.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ SET_ENTRIES = 8
 
 
 class Admission:
-    """Base of the ways to admit ids: :class:`MinFrequency` and :class:`Probability`."""
+    """Base class of admission rules: :class:`MinFrequency` and :class:`Probability`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MinFrequency(Admission):
     """Admits an id once training lookups and insertions have asked for it ``count`` times.
 
-    Every occurrence counts, those of the present call too; an id that a call asks for ``count``
-    times is admitted at once. Ids that are in the table are not counted. Exactly one of ``entries``
-    and ``sketch_bytes`` says where is counted:
+    Every occurrence counts, also in the present call: an id that one call asks for ``count`` times
+    is admitted at once. Ids in the table are not counted. Pass exactly one of ``entries`` and
+    ``sketch_bytes``:
 
-    - ``entries``: exactly, in cells of 16 bytes. An id has 8 cells to choose from. Where all are
+    - ``entries`` counts exactly, in cells of 16 bytes. An id has 8 possible cells. If all are
       taken, the lowest count makes room (among equals the one asked for longest ago; never one of
-      the same call) and starts anew if it comes back. So ids that are asked for rarely may be
-      admitted late, and none too early. Give twice as many entries as ids that wait at a time.
-      A cell is freed when its id is admitted.
-    - ``sketch_bytes``: in a count-min sketch of four rows, for any number of ids. A count is never
-      too low, so an id is admitted in time; it is too high by more than ``e * asked / width`` with
-      a probability of at most ``e ** -4``, 1.8 %, where ``asked`` are all occurrences counted so
-      far and ``width`` the cells of a row: ``sketch_bytes / 4`` for a ``count`` up to 255, else
-      ``sketch_bytes / 8``. Nothing leaves a sketch but by ``halve_every``: without it, it fills up
-      in time and admits every id.
+      the same call) and starts anew if its id comes back. So a rare id may be admitted late, never
+      early. Pass twice as many entries as ids wait at a time. A cell is free again when its id is
+      admitted.
+    - ``sketch_bytes`` counts any number of ids in a count-min sketch of four rows. A count is never
+      too low. It is too high by more than ``e * asked / width`` with a probability of at most 1.8 %
+      (``e ** -4``). ``asked`` is the number of occurrences counted so far. ``width`` is the number
+      of cells in a row: ``sketch_bytes / 4`` for a ``count`` up to 255, else ``sketch_bytes / 8``.
+      Without ``halve_every`` a sketch fills up in time and admits every id.
 
-    The counts belong to the table: they count in its memory, ``clear`` forgets them, files
-    hold them.
+    The counts belong to the table: its memory includes them, ``clear`` removes them, and files hold
+    them.
 
     Attributes:
-        count: occurrences, 2 to 65535.
-        entries: ids that can be counted at a time, 1 to 2^32; rounded up to a multiple of 8.
+        count: occurrences that admit an id, 2 to 65535.
+        entries: number of ids that can be counted at a time, 1 to 2^32; rounded up to a multiple
+            of 8.
         sketch_bytes: size of the sketch, 16 to 2^34; rounded down to a multiple of 16.
-        halve_every: halve all counts each so many counted calls, so that what was asked for long
-            ago weighs less; 1 to 2^32 - 1. None: never.
+        halve_every: number of counted calls after which all counts are halved, so that old
+            occurrences weigh less; 1 to 2^32 - 1. None: counts are never halved.
     """
 
     count: int

@@ -1,10 +1,10 @@
-"""The optimizers that train rows in the backward of a lookup.
+"""Optimizers that train rows in the backward of a lookup.
 
-Only the rows of ids that occur in a batch change, and so do their states: weight decay, momentum
-and means of gradients stand still for the others (as ``torch.optim.SparseAdam`` does it). The
-gradient of a row is the sum over all occurrences of its id in the batch; the row is updated once.
+Only the rows of ids in the batch change, and their states: weight decay, momentum and means of
+gradients do not change for other rows, as with ``torch.optim.SparseAdam``. The gradient of a row is
+the sum over all occurrences of its id in the batch; each row is updated once.
 
-The learning rate is no part of an optimizer: a lookup is given it, as a tensor that may change.
+The learning rate is not part of an optimizer. A lookup takes it as a tensor, which may change.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ StepMode = Literal["global", "row"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What all optimizers have.
+    """Base class of the optimizers, with their common options.
 
     Attributes:
         clip_value: bound on each value of a row's gradient.
         clip_norm: bound on the L2 norm of a row's gradient, after ``clip_value``.
         clip_output: bound on each value of the gradient of the pooled output, before it is summed
-            up by row, and before the gradient of per-sample weights is computed from it; FBGEMM's
+            by row and before the gradient of per-sample weights is computed. This is FBGEMM's
             ``gradient_clipping`` with ``max_gradient``.
-        stochastic_rounding: of 16-bit rows, whose optimizer states are float32 in any case. Rows
-            are rounded up or down by chance, so that their expected value is the exact one. Float32
-            rows are not rounded.
-        rounding_seed: of that chance, which is a function of it, the table's name and seed, the id,
-            the column, and the number of the table's update.
+        stochastic_rounding: rounds 16-bit rows up or down at random, so that the expected value is
+            exact. Optimizer states are float32 in any case. Float32 rows are not rounded.
+        rounding_seed: seed of the rounding. The random bits are a function of the seed, the table's
+            name and seed, the id, the column and the number of the table's update.
     """
 
     clip_value: float | None = None
@@ -50,11 +49,11 @@ class Optimizer:
             self._refuse("rounding_seed", "an integer from -2^63 to 2^63 - 1")
 
     def state_width(self, dim: int) -> int:
-        """float32 values of state that a row of this dim keeps."""
+        """Returns the number of float32 values of state that a row of this dim keeps."""
         return self.config().state_width(dim)
 
     def config(self) -> _C.OptimizerConfig:
-        """What kernels take."""
+        """Returns the configuration that kernels take."""
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(Optimizer)}
         return _C.OptimizerConfig(**common, **self._arguments())
 

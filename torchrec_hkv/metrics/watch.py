@@ -1,4 +1,4 @@
-"""Metrics every so many steps, which are there a little later."""
+"""Periodic metrics that do not make a step wait."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torchrec_hkv.metrics.sources import DEVICE_FIELDS, HOST_FIELDS, Source, pro
 from torchrec_hkv.metrics.table_metrics import TableMetrics
 
 Metrics = dict[str, TableMetrics]
-#: Gets the number of a step and the metrics of it.
+#: Receives the number of a step and its metrics.
 Sink = Callable[[int, Mapping[str, TableMetrics]], None]
 
 
 def collect(source: Source, group: dist.ProcessGroup | None = None) -> Metrics:
-    """Metrics of all tables, as they are now. Waits for the device.
+    """Reads the metrics of all tables now. Waits for the device.
 
     Args:
         source: a sharded model, a module with embeddings of :mod:`torchrec_hkv.nn`, or a HashTable.
-        group: ranks to add up over, which all call this; None: this rank's tables only.
+        group: ranks whose counts are added up; all of them call this. None: this rank's tables.
 
     Returns:
-        By full name. A table of a sharded model has its key in the ``state_dict`` without
-        ``.weight``, such as ``"ebc.embedding_bags.user"``, and a column shard ``/`` and its first
-        column behind it where that is not 0. A table of a module has the module's path and its own
-        name, and a HashTable is ``"table"``.
+        Metrics by full name. In a sharded model the name is the key in the ``state_dict`` without
+        ``.weight``, such as ``"ebc.embedding_bags.user"``. A column shard that does not begin at
+        column 0 has ``/`` and its first column appended. A table of a module has the module's path
+        and its own name. A HashTable is ``"table"``.
 
     Raises:
-        TypeError: the source is something else.
-        ValueError: it has no tables of this package.
+        TypeError: the source is of another type.
+        ValueError: the source has no tables of this package.
     """
     reading = _Reader(source, group).begin(0)
     reading.wait()
@@ -40,21 +40,21 @@ def collect(source: Source, group: dist.ProcessGroup | None = None) -> Metrics:
 
 
 class Watch:
-    """Reads the metrics of a model every so many steps, without making a step wait for the device.
+    """Reads the metrics of a model every ``every`` steps, without making a step wait.
 
-    A reading is begun on the device, with its copy to the host, and handed to the sinks in the
-    first :meth:`step` that finds it done, or in :meth:`close`. At the end of a ``with`` block the
-    watch is closed; where the block ends with an error, no reading is begun or waited for.
+    A reading and its copy to the host run on the device. The first :meth:`step` that finds the copy
+    done, or :meth:`close`, hands the reading to the sinks. The end of a ``with`` block closes the
+    watch; if the block ends with an error, no reading is started or waited for.
 
     Args:
         source: as for :func:`collect`.
-        every: steps from one reading to the next.
-        sinks: called with the step that a reading is of, and with it, on every rank.
+        every: number of steps between two readings.
+        sinks: callables that receive the step of a reading and the reading, on every rank.
         group: as for :func:`collect`. NCCL adds up without a wait, gloo waits.
 
     Raises:
-        TypeError: the source is none, or a sink can't be called.
-        ValueError: ``every`` is not positive, or there are no tables of this package.
+        TypeError: the source is of another type, or a sink is not callable.
+        ValueError: ``every`` is not positive, or the source has no tables of this package.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Options of Tensor-Train tables as the planner's constraints give them."""
+"""Options of Tensor-Train tables, for the planner's constraints."""
 
 from __future__ import annotations
 
@@ -27,33 +27,32 @@ class TTOptions(BackendOptions):
     """Options of a ``tt`` table. Ids are row numbers, 0 to ``num_embeddings - 1``.
 
     Attributes:
-        ranks: between neighbouring cores; one number for all is lowered where a table has no use
-            for it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32, or where the
-            table's constraint leaves the kernel open, what the planner finds to be the largest
-            ranks that fit.
-        compression_ratio: the cores are at least so many times smaller than the table in elements;
-            at least 1.
-        max_bytes: the cores take at most so many bytes.
-        p: row factors, of a product not below ``num_embeddings``; None: balanced ones.
-        q: column factors, of the product ``embedding_dim``; None: balanced ones.
-        num_cores: 2, 3 or 4; None: as factors or ranks say, else 3.
+        ranks: ranks between neighbouring cores. One number for all is lowered if the table can't
+            use it. None, with neither ``compression_ratio`` nor ``max_bytes``: 32; if the table's
+            constraint leaves the kernel open, the largest ranks that fit, chosen by the planner.
+        compression_ratio: minimal ratio of the table's elements to those of the cores; at least 1.
+        max_bytes: maximal bytes of the cores.
+        p: row factors; their product is at least ``num_embeddings``. None: balanced factors.
+        q: column factors; their product is ``embedding_dim``. None: balanced factors.
+        num_cores: 2, 3 or 4. None: the number that the factors or ranks imply, else 3.
         weight_dist: distribution of the initial cores, see
             :func:`torchrec_hkv.tensor_train.initial_cores`. Entries of the table have the mean and
             variance of the uniform distribution between the config's ``weight_init_min`` and
             ``weight_init_max``.
-        seed: of the initial cores, mixed with the table's name; any int64.
-        precision: of products on a GPU, ``"fp32"`` or ``"tf32"``, see
-            :class:`torchrec_hkv.tensor_train.TTGroup`. Tables that are looked up together are all
-            in ``"fp32"`` where one of them asks for it.
-        strict: ids outside of the table are refused on a GPU too, as a CPU always does; otherwise
-            they are counted there, with rows of zeros. A step waits for the GPU then. Tables that
-            are looked up together are all strict where one of them is.
-        cache_size: rows of the most frequent ids that are kept decompressed, and trained as rows
-            (docs/concepts/tensor_train.md); 0: none. On a GPU lookups of tables with a cache
-            wait for it.
-        cache_counted_ids: ids whose frequencies are known at a time; None: four times the cache.
-        cache_populate_every: training forwards from one choice of these rows to the next; None:
-            only by :func:`torchrec_hkv.sharding.populate_caches`.
+        seed: seed of the initial cores, mixed with the table's name; any int64.
+        precision: precision of products on a GPU, ``"fp32"`` or ``"tf32"``, see
+            :class:`torchrec_hkv.tensor_train.TTGroup`. All tables that are looked up together use
+            ``"fp32"`` if one of them asks for it.
+        strict: refuses ids outside the table on a GPU too, as a CPU always does. Each step then
+            waits for the GPU. False: on a GPU such ids have rows of zeros and are counted. All
+            tables that are looked up together are strict if one of them is.
+        cache_size: number of rows of the most frequent ids that are kept decompressed and trained
+            as rows (docs/concepts/tensor_train.md); 0: none. On a GPU lookups of tables with a
+            cache wait for the device.
+        cache_counted_ids: number of ids whose frequencies are known at a time. None: four times
+            the cache.
+        cache_populate_every: number of training forwards between two choices of the cached rows.
+            None: only :func:`torchrec_hkv.sharding.populate_caches` chooses them.
     """
 
     ranks: int | tuple[int, ...] | None = None
