@@ -1,0 +1,24 @@
+"""Serving of trained models: read-only tables, and the model's forward as one program.
+
+:func:`export` runs where the model was trained. All else needs neither TorchRec nor FBGEMM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchrec_hkv.serving.keyed_ids import KeyedIds
+from torchrec_hkv.serving.model import ServingModel, load
+
+if TYPE_CHECKING:
+    from torchrec_hkv.serving.writing import export
+
+__all__ = ["KeyedIds", "ServingModel", "export", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":  # needs TorchRec, which a process that serves lacks
+        import torchrec_hkv.serving.writing as writing
+
+        return writing.export
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,188 @@
+"""Models that serve: opened from a folder, called as in training, without TorchRec."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from torchrec_hkv.serving import ops
+from torchrec_hkv.serving.keyed_ids import tensors_of
+from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
+from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.tensor_train import TTGroup, TTShape
+
+__all__ = ["ServingModel", "load", "ops"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Version:
+    """All that a call of a model reads; nothing of it changes.
+
+    Attributes:
+        tables: of the model.
+        program: takes the tables' handle and tensors.
+    """
+
+    tables: ReadOnlyTables
+    program: Callable[..., Any]
+
+
+class ServingModel:
+    """A model that serves. Calls of several threads may run at once.
+
+    Made by :func:`load`.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, version: Version, device: torch.device
+    ) -> None:
+        #: Where it was loaded from.
+        self.folder = folder
+        #: Where its tables are.
+        self.device = device
+        self._inputs = manifest.inputs
+        self._tree = pytree.treespec_loads(manifest.tree)
+        self._version = version
+
+    @property
+    def features(self) -> tuple[tuple[str, ...], ...]:
+        """For each argument of ids, in their order, the names of its features."""
+        return tuple(tuple(each.keys) for each in self._inputs if each.kind == "ids")
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """By full name of a table, ``lookups``, the ids that were looked up, and ``unknown``, those
+        that it lacked. Tensor-Train tables don't count."""
+        tables = self._version.tables
+        return {
+            name: {"lookups": counts[0], "unknown": counts[1]}
+            for name, counts in zip(tables.names, tables.counters.tolist(), strict=True)
+        }
+
+    @torch.inference_mode()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward.
+
+        Args:
+            args: as in training. In the place of a ``KeyedJaggedTensor``, one of these, a
+                :class:`KeyedIds`, or a dictionary of lists, for each feature the ids of each
+                sample.
+            kwargs: likewise.
+
+        Returns:
+            What the model's forward returns.
+
+        Raises:
+            TypeError: an argument is of another type or dtype.
+            ValueError: an argument has another structure or shape, or a feature is missing.
+        """
+        version = self._version  # the same one for all lookups of the call
+        return version.program(version.tables.handle, *self._flatten(args, kwargs))
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        try:
+            leaves = self._tree.flatten_up_to((args, kwargs))
+        except ValueError as error:
+            raise ValueError(
+                f"the arguments have another structure than those that were exported: {error}"
+            ) from None
+        tensors: list[Tensor] = []
+        for record, leaf in zip(self._inputs, leaves, strict=True):
+            if record.kind == "ids":
+                tensors += tensors_of(leaf, record.keys, record.is_weighted, self.device)
+            elif record.kind == "tensor":
+                if not isinstance(leaf, Tensor):
+                    raise TypeError(
+                        f"an argument is a {type(leaf).__name__}, but must be a tensor."
+                    )
+                tensors.append(leaf.to(self.device, non_blocking=True))
+            elif leaf != record.value:
+                raise ValueError(
+                    f"an argument is {leaf!r}, but the model was exported with {record.value!r}."
+                )
+        return tensors
+
+
+def load(
+    folder: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    *,
+    verify: bool = False,
+) -> ServingModel:
+    """Opens a model that :func:`torchrec_hkv.serving.export` has written.
+
+    In host memory its tables are mapped, not read: processes of a machine share them, and what is
+    looked up is read from the disk when it is first needed.
+
+    Args:
+        folder: of the model. It must stay while the model is used.
+        device: to serve on.
+        verify: whether to read all tables and compare their checksums. Those of other files always
+            are.
+
+    Raises:
+        ValueError: a file is missing or damaged, or of another export; the sentence names it.
+    """
+    path, device = Path(folder).absolute(), torch.device(device)
+    manifest = Manifest.read(path)
+    manifest.program.check(path)
+    tables = [_open_table(path, record, device, verify) for record in manifest.tables]
+    groups = [_open_group(path, record, device) for record in manifest.tensor_train]
+    exported = torch.export.load(path / manifest.program.file)
+    if device.type != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        exported = move_to_device_pass(exported, device)
+    opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
+    return ServingModel(path, manifest, Version(opened, exported.module()), device)
+
+
+def _counters(tables: int, device: torch.device) -> Tensor:
+    return torch.zeros(tables, 2, dtype=torch.int64, device=device)
+
+
+def _open_table(
+    folder: Path, record: TableRecord, device: torch.device, verify: bool
+) -> ReadOnlyTable:
+    if verify:
+        record.rows.verify(folder)
+    index, rows = record.rows.map(folder)
+    default = (
+        None if record.default_row is None else torch.tensor(record.default_row, device=device)
+    )
+    return ReadOnlyTable(
+        record.name,
+        record.rows.dim,
+        record.rows.row_format,
+        index.to(device),
+        rows.to(device),
+        record.rows.unit,
+        record.initial.seed,
+        record.initial.arguments(),
+        default,
+    )
+
+
+def _open_group(
+    folder: Path, record: TTGroupRecord, device: torch.device
+) -> tuple[TTGroup, list[Tensor]]:
+    record.cores.check(folder)
+    shapes = [TTShape(**dataclasses.asdict(shape)) for shape in record.shapes]
+    group = TTGroup(shapes, record.feature_tables, None, record.names)
+    dtype = getattr(torch, record.dtype)
+    sizes = group.core_shapes
+    counts = [torch.Size(size).numel() for size in sizes]
+    if record.cores.bytes != sum(counts) * dtype.itemsize:
+        raise ValueError(
+            f"{folder / record.cores.file} has {record.cores.bytes} bytes, but its cores take "
+            f"{sum(counts) * dtype.itemsize}."
+        )
+    flat = torch.from_file(str(folder / record.cores.file), size=sum(counts), dtype=dtype)
+    pieces = zip(flat.split(counts), sizes, strict=True)
+    return group, [piece.view(size).to(device, copy=True) for piece, size in pieces]
