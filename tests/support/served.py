@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.support.models import shard_model
-from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions
+from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions, serving
 from torchrec_hkv.hash_table import Normal
 
 BAGS = ["user", "item", "page", "country"]
@@ -40,9 +42,7 @@ def _bags(name: str, dim: int, *features: str, mean: bool = False) -> EmbeddingB
 
 
 def _sequence(name: str, dim: int) -> EmbeddingConfig:
-    return EmbeddingConfig(
-        name=name, embedding_dim=dim, num_embeddings=ROWS, feature_names=[name]
-    )
+    return EmbeddingConfig(name=name, embedding_dim=dim, num_embeddings=ROWS, feature_names=[name])
 
 
 class ServedModel(nn.Module):
@@ -143,9 +143,7 @@ def batch_of(
             values.append(numbers * -7919 * 104729 * 15485863 if kinds.get(key) else numbers)
         flat = torch.cat(values)
         weights = torch.rand(flat.numel(), generator=generator) if weighted else None
-        made = KeyedJaggedTensor(
-            keys=keys, values=flat, lengths=lengths.flatten(), weights=weights
-        )
+        made = KeyedJaggedTensor(keys=keys, values=flat, lengths=lengths.flatten(), weights=weights)
         return made.to(torch.device(device))
 
     dense = torch.randn(samples, 4, generator=generator).to(device)
@@ -164,3 +162,44 @@ def train(model: DistributedModelParallel, steps: int, seed: int = 100) -> None:
         out = model(*batch_of(seed + step, device=device))
         out["scores"].square().mean().backward()
         optimizer.step()
+
+
+#: Batches of :func:`exported`; that of seed s has s + 2 samples.
+SEEDS = (1, 2, 3)
+
+
+def as_ids(features: KeyedJaggedTensor) -> tuple[Any, ...]:
+    """Arguments of :class:`torchrec_hkv.serving.KeyedIds`."""
+    keys = features.keys()
+    lengths = features.lengths().view(len(keys), -1)
+    return keys, features.values(), lengths, features.weights_or_none()
+
+
+def outputs_of(model: nn.Module, seed: int, samples: int) -> dict[str, Tensor]:
+    """Of the model in evaluation."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        out = model(*batch_of(seed, samples, device=model.device))
+    model.train(was_training)
+    return {key: value.cpu() for key, value in out.items()}
+
+
+def exported(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    folder: Path,
+    sharding: str = "table_wise",
+    arguments: Mapping[str, Any] | None = None,
+    steps: int = 4,
+) -> list[dict[str, Tensor]]:
+    """On each rank: trains, exports, and gives outputs of its evaluation."""
+    model = make_served(world_size, device, sharding)
+    train(model, steps)
+    before = outputs_of(model, 0, 5)
+    serving.export(model, folder, inputs=batch_of(0, device=device), **(arguments or {}))
+    assert model.training  # as it was
+    after = outputs_of(model, 0, 5)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    return [outputs_of(model, seed, 2 + seed) for seed in SEEDS]

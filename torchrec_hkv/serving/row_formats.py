@@ -72,10 +72,9 @@ def to_bytes(rows: Tensor, row_format: RowFormat, unit: float = 1.0) -> Tensor:
     Returns:
         uint8 ``[n, row_bytes]``.
     """
-    n, dim = rows.shape
-    size = row_bytes(row_format, dim)
+    size = row_bytes(row_format, rows.shape[1])
     if row_format in _DTYPES:
-        data = rows.to(_DTYPES[row_format]).contiguous().view(torch.uint8).view(n, -1)
+        data = rows.to(_DTYPES[row_format]).contiguous().view(torch.uint8)
     else:
         data = torch.cat(_quantised(rows.float(), row_format, unit), dim=1)
     return functional.pad(data, (0, size - data.shape[1])).contiguous()
