@@ -191,8 +191,8 @@ Batch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
   TORCH_CHECK_TYPE(lengths.scalar_type() == at::kLong || lengths.scalar_type() == at::kInt,
-                   "lengths must be of dtype Int or Long, but are of dtype ",
-                   lengths.scalar_type(), ".");
+                   "lengths must be of dtype Int or Long, but are of dtype ", lengths.scalar_type(),
+                   ".");
   TORCH_CHECK_VALUE(lengths.dim() == 2, "lengths must have shape [features, samples], but have ",
                     lengths.sizes(), ".");
   check_device(lengths, "lengths", ids.device());
@@ -299,8 +299,8 @@ std::vector<at::Tensor> rows(const at::Tensor& handle, const at::Tensor& ids,
   std::vector<at::Tensor> out;
   for (size_t i = 0; i < features.size(); ++i) {
     Feature made = feature_of(*open, batch, features[i], tables[i]);
-    TORCH_CHECK_VALUE(made.table->dim == dims[i], "dims[", i, "] is ", dims[i],
-                      ", but table ", tables[i], " has ", made.table->dim, " columns.");
+    TORCH_CHECK_VALUE(made.table->dim == dims[i], "dims[", i, "] is ", dims[i], ", but table ",
+                      tables[i], " has ", made.table->dim, " columns.");
     const int64_t first = offsets[features[i] * batch.batch_size];
     made.bags = offsets[(features[i] + 1) * batch.batch_size] - first;
     made.ids += first;
@@ -328,8 +328,8 @@ std::vector<at::Tensor> tensor_train(const at::Tensor& handle, const at::Tensor&
   // The ids of these features, one feature after the other.
   std::vector<at::Tensor> of_ids, of_weights;
   std::vector<int64_t> counts;
-  at::Tensor own_offsets = at::empty(
-      {static_cast<int64_t>(features.size()) * batch.batch_size + 1}, batch.offsets.options());
+  at::Tensor own_offsets = at::empty({static_cast<int64_t>(features.size()) * batch.batch_size + 1},
+                                     batch.offsets.options());
   int64_t* to = own_offsets.data_ptr<int64_t>();
   *to++ = 0;
   int64_t total = 0;
@@ -349,9 +349,8 @@ std::vector<at::Tensor> tensor_train(const at::Tensor& handle, const at::Tensor&
   using Lookup = at::Tensor(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&,
                             const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                             int64_t, bool, bool);
-  static const auto lookup = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow("torchrec_hkv::tt_lookup", "")
-                                 .typed<Lookup>();
+  static const auto lookup =
+      c10::Dispatcher::singleton().findSchemaOrThrow("torchrec_hkv::tt_lookup", "").typed<Lookup>();
   const at::Tensor out =
       lookup.call(open->tt_cores[group], open->tt_groups[group], at::cat(of_ids), own_offsets,
                   its_weights, std::nullopt, batch.batch_size, mean, pooled);
@@ -401,14 +400,13 @@ std::tuple<at::Tensor, at::Tensor> place(const at::Tensor& ids,
   placement.buckets = reinterpret_cast<serving::Bucket*>(buckets.data_ptr<int64_t>());
   placement.order = order.data_ptr<int64_t>();
   int64_t at = 0;
-  const serving::cpu::Placed placed =
-      serving::cpu::place(placement, &at, at::get_num_threads());
+  const serving::cpu::Placed placed = serving::cpu::place(placement, &at, at::get_num_threads());
   const int64_t id = in.numel() == 0 ? 0 : placement.ids[at];
   TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kRepeatedId, "id ", id, " is there twice.");
   TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kForeignId, "id ", id,
                     " is not of these blocks.");
-  TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kFull, "id ", id, " finds no place: ",
-                    "the table is too full.");
+  TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kFull, "id ", id,
+                    " finds no place: ", "the table is too full.");
   return {buckets.view({num_blocks, block_buckets, 8}), order};
 }
 

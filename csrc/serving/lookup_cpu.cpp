@@ -145,10 +145,9 @@ class Pool {
         add(Reader<RowFormat::kFloat32>(reinterpret_cast<const char*>(initial), 1.0f), 0);
       }
     }
-    finish(first, last, [&](auto apply) {
-      unrolled<kVectors>([&](auto v) { apply(sums[v]); });
-    });
-    char* const out = feature_.out + bag * feature_.stride + int64_t{c} * element_size(feature_.type);
+    finish(first, last, [&](auto apply) { unrolled<kVectors>([&](auto v) { apply(sums[v]); }); });
+    char* const out =
+        feature_.out + bag * feature_.stride + int64_t{c} * element_size(feature_.type);
     with_type(feature_.type, [&]<RowType kOut>() {
       unrolled<kVectors>(
           [&](auto v) { store_columns<kOut>(sums[v], out + v * kLanes * element_size(kOut)); });

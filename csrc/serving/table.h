@@ -135,11 +135,11 @@ struct Feature {
   const int64_t* offsets;  // [bags + 1], into ids; null: every id is a bag
   int64_t bags;
   Mean mean;
-  bool fused;     // weight * row + sum is rounded once
-  RowType type;   // of the output
-  char* out;      // of the first bag
-  int64_t stride; // bytes from a bag to the next
-  int64_t* unknown; // counts ids that the table lacks
+  bool fused;        // weight * row + sum is rounded once
+  RowType type;      // of the output
+  char* out;         // of the first bag
+  int64_t stride;    // bytes from a bag to the next
+  int64_t* unknown;  // counts ids that the table lacks
 };
 
 }  // namespace torchrec_hkv::serving
