@@ -99,7 +99,7 @@ def constraints(sharding: str = "table_wise") -> dict[str, ParameterConstraints]
     """Kernels of the tables."""
     hash_table = HKVOptions(seed=5, initializer=Normal(0.0, 0.1))
     kinds: dict[str, tuple[str, object]] = {
-        "user": ("hkv", HKVOptions(seed=3)),
+        "user": ("hkv", HKVOptions(seed=3, expire_after=2)),
         "item": ("hkv", hash_table),
         "likes": ("hkv", hash_table),
         "seen": ("hkv", hash_table),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torchrec_hkv.serving.following import Follower, follow
 from torchrec_hkv.serving.keyed_ids import KeyedIds
-from torchrec_hkv.serving.model import ServingModel, load
+from torchrec_hkv.serving.model import Freshness, ServingModel, load
 
 if TYPE_CHECKING:
     from torchrec_hkv.serving.writing import export
 
-__all__ = ["KeyedIds", "ServingModel", "export", "load"]
+__all__ = ["Follower", "Freshness", "KeyedIds", "ServingModel", "export", "follow", "load"]
 
 
 def __getattr__(name: str) -> Any:

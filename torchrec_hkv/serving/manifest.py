@@ -171,6 +171,7 @@ class Manifest:
         program: written by :func:`torch.export.save`.
         tree: the structure of positional and keyword arguments, as PyTorch's pytree writes it.
         inputs: their leaves.
+        checkpoint: digest of the checkpoint of a chain that holds the same model; None: not known.
     """
 
     save: str
@@ -179,6 +180,7 @@ class Manifest:
     program: FileRecord
     tree: str
     inputs: Sequence[InputRecord]
+    checkpoint: str | None
 
     def write(self, folder: Path) -> None:
         """Writes it, and makes sure that it is on the disk."""
@@ -280,6 +282,7 @@ _MANIFEST = Fields(
         "program": _FILE,
         "tree": Text(),
         "inputs": Items(_INPUT),
+        "checkpoint": OrNull(Text(r"[0-9a-f]{64}", "64 hexadecimal digits")),
     },
     Manifest,
 )

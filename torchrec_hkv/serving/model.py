@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,7 +19,10 @@ from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
-__all__ = ["ServingModel", "load", "ops"]
+if TYPE_CHECKING:
+    from torchrec_hkv.serving.following import Follower
+
+__all__ = ["Freshness", "ServingModel", "load", "ops"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,11 +31,42 @@ class Version:
 
     Attributes:
         tables: of the model.
+        cores: of its groups of Tensor-Train tables, and the groups.
         program: takes the tables' handle and tensors.
+        checkpoint: digest of the checkpoint that it holds; None: not known.
+        number: of that one in its chain; None: not known.
+        written: when that one was written, in seconds since 1970; None: not known.
+        keeps: what its tables' memory needs to live.
     """
 
     tables: ReadOnlyTables
-    program: Callable[..., Any]
+    cores: Sequence[tuple[TTGroup, list[Tensor]]]
+    program: torch.nn.Module
+    checkpoint: str | None = None
+    number: int | None = None
+    written: float | None = None
+    keeps: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Freshness:
+    """How new a served model is.
+
+    Attributes:
+        number: of the checkpoint in its chain that is served; None: not known.
+        age: seconds since that one was written; None: not known.
+        behind: how many later ones the chain had when it was last looked at; None: not known.
+        is_following: whether later ones will be applied.
+        error: why not, where something went wrong.
+        apply_seconds: that the last one took; None: none was applied.
+    """
+
+    number: int | None
+    age: float | None
+    behind: int | None
+    is_following: bool
+    error: str | None
+    apply_seconds: float | None
 
 
 class ServingModel:
@@ -50,6 +85,7 @@ class ServingModel:
         self._inputs = manifest.inputs
         self._tree = pytree.treespec_loads(manifest.tree)
         self._version = version
+        self._follower: Follower | None = None
 
     @property
     def features(self) -> tuple[tuple[str, ...], ...]:
@@ -64,6 +100,14 @@ class ServingModel:
             name: {"lookups": counts[0], "unknown": counts[1]}
             for name, counts in zip(tables.names, tables.counters.tolist(), strict=True)
         }
+
+    def freshness(self) -> Freshness:
+        """Which checkpoint is served, and whether the model follows a chain of deltas."""
+        version, now = self._version, time.time()
+        age = None if version.written is None else max(0.0, now - version.written)
+        if self._follower is None:
+            return Freshness(version.number, age, None, False, None, None)
+        return self._follower.freshness(version, age)
 
     @torch.inference_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +184,8 @@ def load(
 
         exported = move_to_device_pass(exported, device)
     opened = ReadOnlyTables(tables, _counters(len(tables), device), groups)
-    return ServingModel(path, manifest, Version(opened, exported.module()), device)
+    version = Version(opened, groups, exported.module(), manifest.checkpoint)
+    return ServingModel(path, manifest, version, device)
 
 
 def _counters(tables: int, device: torch.device) -> Tensor:

@@ -53,12 +53,17 @@ def unit_for(largest: float) -> float:
         largest: the largest absolute value of the table.
 
     Returns:
-        A power of two, such that all offsets are at most 2^14 of them: far from the largest
-        float16, and small scales keep their precision.
+        A power of two, such that all offsets are at most 2^10 of them: far from the largest
+        float16, so that rows may grow by a factor of 32, and small scales keep their precision.
     """
     if largest == 0.0:
         return 1.0
-    return 2.0 ** max(-126, min(127, math.ceil(math.log2(largest)) - 14))
+    return 2.0 ** max(-126, min(127, math.ceil(math.log2(largest)) - 10))
+
+
+def most_for(unit: float) -> float:
+    """The largest absolute value that quantised rows of a unit can have."""
+    return unit * _HALF_MAX
 
 
 def to_bytes(rows: Tensor, row_format: RowFormat, unit: float = 1.0) -> Tensor:

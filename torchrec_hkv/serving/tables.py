@@ -20,6 +20,21 @@ _ZERO = {"distribution": "uniform", "low": 0.0, "high": 0.0, "mean": 0.0, "std":
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Changes:
+    """What deltas changed in a table since its file.
+
+    Attributes:
+        ids: int64 ``[n]``, ascending.
+        data: uint8 ``[n, row_bytes]``.
+        is_erased: bool ``[n]``.
+    """
+
+    ids: Tensor
+    data: Tensor
+    is_erased: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class ReadOnlyTable:
     """One table.
 
@@ -37,6 +52,8 @@ class ReadOnlyTable:
         default_row: or this row, float32 ``[dim]``; None: not.
         changed_index, changed_rows: of ids whose rows count instead of those above, or which are
             erased; None: there are none.
+        changes: what these were built from, to build those of the next version; lookups don't need
+            it.
     """
 
     name: str
@@ -50,6 +67,7 @@ class ReadOnlyTable:
     default_row: Tensor | None = None
     changed_index: Tensor | None = None
     changed_rows: Tensor | None = None
+    changes: Changes | None = None
 
 
 class ReadOnlyTables:

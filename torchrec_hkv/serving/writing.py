@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec_hkv.backends.hkv.table import initializer_of
 from torchrec_hkv.backends.tt.table import options_of as tt_options_of
 from torchrec_hkv.backends.tt.table import shape_of
+from torchrec_hkv.checkpoint.chain import Chain
 from torchrec_hkv.checkpoint.rows import export_rows
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import sync_folder
@@ -73,6 +74,7 @@ def export(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     unknown: Unknown | Mapping[str, Unknown] = "initial",
+    deltas: str | os.PathLike[str] | None = None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> None:
     """Writes a model for serving; a collective call where it is sharded.
@@ -94,6 +96,9 @@ def export(
         unknown: what ids that a table lacks get, for all tables or by table: ``"initial"``, the row
             that training would start from (zeros for stock tables); ``"zero"``; or a row of
             ``embedding_dim`` numbers.
+        deltas: the folder of a ``DeltaWriter`` that has just written the model as it is.
+            :func:`torchrec_hkv.serving.follow` then begins with the delta after that. None: it
+            begins with the chain's base.
         memory_bytes: ids and rows of a table that are held in memory; more go through temporary
             files in the folder.
 
@@ -107,7 +112,7 @@ def export(
     target = Path(folder)
     tables = _find_tables(model)
     chosen = on_every_rank(
-        lambda: _Chosen.of(tables, rows, unknown, inputs, kwargs, target, memory_bytes)
+        lambda: _Chosen.of(tables, rows, unknown, inputs, kwargs, target, deltas, memory_bytes)
     )[0]
     saving = target.absolute().with_name(f".{target.absolute().name}.saving")
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
@@ -175,6 +180,7 @@ class _Chosen:
 
     rows: dict[str, RowFormat]
     unknown: dict[str, Any]
+    checkpoint: str | None
     memory_bytes: int
 
     @classmethod
@@ -186,6 +192,7 @@ class _Chosen:
         inputs: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         target: Path,
+        deltas: str | os.PathLike[str] | None,
         memory_bytes: int,
     ) -> _Chosen:
         """Checked arguments.
@@ -227,11 +234,23 @@ class _Chosen:
             unknown_rows[table.name] = _checked_unknown(
                 table, of_unknown.get(table.name, "initial")
             )
-        return cls(chosen, unknown_rows, memory_bytes)
+        return cls(chosen, unknown_rows, _newest_digest(deltas), memory_bytes)
 
     def has_cores(self, table: _Table) -> bool:
         """Whether a table is written as cores."""
         return table.name not in self.rows
+
+
+def _newest_digest(deltas: str | os.PathLike[str] | None) -> str | None:
+    if deltas is None:
+        return None
+    newest = Chain(Path(deltas)).newest()
+    if newest is None:
+        raise ValueError(
+            f"deltas is {os.fspath(deltas)!r}, where no checkpoint of a DeltaWriter is: write one "
+            "first."
+        )
+    return newest.digest
 
 
 def _by_table(value: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -508,6 +527,7 @@ def _write_program(
         FileRecord.of(path),
         torch.utils._pytree.treespec_dumps(tree),
         leaves,
+        chosen.checkpoint,
     ).write(folder)
 
 
