@@ -4,6 +4,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,6 +16,10 @@
 #include "bindings/initial_rows.h"
 #include "bindings/on_device.h"
 #include "serving/kernels_cpu.h"
+
+#ifdef TORCHREC_HKV_CUDA
+#include "serving/kernels_cuda.h"
+#endif
 
 namespace torchrec_hkv::bindings {
 namespace {
@@ -36,7 +42,17 @@ struct Tables {
   // Groups of Tensor-Train tables: what names each in ops, and its cores.
   std::vector<int64_t> tt_groups;
   std::vector<std::vector<at::Tensor>> tt_cores;
+  // On a GPU, bytes of `tables` there, and of the outputs of each pooled lookup that was made.
+  at::Tensor on_device;
+  mutable std::mutex mutex;
+  mutable std::map<std::vector<int64_t>, at::Tensor> outputs;
 };
+
+at::Tensor bytes_on(at::Device device, const void* from, size_t bytes) {
+  const at::Tensor host =
+      at::from_blob(const_cast<void*>(from), {static_cast<int64_t>(bytes)}, at::dtype(at::kByte));
+  return host.to(device);
+}
 
 class Registry {
  public:
@@ -146,6 +162,10 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
     made->tt_cores.emplace_back(core, core + count);
     core += count;
   }
+  if (made->device.is_cuda()) {
+    made->on_device =
+        bytes_on(made->device, made->tables.data(), made->tables.size() * sizeof(Table));
+  }
   return registry().add(std::move(made));
 }
 
@@ -186,6 +206,10 @@ struct Batch {
   }
 };
 
+void check_total(int64_t total, int64_t ids) {
+  TORCH_CHECK_VALUE(total == ids, "lengths add up to ", total, ", but there are ", ids, " ids.");
+}
+
 Batch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
                   const std::optional<at::Tensor>& weights) {
   check_dtype(ids, "ids", at::kLong);
@@ -207,6 +231,11 @@ Batch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
     batch.weights = weights->contiguous();
   }
   const int64_t bags = lengths.numel();
+  if (ids.is_cuda()) {  // looking at the lengths would wait for the device
+    batch.offsets = at::zeros({bags + 1}, ids.options());
+    batch.offsets.narrow(0, 1, bags).copy_(at::cumsum(lengths.flatten(), 0, at::kLong));
+    return batch;
+  }
   batch.offsets = at::empty({bags + 1}, ids.options());
   const at::Tensor from = lengths.contiguous();
   int64_t* const offsets = batch.offsets.data_ptr<int64_t>();
@@ -224,8 +253,7 @@ Batch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
   } else {
     add_up(from.const_data_ptr<int64_t>());
   }
-  TORCH_CHECK_VALUE(offsets[bags] == ids.numel(), "lengths add up to ", offsets[bags],
-                    ", but there are ", ids.numel(), " ids.");
+  check_total(offsets[bags], ids.numel());
   return batch;
 }
 
@@ -245,6 +273,57 @@ Feature feature_of(const Tables& tables, const Batch& batch, int64_t feature, in
 void count_lookups(const Tables& tables, int64_t table, int64_t n) {
   __atomic_fetch_add(tables.counters.data_ptr<int64_t>() + 2 * table, n, __ATOMIC_RELAXED);
 }
+
+#ifdef TORCHREC_HKV_CUDA
+void pool_on_gpu(const Tables& open, const Batch& batch, const std::vector<Feature>& outputs,
+                 at::IntArrayRef features, at::IntArrayRef tables, at::IntArrayRef kinds,
+                 const at::Tensor& out, RowType type) {
+  std::vector<int64_t> key(features.begin(), features.end());
+  key.insert(key.end(), tables.begin(), tables.end());
+  key.insert(key.end(), kinds.begin(), kinds.end());
+  std::vector<serving::cuda::PooledOutput> described;
+  serving::cuda::PoolCall call{};
+  call.in_fours = true;
+  int32_t column = 0, layers = 1;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const Feature& its = outputs[i];
+    const auto layer =
+        static_cast<int32_t>(std::count(features.begin(), features.begin() + i, features[i]));
+    described.push_back({static_cast<int32_t>(tables[i]), static_cast<int32_t>(features[i]), column,
+                         layer, its.mean, its.fused});
+    column += its.table->dim;
+    layers = std::max(layers, layer + 1);
+    call.widest = std::max(call.widest, its.table->dim);
+    call.in_fours = call.in_fours && its.table->dim % 4 == 0;
+  }
+  at::Tensor on_device;
+  {
+    const std::lock_guard<std::mutex> guard(open.mutex);
+    at::Tensor& kept = open.outputs[key];
+    if (!kept.defined()) {
+      kept = bytes_on(open.device, described.data(),
+                      described.size() * sizeof(serving::cuda::PooledOutput));
+    }
+    on_device = kept;
+  }
+  const at::Tensor found = at::empty({layers * batch.ids.numel()}, batch.ids.options());
+  call.tables = static_cast<const Table*>(open.on_device.const_data_ptr());
+  call.outputs = static_cast<const serving::cuda::PooledOutput*>(on_device.const_data_ptr());
+  call.num_outputs = static_cast<int32_t>(outputs.size());
+  call.ids = batch.ids.const_data_ptr<int64_t>();
+  call.n = batch.ids.numel();
+  call.offsets = batch.offsets.const_data_ptr<int64_t>();
+  call.batch_size = batch.batch_size;
+  call.weights = batch.weights_data();
+  call.type = type;
+  call.out = static_cast<char*>(out.data_ptr());
+  call.columns = column;
+  call.found = reinterpret_cast<const char**>(found.data_ptr<int64_t>());
+  call.counters = open.counters.data_ptr<int64_t>();
+  const c10::OptionalDeviceGuard guard(open.device);
+  serving::cuda::pool(call, c10::cuda::getCurrentCUDAStream(open.device.index()));
+}
+#endif
 
 at::Tensor pool(const at::Tensor& handle, const at::Tensor& ids, const at::Tensor& lengths,
                 const std::optional<at::Tensor>& weights, at::IntArrayRef features,
@@ -278,6 +357,12 @@ at::Tensor pool(const at::Tensor& handle, const at::Tensor& ids, const at::Tenso
   }
   TORCH_CHECK_VALUE(column == columns, "columns is ", columns, ", but the tables have ", column,
                     " in all.");
+#ifdef TORCHREC_HKV_CUDA
+  if (ids.is_cuda()) {
+    pool_on_gpu(*open, batch, outputs, features, tables, kinds, out, type);
+    return out;
+  }
+#endif
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Feature& its = outputs[i];
     count_lookups(*open, tables[i], its.offsets[its.bags] - its.offsets[0]);
@@ -285,6 +370,19 @@ at::Tensor pool(const at::Tensor& handle, const at::Tensor& ids, const at::Tenso
   }
   return out;
 }
+
+#ifdef TORCHREC_HKV_CUDA
+void rows_on_gpu(const Tables& open, const Feature& feature, int64_t table) {
+  const Table& its = *feature.table;
+  const auto* const tables = static_cast<const Table*>(open.on_device.const_data_ptr());
+  open.counters.select(0, table).select(0, 0).add_(feature.bags);
+  const c10::OptionalDeviceGuard guard(open.device);
+  serving::cuda::look_up_rows(
+      {tables + table, its.format, its.dim, its.row_bytes, feature.ids, feature.bags, feature.type,
+       feature.out, reinterpret_cast<unsigned long long*>(feature.unknown)},
+      c10::cuda::getCurrentCUDAStream(open.device.index()));
+}
+#endif
 
 std::vector<at::Tensor> rows(const at::Tensor& handle, const at::Tensor& ids,
                              const at::Tensor& lengths, at::IntArrayRef features,
@@ -295,7 +393,9 @@ std::vector<at::Tensor> rows(const at::Tensor& handle, const at::Tensor& ids,
                     "features, tables and dims must be of one length, but have ", features.size(),
                     ", ", tables.size(), " and ", dims.size(), ".");
   const Batch batch = check_batch(ids, lengths, std::nullopt);
-  const int64_t* const offsets = batch.offsets.const_data_ptr<int64_t>();
+  const at::Tensor on_host = batch.offsets.cpu();  // sizes of outputs: waits for a GPU
+  const int64_t* const offsets = on_host.const_data_ptr<int64_t>();
+  check_total(offsets[on_host.numel() - 1], ids.numel());
   std::vector<at::Tensor> out;
   for (size_t i = 0; i < features.size(); ++i) {
     Feature made = feature_of(*open, batch, features[i], tables[i]);
@@ -308,6 +408,12 @@ std::vector<at::Tensor> rows(const at::Tensor& handle, const at::Tensor& ids,
     made.stride = dims[i] * element_size(type);
     out.push_back(at::empty({made.bags, dims[i]}, ids.options().dtype(dtype)));
     made.out = static_cast<char*>(out.back().data_ptr());
+#ifdef TORCHREC_HKV_CUDA
+    if (ids.is_cuda()) {
+      rows_on_gpu(*open, made, tables[i]);
+      continue;
+    }
+#endif
     count_lookups(*open, tables[i], made.bags);
     serving::cpu::look_up(made, at::get_num_threads());
   }
@@ -324,7 +430,9 @@ std::vector<at::Tensor> tensor_train(const at::Tensor& handle, const at::Tensor&
   TORCH_CHECK_VALUE(group >= 0 && group < static_cast<int64_t>(open->tt_groups.size()), "group ",
                     group, " is asked for, but there are ", open->tt_groups.size(), ".");
   const Batch batch = check_batch(ids, lengths, weights);
-  const int64_t* const offsets = batch.offsets.const_data_ptr<int64_t>();
+  const at::Tensor on_host = batch.offsets.cpu();  // waits for a GPU
+  const int64_t* const offsets = on_host.const_data_ptr<int64_t>();
+  check_total(offsets[on_host.numel() - 1], ids.numel());
   // The ids of these features, one feature after the other.
   std::vector<at::Tensor> of_ids, of_weights;
   std::vector<int64_t> counts;
@@ -351,9 +459,9 @@ std::vector<at::Tensor> tensor_train(const at::Tensor& handle, const at::Tensor&
                             int64_t, bool, bool);
   static const auto lookup =
       c10::Dispatcher::singleton().findSchemaOrThrow("torchrec_hkv::tt_lookup", "").typed<Lookup>();
-  const at::Tensor out =
-      lookup.call(open->tt_cores[group], open->tt_groups[group], at::cat(of_ids), own_offsets,
-                  its_weights, std::nullopt, batch.batch_size, mean, pooled);
+  const at::Tensor out = lookup.call(open->tt_cores[group], open->tt_groups[group], at::cat(of_ids),
+                                     own_offsets.to(ids.device()), its_weights, std::nullopt,
+                                     batch.batch_size, mean, pooled);
   int64_t columns = pooled ? 0 : out.size(1);
   for (const int64_t dim : dims) columns = pooled ? columns + dim : dim == columns ? columns : -1;
   TORCH_CHECK_VALUE(dims.size() == features.size() && columns == out.size(1), "dims are ", dims,
@@ -446,6 +554,14 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "int num_blocks, int first_row) -> (Tensor, Tensor)");
   m.def("serving_blocks(Tensor ids, int blocks) -> Tensor");
 }
+
+#ifdef TORCHREC_HKV_CUDA
+TORCH_LIBRARY_IMPL(torchrec_hkv, CUDA, m) {
+  m.impl("serving_pool", &pool);
+  m.impl("serving_rows", &rows);
+  m.impl("serving_tt", &tensor_train);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("serving_pool", &pool);

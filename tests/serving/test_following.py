@@ -1,4 +1,4 @@
-"""A served model follows the deltas of its trainer: at every one it gives what the trainer gives."""
+"""A served model follows its trainer: after every delta it gives what the trainer gives."""
 
 from __future__ import annotations
 
