@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
+from torchrec_hkv.serving.metrics import Latencies, family, labelled
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 
@@ -86,6 +87,7 @@ class ServingModel:
         self._tree = pytree.treespec_loads(manifest.tree)
         self._version = version
         self._follower: Follower | None = None
+        self._latencies = Latencies()
 
     @property
     def features(self) -> tuple[tuple[str, ...], ...]:
@@ -109,6 +111,32 @@ class ServingModel:
             return Freshness(version.number, age, None, False, None, None)
         return self._follower.freshness(version, age)
 
+    def metrics(self) -> str:
+        """Metrics in Prometheus' text format: lookups and unknown ids by table, the version, its
+        age, how long it took to apply, and a histogram of the time of calls. On a GPU a call ends
+        for it when its work is queued."""
+        name, freshness, counters = "torchrec_hkv_serving", self.freshness(), self.counters()
+        gauges = {
+            "version": ("Number of the checkpoint that is served.", freshness.number),
+            "age_seconds": ("Since that checkpoint was written.", freshness.age),
+            "behind": ("Later checkpoints in the chain.", freshness.behind),
+            "following": ("Whether they will be applied.", int(freshness.is_following)),
+            "apply_seconds": ("That the last one took.", freshness.apply_seconds),
+        }
+        lines: list[str] = []
+        for key, about in (
+            ("lookups", "Ids that were looked up."),
+            ("unknown", "Ids among them that a table lacked."),
+        ):
+            its = (labelled(f"{name}_{key}_total", n, c[key]) for n, c in counters.items())
+            lines += family(f"{name}_{key}_total", "counter", about, its)
+        for key, (about, value) in gauges.items():
+            known = [] if value is None else [f"{name}_{key} {value}"]
+            lines += family(f"{name}_{key}", "gauge", about, known)
+        calls = f"{name}_call_seconds"
+        lines += family(calls, "histogram", "Time of calls.", self._latencies.lines(calls))
+        return "\n".join(lines) + "\n"
+
     @torch.inference_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -126,8 +154,11 @@ class ServingModel:
             TypeError: an argument is of another type or dtype.
             ValueError: an argument has another structure or shape, or a feature is missing.
         """
+        began = time.perf_counter()
         version = self._version  # the same one for all lookups of the call
-        return version.program(version.tables.handle, *self._flatten(args, kwargs))
+        out = version.program(version.tables.handle, *self._flatten(args, kwargs))
+        self._latencies.add(time.perf_counter() - began)
+        return out
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         try:
