@@ -78,7 +78,7 @@ class Model:
         )[0]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_rows(data):
     model = Model(data, "a")
@@ -93,7 +93,7 @@ def test_rows(data):
     assert tables.counters.tolist() == [[len(ids), unknown]]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_pooled(data):
     models = [Model(data, name) for name in "ab"]

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.served import exported
 from torchrec_hkv import serving
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
-def test_damaged(run_ranks, tmp_path):
-    run_ranks(1, exported, tmp_path / "model")
-    folder = tmp_path / "model"
+def test_damaged(served):
+    folder, _ = served
 
     def refused(name: str, message: str, change=None, verify: bool = False) -> None:
         path = folder / name

@@ -9,12 +9,7 @@ from tests.support.served import SEEDS, batch_of, exported
 from torchrec_hkv import serving
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_equal_bits(sharding, run_ranks, tmp_path):
     want = run_ranks(1, exported, tmp_path / "model", sharding)[0]
     model = serving.load(tmp_path / "model", verify=True)

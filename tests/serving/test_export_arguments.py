@@ -48,11 +48,6 @@ def refused(rank, world_size, device, folder):
         serving.export(torch.nn.Linear(2, 2), folder / "new", inputs=(torch.zeros(2, 2),))
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
 def test_refused(run_ranks, tmp_path):
     run_ranks(1, refused, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]

@@ -10,16 +10,11 @@ from torchrec_hkv import serving
 from torchrec_hkv.serving.manifest import Manifest
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
-@pytest.mark.parametrize("rows", ["fp16", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("rows", ["int8", "int4"])
 def test_row_formats(rows, run_ranks, tmp_path):
     want = run_ranks(1, exported, tmp_path / "model", "table_wise", {"rows": rows})[0]
     model = serving.load(tmp_path / "model")
-    near = {"fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "int4": 0.3}[rows]
+    near = {"int8": 2e-2, "int4": 0.3}[rows]
     for seed, outputs in zip(SEEDS, want, strict=True):
         got = model(*batch_of(seed, 2 + seed))["made_of"]
         assert not torch.equal(got, outputs["made_of"])

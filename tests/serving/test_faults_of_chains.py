@@ -31,11 +31,6 @@ print(model.freshness().number, model.freshness().error, os.listdir(sys.argv[4])
 """
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
 def chains(rank, world_size, device, folder: Path) -> dict[str, list]:
     """A chain as it was at its first delta, and at its third, with the outputs of both; and one
     with another base."""

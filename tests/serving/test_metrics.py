@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
-from tests.support.served import batch_of, exported
+from tests.support.served import batch_of
 from torchrec_hkv import serving
 
 LINE = re.compile(r'([a-z_]+)(\{(table|le)="[^"]*"\})? (\d+(\.\d+)?(e-?\d+)?)')
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
-def test_metrics(run_ranks, tmp_path):
-    run_ranks(1, exported, tmp_path / "model")
-    model = serving.load(tmp_path / "model")
+def test_metrics(served):
+    model = serving.load(served[0])
     for seed in range(5):
         model(*batch_of(seed, 4))
     values = {}

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.served import BAGS, SEQUENCE, WEIGHTED, as_ids, batch_of, exported
+from tests.support.served import BAGS, SEQUENCE, WEIGHTED, as_ids, batch_of
 from torchrec_hkv import serving
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
-def test_requests(run_ranks, tmp_path):
-    run_ranks(1, exported, tmp_path / "model")
-    model = serving.load(tmp_path / "model")
+def test_requests(served):
+    model = serving.load(served[0])
     assert model.features == ((*BAGS, *SEQUENCE), tuple(WEIGHTED))
     dense, features, weighted = batch_of(5, 4)
     want = model(dense, features, weighted)
@@ -43,9 +37,8 @@ def test_requests(run_ranks, tmp_path):
     assert model.counters()["ebc.embedding_bags.user"]["unknown"] >= 1_000_000
 
 
-def test_bad_requests(run_ranks, tmp_path):
-    run_ranks(1, exported, tmp_path / "model")
-    model = serving.load(tmp_path / "model")
+def test_bad_requests(served):
+    model = serving.load(served[0])
     dense, features, weighted = batch_of(5, 4)
     keys, values, lengths, _ = as_ids(features)
     ids = serving.KeyedIds

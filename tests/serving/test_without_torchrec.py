@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 import torch
 
-from tests.support.served import SEEDS, as_ids, batch_of, exported
+from tests.support.served import SEEDS, as_ids, batch_of
 
 SUBPROCESS = """
 import sys
@@ -23,14 +22,9 @@ torch.save((out, loaded), sys.argv[3])
 """
 
 
-@pytest.fixture
-def device_type() -> str:
-    return "cpu"
-
-
-def test_without_torchrec(run_ranks, tmp_path):
+def test_without_torchrec(served, tmp_path):
     """In a process of its own."""
-    want = run_ranks(1, exported, tmp_path / "model")[0]
+    _, want = served
     batches = []
     for seed in SEEDS:
         dense, features, weighted = batch_of(seed, 2 + seed)
