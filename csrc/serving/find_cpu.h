@@ -36,6 +36,15 @@ inline int position_of(const Bucket& bucket, int64_t id) {
   return matches == 0 ? -1 : __builtin_ctz(matches);
 }
 
+// A row that is read some hundred rows later: into the second-level cache, as the first has no
+// room.
+inline void prefetch_row(const char* row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    __builtin_prefetch(row + at, 0, 2);
+    asm volatile("");
+  }
+}
+
 // The row of an id that a layer holds as erased.
 inline constexpr char kErased = 0;
 
@@ -49,7 +58,7 @@ inline const char* row_in(const Layer& layer, int64_t bucket, int64_t id, int64_
 }
 
 // rows[i] = where the row of ids[i] is, for those that are null. Buckets are prefetched for a batch
-// of ids at a time, so that their cache misses overlap.
+// of ids at a time, so that their cache misses overlap; rows as soon as they are found.
 inline void find_in_layer(const Layer& layer, int64_t row_bytes, const int64_t* ids, int64_t n,
                           const char** rows) {
   if (layer.buckets == nullptr) return;
@@ -73,6 +82,7 @@ inline void find_in_layer(const Layer& layer, int64_t row_bytes, const int64_t* 
       const int64_t at = first + i;
       if (rows[at] != nullptr) continue;
       rows[at] = row_in(layer, of[i].first, ids[at], row_bytes);
+      if (rows[at] != nullptr) prefetch_row(rows[at], row_bytes);
       // Without a branch: nothing tells where an id is.
       const bool waits_for_second =
           rows[at] == nullptr && has_spilled(layer.buckets[of[i].first].header);
@@ -82,7 +92,9 @@ inline void find_in_layer(const Layer& layer, int64_t row_bytes, const int64_t* 
       waits += waits_for_second;
     }
     for (int k = 0; k < waits; ++k) {
-      rows[waiting[k]] = row_in(layer, seconds[k], ids[waiting[k]], row_bytes);
+      const char* const row = row_in(layer, seconds[k], ids[waiting[k]], row_bytes);
+      rows[waiting[k]] = row;
+      if (row != nullptr) prefetch_row(row, row_bytes);
     }
   }
 }

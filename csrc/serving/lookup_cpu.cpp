@@ -12,9 +12,9 @@
 namespace torchrec_hkv::serving::cpu {
 namespace {
 
-// Ids whose rows are found before they are pooled, and rows that are prefetched ahead of the one
-// that is read: as many as leave room in the first-level cache.
-constexpr int64_t kFound = 2048;
+// Ids whose rows are found, and prefetched, before they are pooled: as many as have room in the
+// second-level cache. Then rows ahead of the one that is read: as many as have room in the first.
+constexpr int64_t kMostFound = 256, kLeastFound = 16, kBytesFound = 131072;
 constexpr int64_t kBytesAhead = 4096, kLeastAhead = 2, kMostAhead = 24;
 constexpr int64_t kLine = 64;
 
@@ -225,6 +225,7 @@ void look_up(const Feature& feature, int threads) {
     return feature.offsets == nullptr ? bag : feature.offsets[bag];
   };
   const int64_t ids = start_of(feature.bags) - start_of(0);
+  const int64_t found = std::clamp(kBytesFound / feature.table->row_bytes, kLeastFound, kMostFound);
   // A thread is worth some thousand ids.
   const int64_t grain = ids == 0 ? feature.bags + 1 : 4096 * feature.bags / ids + 1;
   parallel_for(feature.bags, grain, threads, [&](int64_t begin, int64_t end) {
@@ -232,7 +233,7 @@ void look_up(const Feature& feature, int threads) {
     while (begin < end) {
       const int64_t first = start_of(begin);
       int64_t stop = begin + 1;
-      while (stop < end && start_of(stop + 1) - first <= kFound) ++stop;
+      while (stop < end && start_of(stop + 1) - first <= found) ++stop;
       const int64_t last = start_of(stop);
       if (rows.size() < static_cast<size_t>(last - first)) rows.resize(last - first);
       const int64_t unknown =

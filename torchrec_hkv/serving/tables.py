@@ -16,6 +16,8 @@ from torchrec_hkv.tensor_train import TTGroup
 __all__ = ["ReadOnlyTable", "ReadOnlyTables", "ops"]
 
 _ops = torch.ops.torchrec_hkv
+# Resolved once: each call would look for the overload again.
+_pool, _rows = _ops.serving_pool.default, _ops.serving_rows.default
 _ZERO = {"distribution": "uniform", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}
 
 
@@ -155,7 +157,7 @@ class ReadOnlyTables:
         features = range(len(tables)) if features is None else features
         kind = ops.SCALED_ROWS if mean else ops.SUM
         columns = sum(self._table(table).dim for table in tables)
-        return _ops.serving_pool(
+        return _pool(
             self.handle, ids, lengths, weights, list(features), list(tables),
             [kind] * len(tables), columns, dtype,
         )  # fmt: skip
@@ -177,7 +179,7 @@ class ReadOnlyTables:
         """
         lengths = torch.full((1, 1), ids.numel(), device=ids.device)
         dims = [self._table(table).dim]
-        return _ops.serving_rows(self.handle, ids, lengths, [0], [table], dims, dtype)[0]
+        return _rows(self.handle, ids, lengths, [0], [table], dims, dtype)[0]
 
     def _table(self, number: int) -> ReadOnlyTable:
         if not 0 <= number < len(self.tables):
