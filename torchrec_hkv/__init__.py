@@ -1,56 +1,96 @@
-"""Hash-table and other backends for TorchRec's embedding tables, chosen table by table."""
+"""Hash-table and other backends for TorchRec's embedding tables, chosen table by table.
+
+Public names are imported when they are first asked for: :mod:`torchrec_hkv.serving` runs where
+there is no TorchRec.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 # Before there is a process group, or a default argument in it holds the group and its threads
 # beyond destroy_process_group, and a thread that still has tensors when the interpreter ends aborts
 # the process. TorchRec's apply_optimizer_in_backward would import it later.
 import torch.distributed.optim  # noqa: F401
 
-try:
-    import torchrec  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"torchrec_hkv needs TorchRec and FBGEMM, and there is no module {error.name!r}: install "
-        "torchrec with fbgemm-gpu or fbgemm-gpu-cpu in the versions that README.md lists for this "
-        "torch.",
-        name=error.name,
-    ) from None
-else:
-    from torchrec_hkv import cpu_variant
-
-    cpu_variant.load()  # before another module imports the extension
-
-from torchrec_hkv import checkpoint
+from torchrec_hkv import cpu_variant
 from torchrec_hkv._version import __version__
-from torchrec_hkv.backends import register as register_backend
-from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
-from torchrec_hkv.backends.tt import TTBackend, TTOptions
-from torchrec_hkv.hash_table import AgedLFU, HashTable
-from torchrec_hkv.nn import (
-    HierarchicalHashEmbedding,
-    HKVAdagrad,
-    HKVAdamOptimizer,
-    HKVOptimizer,
-    HKVSparseAdam,
-    MultiTableHKVEmbedding,
-    OptimType,
-    TTEmbeddingBag,
-)
-from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec_hkv.sharding import (
-    accumulate_gradients,
-    get_default_sharders,
-    get_epoch,
-    set_epoch,
-)
 
-register_backend(HKVBackend())
-register_backend(TTBackend())
+cpu_variant.load()  # before another module imports the extension
+
+if TYPE_CHECKING:
+    from torchrec_hkv import checkpoint, serving
+    from torchrec_hkv.backends import register as register_backend
+    from torchrec_hkv.backends.hkv import HKVBackend, HKVOptions
+    from torchrec_hkv.backends.tt import TTBackend, TTOptions
+    from torchrec_hkv.hash_table import AgedLFU, HashTable
+    from torchrec_hkv.nn import (
+        HierarchicalHashEmbedding,
+        HKVAdagrad,
+        HKVAdamOptimizer,
+        HKVOptimizer,
+        HKVSparseAdam,
+        MultiTableHKVEmbedding,
+        OptimType,
+        TTEmbeddingBag,
+    )
+    from torchrec_hkv.planner import EmbeddingShardingPlanner, ParameterConstraints
+    from torchrec_hkv.sharding import (
+        accumulate_gradients,
+        get_default_sharders,
+        get_epoch,
+        set_epoch,
+    )
+
+# Where each public name is: a module, and its name there; None for the module itself.
+_PLACES: dict[str, tuple[str, str | None]] = {
+    "AgedLFU": ("hash_table", "AgedLFU"),
+    "EmbeddingShardingPlanner": ("planner", "EmbeddingShardingPlanner"),
+    "HKVAdagrad": ("nn", "HKVAdagrad"),
+    "HKVAdamOptimizer": ("nn", "HKVAdamOptimizer"),
+    "HKVBackend": ("backends.hkv", "HKVBackend"),
+    "HKVOptimizer": ("nn", "HKVOptimizer"),
+    "HKVOptions": ("backends.hkv", "HKVOptions"),
+    "HKVSparseAdam": ("nn", "HKVSparseAdam"),
+    "HashTable": ("hash_table", "HashTable"),
+    "HierarchicalHashEmbedding": ("nn", "HierarchicalHashEmbedding"),
+    "MultiTableHKVEmbedding": ("nn", "MultiTableHKVEmbedding"),
+    "OptimType": ("nn", "OptimType"),
+    "ParameterConstraints": ("planner", "ParameterConstraints"),
+    "TTBackend": ("backends.tt", "TTBackend"),
+    "TTEmbeddingBag": ("nn", "TTEmbeddingBag"),
+    "TTOptions": ("backends.tt", "TTOptions"),
+    "accumulate_gradients": ("sharding", "accumulate_gradients"),
+    "checkpoint": ("checkpoint", None),
+    "get_default_sharders": ("sharding", "get_default_sharders"),
+    "get_epoch": ("sharding", "get_epoch"),
+    "register_backend": ("backends", "register"),
+    "serving": ("serving", None),
+    "set_epoch": ("sharding", "set_epoch"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module_name, attribute = _PLACES[name]
+    module = importlib.import_module(f"{__name__}.{module_name}")
+    value = module if attribute is None else getattr(module, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})
+
 
 __all__ = [
     "AgedLFU",
     "EmbeddingShardingPlanner",
     "HKVAdagrad",
     "HKVAdamOptimizer",
+    "HKVBackend",
     "HKVOptimizer",
     "HKVOptions",
     "HKVSparseAdam",
@@ -59,6 +99,7 @@ __all__ = [
     "MultiTableHKVEmbedding",
     "OptimType",
     "ParameterConstraints",
+    "TTBackend",
     "TTEmbeddingBag",
     "TTOptions",
     "__version__",
@@ -67,5 +108,6 @@ __all__ = [
     "get_default_sharders",
     "get_epoch",
     "register_backend",
+    "serving",
     "set_epoch",
 ]

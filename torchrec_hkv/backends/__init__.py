@@ -1,5 +1,6 @@
 """Kinds of tables: the protocol that each fulfils and the registry that names them."""
 
+from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.backends.protocol import (
     Backend,
     BackendOptions,

@@ -1,10 +1,40 @@
 """Checkpoints of sharded models: hash tables in files of their own, the rest by
-:mod:`torch.distributed.checkpoint`."""
+:mod:`torch.distributed.checkpoint`.
 
-from torchrec_hkv.checkpoint.compact import compact
-from torchrec_hkv.checkpoint.deltas import DeltaWriter
-from torchrec_hkv.checkpoint.digests import digest
-from torchrec_hkv.checkpoint.files import load, save
-from torchrec_hkv.checkpoint.rows import export_rows, import_rows
+What needs TorchRec is imported when it is first asked for: :mod:`torchrec_hkv.serving` reads
+checkpoints without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrec_hkv.checkpoint.compaction import compact
+    from torchrec_hkv.checkpoint.deltas import DeltaWriter
+    from torchrec_hkv.checkpoint.digests import digest
+    from torchrec_hkv.checkpoint.files import load, save
+    from torchrec_hkv.checkpoint.rows import export_rows, import_rows
+
+_MODULES = {
+    "DeltaWriter": "deltas",
+    "compact": "compaction",
+    "digest": "digests",
+    "export_rows": "rows",
+    "import_rows": "rows",
+    "load": "files",
+    "save": "files",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("torchrec_hkv.needs_torchrec")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
 
 __all__ = ["DeltaWriter", "compact", "digest", "export_rows", "import_rows", "load", "save"]

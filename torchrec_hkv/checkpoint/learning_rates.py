@@ -16,28 +16,8 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.checkpoint.optimizers import leaves
-from torchrec_hkv.json_schema import Fields, Number, OrNull, Place, Schema
-
-#: What schedulers of torch.optim change in a group, and what they remember there.
-_SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
-
-
-class _Rate(Schema):
-    """A number, or null; or a list of them."""
-
-    allowed = "a finite number, null, or a list of these"
-    _one = OrNull(Number())
-
-    def read(self, value: object, place: Place) -> Any:
-        if type(value) is list:
-            return [self._one.read(item, place.at(i)) for i, item in enumerate(value)]
-        if value is not None and type(value) not in (int, float):
-            raise place.refuse(value, self.allowed)
-        return self._one.read(value, place)
-
-
-#: What a checkpoint's record has of a parameter.
-RATES = Fields({key: _Rate() for key in _SCHEDULED}, optional=_SCHEDULED)
+from torchrec_hkv.checkpoint.rates import RATES, SCHEDULED
+from torchrec_hkv.json_schema import Place
 
 
 def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
@@ -48,7 +28,7 @@ def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
     """
     return {
         name: RATES.read(
-            {key: _plain(group[key]) for key in _SCHEDULED if key in group},
+            {key: _plain(group[key]) for key in SCHEDULED if key in group},
             Place("The optimizer", f"parameter {name!r}"),
         )
         for group, names in _groups(optimizer)

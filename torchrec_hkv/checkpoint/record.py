@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torchrec_hkv.checkpoint.learning_rates import RATES
+from torchrec_hkv.checkpoint.rates import RATES
 from torchrec_hkv.hash_table.files.manifest import CRC32, OWNERS, SAVE_ID
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
 from torchrec_hkv.json_schema import Fields, Flag, Integer, Items, Map, OrNull, Place, Plain, Text

@@ -1,5 +1,6 @@
 """Planning: constraints that name backends, costs beside stock kernels, the report."""
 
+from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.planner.calibration import Calibration, default_path
 from torchrec_hkv.planner.constraints import ParameterConstraints

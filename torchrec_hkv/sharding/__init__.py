@@ -1,5 +1,6 @@
 """TorchRec's side of a table: sharders, sharded modules, input distribution, lookups, kernels."""
 
+from torchrec_hkv import needs_torchrec  # noqa: F401
 from torchrec_hkv.sharding.accumulation import accumulate_gradients
 from torchrec_hkv.sharding.caches import populate_caches
 from torchrec_hkv.sharding.counters import table_counters

@@ -1,0 +1,204 @@
+"""Lookups in read-only tables beside FBGEMM's inference tables, in one process.
+
+    python -m benchmarks serving --threads 1 --out benchmarks/results/serving_cpu.csv
+    python -m benchmarks serving --device cuda --ids 1048576 --uniform --rows 4000000
+
+A request looks up ``--ids`` ids, by a power law of exponent 1 or uniformly, of a table of
+``--rows`` rows: ``rows`` writes out a row for each, ``pooled`` sums 20 at a time. The peer is
+``IntNBitTableBatchedEmbeddingBagsCodegen`` with the same ids as row numbers, and on a GPU for
+float rows that are written out also ``torch.nn.functional.embedding``. The two are timed in turn,
+``--rounds`` times over ``--requests`` requests each; ``us``, ``p99_us``, ``peer_us`` and
+``peer_p99_us`` are microseconds a request, ``ratio`` is the quotient of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+
+from benchmarks.environment import report
+from torchrec_hkv.serving.table_file import TableBuilder
+from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
+
+BAG = 20
+KEYS = ("case", "format", "output", "rows", "dim", "ids", "law")
+_TYPES = {
+    "fp32": (SparseType.FP32, torch.float32),
+    "fp16": (SparseType.FP16, torch.float16),
+    "int8": (SparseType.INT8, torch.float16),
+    "int4": (SparseType.INT4, torch.float16),
+}
+
+Request = Callable[[int], object]
+
+
+def requests_of(args: argparse.Namespace) -> list[Tensor]:
+    """Row numbers of each request."""
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(args.rows, generator=generator)
+    drawn = []
+    for _ in range(args.requests):
+        unit = torch.rand(args.ids, generator=generator, dtype=torch.float64)
+        ranks = unit * args.rows if args.uniform else args.rows**unit - 1
+        drawn.append(order[ranks.long().clamp(0, args.rows - 1)])
+    return drawn
+
+
+def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnlyTables:
+    """A table of random rows."""
+    generator = torch.Generator().manual_seed(2)
+    with tempfile.TemporaryDirectory() as folder:
+        builder = TableBuilder(args.dim, row_format, Path(folder))
+        for part in ids.split(1 << 18):
+            builder.add(part, torch.randn(part.numel(), args.dim, generator=generator))
+        made = builder.finish(Path(folder) / "table")
+        index, rows = made.map(Path(folder))
+        index, rows = index.to(args.device), rows.to(args.device)
+    table = ReadOnlyTable("t", args.dim, row_format, index, rows, made.unit)
+    return ReadOnlyTables([table], torch.zeros(1, 2, dtype=torch.int64, device=args.device))
+
+
+def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output: torch.dtype):
+    """FBGEMM's table of as many rows."""
+    on_gpu = args.device != "cpu"
+    place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    made = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [("t", args.rows, args.dim, _TYPES[row_format][0], place)],
+        device=args.device,
+        pooling_mode=mode,
+        output_dtype=SparseType.FP32 if output == torch.float32 else SparseType.FP16,
+    )
+    made.initialize_weights()
+    made.fill_random_weights()
+    return made
+
+
+def times_us(call: Request, args: argparse.Namespace) -> list[float]:
+    """Of each request, once."""
+    times = []
+    for number in range(args.requests):
+        if args.device == "cpu":
+            began = time.perf_counter()
+            call(number)
+            times.append(1e6 * (time.perf_counter() - began))
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call(number)
+            end.record()
+            end.synchronize()
+            times.append(1e3 * begin.elapsed_time(end))
+    return times
+
+
+def measure(ours: Request, peer: Request, args: argparse.Namespace) -> dict[str, float]:
+    """Times of both, in turn, after a round that does not count."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number in range(args.rounds + 1):
+        for call, times in zip((ours, peer), taken, strict=True):
+            its = times_us(call, args)
+            times.extend(its if number else [])
+    us, peer_us = map(statistics.median, taken)
+    p99, peer_p99 = (statistics.quantiles(times, n=100)[-1] for times in taken)
+    return {
+        "us": round(us, 1),
+        "p99_us": round(p99, 1),
+        "peer_us": round(peer_us, 1),
+        "peer_p99_us": round(peer_p99, 1),
+        "ratio": round(us / peer_us, 3),
+        "g_ids_per_s": round(args.ids / us / 1e3, 3),
+    }
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """All rows of the benchmark."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(-(1 << 63), (1 << 63) - 1, (args.rows,), generator=generator)
+    numbers = requests_of(args)
+    hashed = [ids[request].to(args.device) for request in numbers]
+    peers = [request.int().to(args.device) for request in numbers]
+    bags = args.ids // BAG
+    lengths = torch.full((1, bags), BAG, device=args.device)
+    offsets = torch.arange(args.ids + 1, dtype=torch.int32, device=args.device)
+    bag_offsets = offsets[: bags * BAG + 1 : BAG].contiguous()
+    pooled = [request[: bags * BAG] for request in hashed]
+    pooled_peers = [request[: bags * BAG] for request in peers]
+    for row_format in args.formats:
+        tables = table_of(args, row_format, ids)
+        own = _TYPES[row_format][1] if args.device != "cpu" else torch.float32
+        about = {
+            "format": row_format,
+            "output": str(own).removeprefix("torch."),
+            **{"rows": args.rows, "dim": args.dim, "ids": args.ids},
+            "law": "uniform" if args.uniform else "power",
+        }
+        peer = fbgemm(args, row_format, PoolingMode.NONE, own)
+        got = measure(
+            lambda n, t=tables, d=own: t.rows(0, hashed[n], dtype=d),
+            lambda n, p=peer: p(peers[n], offsets),
+            args,
+        )
+        yield {"case": "rows", **about, **got}
+        if args.device != "cpu" and row_format in ("fp32", "fp16"):
+            weight = torch.randn(args.rows, args.dim, device=args.device).to(own)
+            got = measure(
+                lambda n, t=tables, d=own: t.rows(0, hashed[n], dtype=d),
+                lambda n, w=weight: torch.nn.functional.embedding(peers[n], w),
+                args,
+            )
+            yield {"case": "rows, torch embedding", **about, **got}
+            del weight
+        peer = fbgemm(args, row_format, PoolingMode.SUM, own)
+        got = measure(
+            lambda n, t=tables, d=own: t.pool([0], pooled[n], lengths, dtype=d),
+            lambda n, p=peer: p(pooled_peers[n], bag_offsets),
+            args,
+        )
+        yield {"case": "pooled", **about, **got}
+        del tables, peer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Count:
+    least: int
+
+    def __call__(self, text: str) -> int:
+        value = int(text)
+        if value < self.least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {self.least}")
+        return value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=_Count(1), default=1_000_000)
+    parser.add_argument("--dim", type=_Count(1), default=128)
+    parser.add_argument("--ids", type=_Count(BAG), default=2000, help="of a request")
+    parser.add_argument("--uniform", action="store_true", help="ids by no power law")
+    parser.add_argument("--formats", nargs="+", choices=list(_TYPES), default=list(_TYPES))
+    parser.add_argument("--requests", type=_Count(2), default=60)
+    parser.add_argument("--rounds", type=_Count(1), default=8)
+    parser.add_argument("--threads", type=_Count(1), default=1, help="of PyTorch, on a CPU")
+    parser.add_argument("--out", type=Path, help="CSV file")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    report(cases(args), args.out, KEYS)
+
+
+if __name__ == "__main__":
+    main()

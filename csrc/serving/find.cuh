@@ -1,0 +1,62 @@
+// Finding rows of read-only tables on a GPU: a thread an id.
+#pragma once
+
+#include <cstdint>
+
+#include "serving/table.h"
+
+namespace torchrec_hkv::serving::cuda {
+
+struct Words {
+  int64_t at[8];
+};
+
+__device__ inline Words load_bucket(const Bucket* bucket) {
+  Words words;
+  const auto* from = reinterpret_cast<const longlong2*>(bucket);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const longlong2 two = __ldg(from + k);
+    words.at[2 * k] = two.x;
+    words.at[2 * k + 1] = two.y;
+  }
+  return words;
+}
+
+enum class InBucket { kNo, kErased, kFound };
+
+// Whether a bucket has an id, and the number of its row.
+__device__ inline InBucket find_in_bucket(const Words& words, int64_t id, int64_t* row) {
+  const auto header = static_cast<uint64_t>(words.at[0]);
+  uint32_t matches = 0;
+#pragma unroll
+  for (int k = 0; k < kBucketIds; ++k) matches |= (words.at[k + 1] == id ? 1u : 0u) << k;
+  matches &= (1u << count_of(header)) - 1;
+  if (matches == 0) return InBucket::kNo;
+  const int position = __ffs(matches) - 1;
+  *row = first_row_of(header) + position;
+  return is_erased(header, position) ? InBucket::kErased : InBucket::kFound;
+}
+
+__device__ inline InBucket find_in_layer(const Layer& layer, int64_t id, int64_t* row) {
+  const Choice choice = choose(id, layer.geometry);
+  const Words words = load_bucket(layer.buckets + choice.first);
+  const InBucket found = find_in_bucket(words, id, row);
+  if (found != InBucket::kNo || !has_spilled(static_cast<uint64_t>(words.at[0]))) return found;
+  return find_in_bucket(load_bucket(layer.buckets + choice.second), id, row);
+}
+
+// The row of an id, or null where the table has none.
+__device__ inline const char* find_row(const Table& table, int64_t id) {
+  int64_t row = 0;
+  if (table.changes.buckets != nullptr) {
+    const InBucket found = find_in_layer(table.changes, id, &row);
+    if (found == InBucket::kErased) return nullptr;
+    if (found == InBucket::kFound) return table.changes.rows + row * table.row_bytes;
+  }
+  return find_in_layer(table.base, id, &row) == InBucket::kFound
+             ? table.base.rows + row * table.row_bytes
+             : nullptr;
+}
+
+}  // namespace torchrec_hkv::serving::cuda

@@ -1,0 +1,56 @@
+// The CUDA kernels of read-only tables. They take pointers to device memory and wait for nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "serving/table.h"
+
+namespace torchrec_hkv::serving::cuda {
+
+// Writes out the row of each id; unknown ids get their initial or default row and are counted.
+struct RowsCall {
+  const Table* table;  // in device memory
+  // The same of the table on the host, to choose kernels by.
+  RowFormat format;
+  int32_t dim;
+  int64_t row_bytes;
+  const int64_t* ids;
+  int64_t n;
+  RowType type;  // of the output
+  char* out;     // [n, dim]
+  unsigned long long* unknown;
+};
+void look_up_rows(const RowsCall& call, cudaStream_t stream);
+
+// One output of a pooled lookup.
+struct PooledOutput {
+  int32_t table;
+  int32_t feature;
+  int32_t column;  // its first one
+  int32_t layer;   // how many outputs before it are of the same feature
+  Mean mean;
+  int32_t fused;
+};
+
+struct PoolCall {
+  const Table* tables;          // in device memory
+  const PooledOutput* outputs;  // in device memory
+  int32_t num_outputs;
+  int32_t widest;  // columns of the widest table
+  bool in_fours;   // the columns of each table are a multiple of four
+  const int64_t* ids;
+  int64_t n;
+  const int64_t* offsets;  // [features * batch_size + 1]; what lies outside of the ids is left out
+  int64_t batch_size;
+  const float* weights;  // null: none
+  RowType type;          // of the output
+  char* out;             // [batch_size, columns]
+  int64_t columns;
+  const char** found;  // scratch [layers * n]
+  int64_t* counters;   // [tables, 2]
+};
+void pool(const PoolCall& call, cudaStream_t stream);
+
+}  // namespace torchrec_hkv::serving::cuda

@@ -1,0 +1,237 @@
+// Lookups in read-only tables on a GPU.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "serving/find.cuh"
+#include "serving/kernels_cuda.h"
+#include "serving/row_reader.cuh"
+
+namespace torchrec_hkv::serving::cuda {
+namespace {
+
+#ifndef HKV_SERVING_THREADS
+#define HKV_SERVING_THREADS 256
+#endif
+#ifndef HKV_SERVING_AHEAD
+#define HKV_SERVING_AHEAD 8
+#endif
+constexpr int kThreads = HKV_SERVING_THREADS;
+constexpr unsigned kAll = 0xffffffffu;
+
+// A warp takes 32 ids: each lane finds one row, then all lanes copy the rows, kAhead pieces a lane
+// at a time.
+template <RowFormat kFormat, int kColumns, int kAhead>
+__global__ void __launch_bounds__(kThreads) rows_kernel(RowsCall call) {
+  const Table& table = *call.table;
+  const int lane = threadIdx.x & 31;
+  const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * 32;
+  if (first >= call.n) return;
+  const int here = static_cast<int>(call.n - first < 32 ? call.n - first : 32);
+  const int64_t id = lane < here ? call.ids[first + lane] : 0;
+  const char* const row = lane < here ? find_row(table, id) : nullptr;
+  const int unknown = __popc(__ballot_sync(kAll, lane < here && row == nullptr));
+  if (unknown > 0 && lane == 0) atomicAdd(call.unknown, static_cast<unsigned long long>(unknown));
+
+  const int32_t pieces = table.dim / kColumns, total = here * pieces;
+  const int64_t out_bytes = element_size(call.type);
+  char* const out = call.out + first * table.dim * out_bytes;
+  const float unit = table.unit;
+  // The row and the piece of it that a lane takes next, kept up to date without a division.
+  int32_t at_row = lane / pieces, at = lane % pieces;
+  const int32_t step_rows = 32 / pieces, step = 32 % pieces;
+  for (int32_t base = lane; base - lane < total; base += 32 * kAhead) {
+    Piece<kFormat, kColumns> held[kAhead];
+    int32_t places[kAhead];  // in the outputs of these ids
+    uint32_t known = 0;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const bool is_there = base + 32 * k < total;
+      const auto from = reinterpret_cast<const char*>(
+          __shfl_sync(kAll, reinterpret_cast<unsigned long long>(row), is_there ? at_row : 0));
+      places[k] = at_row * table.dim + at * kColumns;
+      if (is_there && from != nullptr) {
+        held[k].load(from, at * kColumns);
+        known |= 1u << k;
+      }
+      at += step;
+      at_row += step_rows;
+      if (at >= pieces) at -= pieces, ++at_row;
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (base + 32 * k >= total) break;
+      float values[kColumns];
+      if (known >> k & 1) {
+        held[k].widen(unit, kFormat == RowFormat::kInt4 ? places[k] % table.dim : 0, values);
+      } else {
+        unknown_columns<kColumns>(table, call.ids[first + places[k] / table.dim],
+                                  places[k] % table.dim, values);
+      }
+      store_columns<kColumns>(call.type, out + places[k] * out_bytes, values);
+    }
+  }
+}
+
+// found[layer * n + i] = the row of id i in the table of each output, or null; counts.
+__global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call) {
+  const PooledOutput output = call.outputs[blockIdx.y];
+  const Table& table = call.tables[output.table];
+  const int64_t* const of = call.offsets + output.feature * call.batch_size;
+  const int64_t begin = max(of[0], int64_t{0}), end = min(of[call.batch_size], call.n);
+  int64_t* const counters = call.counters + 2 * output.table;
+  const char** const found = call.found + output.layer * call.n;
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  int unknown = 0;
+  for (int64_t i = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += stride) {
+    const char* const row = find_row(table, call.ids[i]);
+    found[i] = row;
+    unknown += row == nullptr;
+  }
+  unknown = __reduce_add_sync(kAll, unknown);
+  if (unknown > 0 && threadIdx.x % 32 == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(counters + 1),
+              static_cast<unsigned long long>(unknown));
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0 && end > begin) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(counters),
+              static_cast<unsigned long long>(end - begin));
+  }
+}
+
+// The bags of one output: kColumns columns a lane, as many lanes a bag as that takes.
+template <RowFormat kFormat, int kColumns>
+__device__ void pool_bags(const PoolCall& call, const PooledOutput& output, const Table& table) {
+  constexpr int kAhead = 4;
+  const int32_t pieces = table.dim / kColumns;
+  int32_t lanes = 1;
+  while (lanes < pieces && lanes < 32) lanes *= 2;
+  const int32_t lane = threadIdx.x % lanes;
+  const int64_t bag = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / lanes;
+  if (bag >= call.batch_size) return;
+  const int64_t* const of = call.offsets + output.feature * call.batch_size + bag;
+  const int64_t begin = max(of[0], int64_t{0}), end = min(of[1], call.n);
+  const int64_t length = end - begin;
+  const char* const* const found = call.found + output.layer * call.n;
+  const float row_scale = output.mean == Mean::kScaledRows ? 1.0f / length : 1.0f;
+  const int64_t out_bytes = element_size(call.type);
+  for (int32_t piece = lane; piece < pieces; piece += lanes) {
+    const int32_t column = piece * kColumns;
+    float sums[kColumns] = {};
+    float weight_sum = 0.0f;
+    for (int64_t i = begin; i < end; i += kAhead) {
+      Piece<kFormat, kColumns> held[kAhead];
+      const char* rows[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) rows[k] = i + k < end ? found[i + k] : nullptr;
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (rows[k] != nullptr) held[k].load(rows[k], column);
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (i + k >= end) break;
+        float values[kColumns];
+        if (rows[k] != nullptr) {
+          held[k].widen(table.unit, column, values);
+        } else {
+          unknown_columns<kColumns>(table, call.ids[i + k], column, values);
+        }
+        const float weight = call.weights == nullptr ? 1.0f : call.weights[i + k];
+        weight_sum = __fadd_rn(weight_sum, weight);
+        const float by = __fmul_rn(weight, row_scale);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          sums[c] = output.fused ? __fmaf_rn(by, values[c], sums[c])
+                                 : __fadd_rn(sums[c], __fmul_rn(by, values[c]));
+        }
+      }
+    }
+    if (output.mean == Mean::kScaledSum && length > 0) {
+      const float by = 1.0f / length;
+      for (float& sum : sums) sum = __fmul_rn(sum, by);
+    } else if (output.mean == Mean::kDividedSum && weight_sum != 0.0f) {
+      for (float& sum : sums) sum = __fdiv_rn(sum, weight_sum);
+    }
+    store_columns<kColumns>(
+        call.type, call.out + (bag * call.columns + output.column + column) * out_bytes, sums);
+  }
+}
+
+template <int kColumns>
+__global__ void __launch_bounds__(kThreads) pool_kernel(PoolCall call) {
+  const PooledOutput output = call.outputs[blockIdx.y];
+  const Table& table = call.tables[output.table];
+  switch (table.format) {
+    case RowFormat::kFloat32:
+      return pool_bags<RowFormat::kFloat32, kColumns>(call, output, table);
+    case RowFormat::kFloat16:
+      return pool_bags<RowFormat::kFloat16, kColumns>(call, output, table);
+    case RowFormat::kBFloat16:
+      return pool_bags<RowFormat::kBFloat16, kColumns>(call, output, table);
+    case RowFormat::kInt8:
+      return pool_bags<RowFormat::kInt8, kColumns>(call, output, table);
+    case RowFormat::kInt4:
+      return pool_bags<RowFormat::kInt4, kColumns>(call, output, table);
+  }
+}
+
+template <int kColumns>
+void launch_pool(const PoolCall& call, cudaStream_t stream) {
+  int64_t lanes = 1;
+  while (lanes < call.widest / kColumns && lanes < 32) lanes *= 2;
+  const int64_t blocks = (call.batch_size * lanes + kThreads - 1) / kThreads;
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(call.num_outputs));
+  pool_kernel<kColumns><<<grid, kThreads, 0, stream>>>(call);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+template <RowFormat kFormat>
+void launch_rows(const RowsCall& call, cudaStream_t stream) {
+  constexpr int kAhead = HKV_SERVING_AHEAD;
+  const auto blocks = static_cast<unsigned>((call.n + kThreads - 1) / kThreads);
+  // Four columns a lane where rows and outputs are aligned to them.
+  constexpr int kBytes = Piece<kFormat, 4>::kIsQuantized ? 4 : Piece<kFormat, 4>::kBytes;
+  if (call.dim % 4 == 0 && call.row_bytes % kBytes == 0) {
+    rows_kernel<kFormat, 4, kAhead><<<blocks, kThreads, 0, stream>>>(call);
+  } else {
+    rows_kernel<kFormat, 1, kAhead><<<blocks, kThreads, 0, stream>>>(call);
+  }
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace
+
+void look_up_rows(const RowsCall& call, cudaStream_t stream) {
+  if (call.n == 0) return;
+  switch (call.format) {
+    case RowFormat::kFloat32:
+      return launch_rows<RowFormat::kFloat32>(call, stream);
+    case RowFormat::kFloat16:
+      return launch_rows<RowFormat::kFloat16>(call, stream);
+    case RowFormat::kBFloat16:
+      return launch_rows<RowFormat::kBFloat16>(call, stream);
+    case RowFormat::kInt8:
+      return launch_rows<RowFormat::kInt8>(call, stream);
+    case RowFormat::kInt4:
+      return launch_rows<RowFormat::kInt4>(call, stream);
+  }
+}
+
+void pool(const PoolCall& call, cudaStream_t stream) {
+  if (call.num_outputs == 0 || call.batch_size == 0) return;
+  if (call.n > 0) {
+    constexpr int64_t kMostBlocks = 2048;
+    const int64_t wanted = call.n / call.num_outputs / kThreads + 1;
+    const dim3 grid(static_cast<unsigned>(std::min(wanted, kMostBlocks)),
+                    static_cast<unsigned>(call.num_outputs));
+    find_kernel<<<grid, kThreads, 0, stream>>>(call);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+  if (call.in_fours) {
+    launch_pool<4>(call, stream);
+  } else {
+    launch_pool<1>(call, stream);
+  }
+}
+
+}  // namespace torchrec_hkv::serving::cuda

@@ -1,0 +1,171 @@
+// Building the index of a read-only table, block by block.
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "common/parallel.h"
+#include "serving/kernels_cpu.h"
+
+namespace torchrec_hkv::serving::cpu {
+namespace {
+
+// A block of a few thousand buckets at a load of .93 takes far fewer moves for an id.
+constexpr int kMostMoves = 20000;
+constexpr int32_t kFree = -1;
+
+// The ids of one block, by their numbers in `members`.
+class Block {
+ public:
+  Block(const Placement& placement, const int64_t* members, int64_t n)
+      : ids_(placement.ids),
+        members_(members),
+        n_(n),
+        buckets_(placement.geometry.block_buckets),
+        choices_(n),
+        places_(buckets_ * kBucketIds, kFree),
+        counts_(buckets_, 0),
+        spilled_(buckets_, false) {}
+
+  // kYes, or kRepeatedId or kFull and the number of the id.
+  Placed place(int64_t* at) {
+    // Ids that find their first bucket full wait: fewest are then in their second one.
+    std::vector<int32_t> waiting;
+    for (int64_t i = 0; i < n_; ++i) {
+      choices_[i] = choose_in_block(mix_of_id(id(i)), buckets_);
+      if (!put(choices_[i].first, static_cast<int32_t>(i))) {
+        waiting.push_back(static_cast<int32_t>(i));
+      }
+    }
+    for (const int32_t i : waiting) {
+      if (!settle(i)) return *at = members_[i], Placed::kFull;
+    }
+    return Placed::kYes;
+  }
+
+  // Whether an id is there twice: both are in one of the same two buckets.
+  bool find_repeated(int64_t* at) const {
+    for (int64_t i = 0; i < n_; ++i) {
+      for (const int64_t bucket : {choices_[i].first, choices_[i].second}) {
+        for (int k = 0; k < counts_[bucket]; ++k) {
+          const int32_t other = places_[bucket * kBucketIds + k];
+          if (other != i && id(other) == id(i)) return *at = members_[i], true;
+        }
+      }
+    }
+    return false;
+  }
+
+  void write(Bucket* out, int64_t first_row, int64_t* order, const bool* erased) {
+    for (int64_t i = 0; i < n_; ++i) spilled_[choices_[i].first] = false;
+    for (int64_t bucket = 0; bucket < buckets_; ++bucket) {
+      for (int k = 0; k < counts_[bucket]; ++k) {
+        const int64_t first = choices_[places_[bucket * kBucketIds + k]].first;
+        if (first != bucket) spilled_[first] = true;
+      }
+    }
+    int64_t row = 0;
+    for (int64_t bucket = 0; bucket < buckets_; ++bucket) {
+      Bucket& to = out[bucket];
+      uint64_t header = static_cast<uint64_t>(first_row + row) |
+                        static_cast<uint64_t>(counts_[bucket]) << kCountShift |
+                        static_cast<uint64_t>(spilled_[bucket]) << kSpilledShift;
+      for (int k = 0; k < kBucketIds; ++k) {
+        to.ids[k] = 0;
+        if (k >= counts_[bucket]) continue;
+        const int64_t member = members_[places_[bucket * kBucketIds + k]];
+        to.ids[k] = ids_[member];
+        if (erased != nullptr && erased[member]) header |= uint64_t{1} << (kErasedShift + k);
+        order[row++] = member;
+      }
+      to.header = header;
+    }
+  }
+
+ private:
+  int64_t id(int64_t i) const { return ids_[members_[i]]; }
+
+  bool put(int64_t bucket, int32_t i) {
+    if (counts_[bucket] == kBucketIds) return false;
+    places_[bucket * kBucketIds + counts_[bucket]++] = i;
+    return true;
+  }
+
+  int64_t other(int32_t i, int64_t bucket) const {
+    return choices_[i].first == bucket ? choices_[i].second : choices_[i].first;
+  }
+
+  // Cuckoo hashing: an id whose other bucket has room makes way; where there is none, any does.
+  bool settle(int32_t i) {
+    int64_t bucket = choices_[i].second;
+    for (int moves = 0; moves < kMostMoves; ++moves) {
+      if (put(bucket, i)) return true;
+      int32_t* const here = &places_[bucket * kBucketIds];
+      for (int k = 0; k < kBucketIds; ++k) {
+        if (put(other(here[k], bucket), here[k])) return here[k] = i, true;
+      }
+      random_ = random_ * 6364136223846793005ull + 1442695040888963407ull;
+      std::swap(i, here[(random_ >> 33) % kBucketIds]);
+      bucket = other(i, bucket);
+    }
+    return false;
+  }
+
+  const int64_t* const ids_;
+  const int64_t* const members_;
+  const int64_t n_;
+  const int64_t buckets_;
+  std::vector<Choice> choices_;
+  std::vector<int32_t> places_;
+  std::vector<uint8_t> counts_;
+  std::vector<bool> spilled_;
+  uint64_t random_ = 1;
+};
+
+}  // namespace
+
+Placed place(const Placement& placement, int64_t* at, int threads) {
+  // Members of each block, in the order given: a counting sort.
+  std::vector<int64_t> starts(placement.blocks + 1, 0);
+  for (int64_t i = 0; i < placement.n; ++i) {
+    const uint32_t block =
+        block_of_mix(mix_of_id(placement.ids[i]), placement.geometry) - placement.first_block;
+    if (block >= placement.blocks) return *at = i, Placed::kForeignId;
+    ++starts[block + 1];
+  }
+  for (uint32_t block = 0; block < placement.blocks; ++block) starts[block + 1] += starts[block];
+  std::vector<int64_t> members(placement.n), ends(starts.begin(), starts.end() - 1);
+  for (int64_t i = 0; i < placement.n; ++i) {
+    const uint32_t block =
+        block_of_mix(mix_of_id(placement.ids[i]), placement.geometry) - placement.first_block;
+    members[ends[block]++] = i;
+  }
+
+  std::atomic<int> result{static_cast<int>(Placed::kYes)};
+  std::atomic<int64_t> failed{0};
+  parallel_for(placement.blocks, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t number = begin; number < end; ++number) {
+      const int64_t first = starts[number], n = starts[number + 1] - first;
+      int64_t id = 0;
+      Placed placed = Placed::kFull;
+      if (n <= int64_t{placement.geometry.block_buckets} * kBucketIds) {
+        Block block(placement, members.data() + first, n);
+        placed = block.place(&id);
+        if (block.find_repeated(&id)) placed = Placed::kRepeatedId;
+        if (placed == Placed::kYes) {
+          block.write(placement.buckets + number * placement.geometry.block_buckets,
+                      placement.first_row + first, placement.order + first, placement.erased);
+        }
+      } else {
+        id = members[first];
+      }
+      if (placed != Placed::kYes) {
+        failed = id;
+        result = static_cast<int>(placed);
+      }
+    }
+  });
+  *at = failed;
+  return static_cast<Placed>(result.load());
+}
+
+}  // namespace torchrec_hkv::serving::cpu

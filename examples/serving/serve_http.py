@@ -1,0 +1,188 @@
+"""Serves an exported model through HTTP: batched requests, deltas, health and metrics.
+
+    pip install fastapi uvicorn
+    python examples/serving/serve_http.py model/ --deltas deltas/ --port 8000
+
+    curl localhost:8000/predict -d '{"args": [[[0.5, 1.0]], {"ids": {"user": [[17]]}}]}'
+
+``args`` and ``kwargs`` are those of the model's forward: a tensor is nested lists of numbers, a
+``KeyedJaggedTensor`` is ``{"ids": {feature: [ids of each sample]}}``, with ``weights`` of the same
+shape where the model takes some. Requests that come while one is served, or within ``--wait-ms``,
+are served as one batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+
+from torchrec_hkv import serving
+
+
+def samples_of(given: Any) -> int:
+    """How many samples an argument has."""
+    if isinstance(given, dict) and "ids" in given:
+        return len(next(iter(given["ids"].values()), []))
+    if isinstance(given, dict):
+        return samples_of(next(iter(given.values())))
+    return len(given)
+
+
+def merged(parts: Sequence[Any]) -> Any:
+    """The arguments of several requests as those of one."""
+    first = parts[0]
+    if isinstance(first, dict):
+        if any(not isinstance(part, dict) or part.keys() != first.keys() for part in parts):
+            raise ValueError("requests of a batch have different features.")
+        return {key: merged([part[key] for part in parts]) for key in first}
+    return [sample for part in parts for sample in part]
+
+
+def as_argument(given: Any) -> Any:
+    """An argument of the model."""
+    if isinstance(given, dict) and "ids" in given:
+        return serving.KeyedIds.from_lists(given["ids"], given.get("weights"))
+    if isinstance(given, dict):
+        return {key: as_argument(value) for key, value in given.items()}
+    return torch.tensor(given, dtype=torch.float32)
+
+
+class Call(NamedTuple):
+    """A request that waits."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    samples: int
+    answer: asyncio.Future[Any]
+
+
+class Batcher:
+    """Serves requests that wait at the same time as one batch.
+
+    Args:
+        model: that serves.
+        most: samples of a batch, but for one request with more.
+        wait: seconds that the first request of a batch waits for others.
+    """
+
+    def __init__(self, model: serving.ServingModel, most: int, wait: float) -> None:
+        self._model, self._most, self._wait = model, most, wait
+        self._waiting: asyncio.Queue[Call] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1)
+
+    async def predict(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs for a request."""
+        samples = {samples_of(given) for given in (*args, *kwargs.values())}
+        if len(samples) != 1:
+            raise ValueError(
+                f"arguments have {sorted(samples)} samples, but must have as many each."
+            )
+        answer = asyncio.get_running_loop().create_future()
+        await self._waiting.put(Call(args, kwargs, samples.pop(), answer))
+        return await answer
+
+    async def run(self) -> None:
+        """Serves until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            calls = [await self._waiting.get()]
+            if self._waiting.empty() and self._wait > 0:
+                await asyncio.sleep(self._wait)
+            while not self._waiting.empty() and sum(c.samples for c in calls) < self._most:
+                calls.append(self._waiting.get_nowait())
+            answers = await loop.run_in_executor(self._thread, self._serve, calls)
+            for call, answer in zip(calls, answers, strict=True):
+                if call.answer.cancelled():
+                    continue
+                if isinstance(answer, Exception):
+                    call.answer.set_exception(answer)
+                else:
+                    call.answer.set_result(answer)
+
+    def _serve(self, calls: Sequence[Call]) -> list[Any]:
+        try:
+            args = [merged(parts) for parts in zip(*(c.args for c in calls), strict=True)]
+            kwargs = merged([call.kwargs for call in calls])
+            out = self._model(
+                *map(as_argument, args), **{key: as_argument(v) for key, v in kwargs.items()}
+            )
+        except Exception as error:
+            if len(calls) == 1:
+                return [error]
+            return [self._serve([call])[0] for call in calls]  # all but the bad one are served
+        answers, first = [], 0
+        for call in calls:
+            own = slice(first, first + call.samples)
+            answers.append(pytree.tree_map(lambda tensor, own=own: tensor[own].tolist(), out))
+            first += call.samples
+        return answers
+
+
+def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -> FastAPI:
+    """The application."""
+    batcher = Batcher(model, most, wait)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker = asyncio.create_task(batcher.run())
+        yield
+        worker.cancel()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/predict")
+    async def predict(request: Request) -> Any:
+        try:
+            body = await request.json()
+            return {"outputs": await batcher.predict(body.get("args", []), body.get("kwargs", {}))}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise HTTPException(422, str(error)) from None
+
+    @app.get("/health")
+    def health(response: Response) -> Any:
+        freshness = model.freshness()
+        if freshness.error is not None:
+            response.status_code = 503
+        return dataclasses.asdict(freshness)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(model.metrics(), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def main() -> None:
+    """Parses arguments and serves."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="folder that serving.export has written")
+    parser.add_argument("--deltas", help="folder of a DeltaWriter to follow")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-batch", type=int, default=1024, help="samples of a batch")
+    parser.add_argument(
+        "--wait-ms", type=float, default=0.0, help="that a request waits for others"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, for a call")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    model = serving.load(given.model, given.device)
+    if given.deltas is not None:
+        serving.follow(model, given.deltas)
+    app = make_app(model, given.max_batch, given.wait_ms / 1000)
+    uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

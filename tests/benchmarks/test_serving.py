@@ -1,0 +1,22 @@
+"""The benchmark of serving runs, at sizes at which its figures say nothing."""
+
+from __future__ import annotations
+
+import csv
+
+from benchmarks import serving
+
+
+def test_rows(tmp_path):
+    out = tmp_path / "out.csv"
+    sizes = ["--rows", "300", "--ids", "60", "--dim", "16", "--requests", "2", "--rounds", "1"]
+    serving.main([*sizes, "--formats", "fp32", "int8", "--out", str(out)])
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["case"], row["format"]) for row in rows] == [
+        ("rows", "fp32"),
+        ("pooled", "fp32"),
+        ("rows", "int8"),
+        ("pooled", "int8"),
+    ]
+    assert all(float(row["us"]) > 0 and float(row["peer_us"]) > 0 for row in rows)

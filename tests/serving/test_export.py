@@ -1,0 +1,49 @@
+"""A trained model, exported and loaded, gives what the trainer's evaluation gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.served import SEEDS, batch_of, exported
+from torchrec_hkv import serving
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_equal_bits(sharding, run_ranks, tmp_path):
+    want = run_ranks(1, exported, tmp_path / "model", sharding)[0]
+    model = serving.load(tmp_path / "model", verify=True)
+    for seed, outputs in zip(SEEDS, want, strict=True):
+        got = model(*batch_of(seed, 2 + seed))
+        assert got.keys() == outputs.keys()
+        for key, value in outputs.items():
+            assert torch.equal(got[key], value), key
+    counters = model.counters()
+    assert counters["ebc.embedding_bags.user"]["unknown"] > 0
+    assert counters["ebc.embedding_bags.country"]["unknown"] == 0
+    assert counters["ebc.embedding_bags.country"]["lookups"] > 0
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_two_ranks(sharding, run_ranks, tmp_path):
+    """Table-wise to the bit; row-wise, ranks sum their parts of a bag, in another order."""
+    want = run_ranks(2, exported, tmp_path / "model", sharding)
+    model = serving.load(tmp_path / "model")
+    for of_rank in want:
+        for seed, outputs in zip(SEEDS, of_rank, strict=True):
+            got = model(*batch_of(seed, 2 + seed))["made_of"]
+            if sharding == "table_wise":
+                assert torch.equal(got, outputs["made_of"])
+            torch.testing.assert_close(got, outputs["made_of"], rtol=1e-5, atol=1e-6)
+
+
+def exported_twice(rank, world_size, device, folder):
+    exported(rank, world_size, device, folder, steps=1)
+    return exported(rank, world_size, device, folder, steps=3)
+
+
+def test_replaces_a_model(run_ranks, tmp_path):
+    want = run_ranks(1, exported_twice, tmp_path / "model")[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    got = serving.load(tmp_path / "model")(*batch_of(1, 3))
+    assert torch.equal(got["scores"], want[0]["scores"])

@@ -1,0 +1,114 @@
+"""Ops of read-only tables under opcheck, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrec_hkv.serving.row_formats import to_bytes
+from torchrec_hkv.serving.table_file import build_layer
+from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.tensor_train import TTGroup, make_shape
+
+OPS = torch.ops.torchrec_hkv
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+def table(dim: int = 8, name: str = "t") -> ReadOnlyTable:
+    ids = torch.arange(-5, 20)
+    layer = build_layer(ids, to_bytes(torch.randn(25, dim), "fp32"))
+    return ReadOnlyTable(name, dim, "fp32", *layer)
+
+
+@pytest.fixture
+def tables() -> ReadOnlyTables:
+    shape = make_shape(30, 8, num_cores=2, ranks=2)
+    cores = [torch.randn(size) for size in shape.core_shapes]
+    group = TTGroup([shape, shape], [0, 1])
+    return ReadOnlyTables([table(8), table(12)], None, [(group, [*cores, *cores])])
+
+
+IDS = torch.tensor([3, 7, 7, 0, 100, 2, 1])
+IDS_OF_TT = IDS.clamp(max=20)
+LENGTHS = torch.tensor([[2, 0], [4, 1]])
+
+
+def test_opcheck(tables):
+    handle, weights = tables.handle, torch.rand(7)
+    pooled = (handle, IDS, LENGTHS, weights, [0, 1, 1], [1, 0, 1], [0, 1, 3], 32, torch.float16)
+    rows = (handle, IDS, LENGTHS, [1, 0], [0, 1], [8, 12], torch.float32)
+    cores = (handle, IDS_OF_TT, LENGTHS, weights, [0, 1], 0, [8, 8])
+    # What is counted is not an argument, so that the ops' schemas say that they change nothing.
+    torch.library.opcheck(OPS.serving_pool, pooled, test_utils=CHECKS)
+    torch.library.opcheck(OPS.serving_rows, rows, test_utils=CHECKS)
+    torch.library.opcheck(OPS.serving_tt, (*cores, True, True), test_utils=CHECKS)
+    cores = (handle, IDS_OF_TT, LENGTHS, None, [0, 1], 0, [8, 8], False, False)
+    torch.library.opcheck(OPS.serving_tt, cores, test_utils=CHECKS)
+    torch.library.opcheck(OPS.serving_place, (torch.arange(20), None, 1, 4, 0, 1, 0))
+    torch.library.opcheck(OPS.serving_blocks, (torch.arange(20), 3))
+
+
+def test_bad_lookups(tables):
+    handle = tables.handle
+
+    def pool(*changed, handle=handle, ids=IDS, lengths=LENGTHS, weights=None, **others):
+        given = {"features": [0], "tables": [0], "kinds": [0], "columns": 8, "dtype": torch.float32}
+        return OPS.serving_pool(handle, ids, lengths, weights, **{**given, **others})
+
+    with pytest.raises(TypeError, match="ids must be of dtype Long"):
+        pool(ids=IDS.float())
+    with pytest.raises(TypeError, match="lengths must be of dtype Int or Long"):
+        pool(lengths=LENGTHS.float())
+    with pytest.raises(ValueError, match=r"lengths must have shape \[features, samples\]"):
+        pool(lengths=LENGTHS.flatten())
+    with pytest.raises(ValueError, match="lengths add up to 7, but there are 6 ids"):
+        pool(ids=IDS[1:])
+    with pytest.raises(ValueError, match="weights must have 7 elements"):
+        pool(weights=torch.rand(6))
+    with pytest.raises(ValueError, match="feature 2 is asked for"):
+        pool(features=[2])
+    with pytest.raises(ValueError, match="table 2 is asked for"):
+        pool(tables=[2])
+    with pytest.raises(ValueError, match="which is no kind of pooling"):
+        pool(kinds=[4])
+    with pytest.raises(ValueError, match="columns is 9, but the tables have 8"):
+        pool(columns=9)
+    with pytest.raises(ValueError, match="but must be float32, float16 or bfloat16"):
+        pool(dtype=torch.int64)
+    with pytest.raises(ValueError, match="names no open read-only tables"):
+        pool(handle=torch.tensor([1 << 40]))
+    with pytest.raises(ValueError, match="table is 2, but must be from 0 to 1"):
+        tables.rows(2, IDS)
+
+
+def test_bad_tables():
+    good = table()
+    with pytest.raises(ValueError, match=r"rows of table 0 must be contiguous and of shape"):
+        ReadOnlyTables([ReadOnlyTable("t", 9, "fp32", good.index, good.rows)])
+    with pytest.raises(ValueError, match=r"of shape \[blocks, buckets, 8\]"):
+        ReadOnlyTables([ReadOnlyTable("t", 8, "fp32", good.index[0], good.rows)])
+    with pytest.raises(ValueError, match="id 4 is there twice"):
+        build_layer(torch.tensor([1, 4, 3, 4]), torch.zeros(4, 32, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="is not of these blocks"):
+        OPS.serving_place(torch.arange(50), None, 2, 8, 0, 1, 0)
+    with pytest.raises(ValueError, match="finds no place: the table is too full"):
+        OPS.serving_place(torch.arange(50), None, 1, 7, 0, 1, 0)
+
+
+def test_full():
+    """An index without a free place."""
+    ids = torch.arange(14)
+    index, order = OPS.serving_place(ids, None, 1, 2, 0, 1, 0)
+    assert order.sort().values.tolist() == ids.tolist()
+    rows = to_bytes(ids.float()[order].view(-1, 1), "fp32")
+    tables = ReadOnlyTables([ReadOnlyTable("t", 1, "fp32", index, rows)])
+    assert torch.equal(tables.rows(0, ids).flatten(), ids.float())
+
+
+def test_closed():
+    tables = ReadOnlyTables([table()])
+    handle = tables.handle
+    OPS.serving_rows(handle, IDS, LENGTHS, [0], [0], [8], torch.float32)
+    del tables
+    with pytest.raises(ValueError, match="names no open read-only tables"):
+        OPS.serving_rows(handle, IDS, LENGTHS, [0], [0], [8], torch.float32)

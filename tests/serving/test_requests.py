@@ -1,0 +1,64 @@
+"""What a served model takes, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.served import BAGS, SEQUENCE, WEIGHTED, as_ids, batch_of
+from torchrec_hkv import serving
+
+
+def test_requests(served):
+    model = serving.load(served[0])
+    assert model.features == ((*BAGS, *SEQUENCE), tuple(WEIGHTED))
+    dense, features, weighted = batch_of(5, 4)
+    want = model(dense, features, weighted)
+    # int32, another order of features, and more of them
+    keys, values, lengths, _ = as_ids(features)
+    counts = lengths.sum(1).tolist()
+    parts, numbers = values.split(counts), [6, 2, 0, 1, 3, 5, 4]
+    shuffled = serving.KeyedIds(
+        [*(keys[n] for n in numbers), "more"],
+        torch.cat([*(parts[n] for n in numbers), torch.tensor([3] * 4)]),
+        torch.cat([lengths[numbers], torch.ones(1, 4, dtype=torch.int64)]).int(),
+    )
+    got = model(dense, shuffled, serving.KeyedIds(*as_ids(weighted)))
+    assert all(torch.equal(got[key], value) for key, value in want.items())
+    # none, one, and many samples
+    for samples in (0, 1, 300):
+        got = model(*batch_of(6, samples))
+        assert got["scores"].shape == (samples, 3)
+    million = torch.arange(1 << 40, (1 << 40) + 1_000_000)
+    lengths = torch.zeros(len(keys), 2, dtype=torch.int64)
+    lengths[0, 1] = million.numel()
+    out = model(torch.zeros(2, 4), serving.KeyedIds(keys, million, lengths), batch_of(1, 2)[2])
+    assert bool(out["scores"].isfinite().all())
+    assert model.counters()["ebc.embedding_bags.user"]["unknown"] >= 1_000_000
+
+
+def test_bad_requests(served):
+    model = serving.load(served[0])
+    dense, features, weighted = batch_of(5, 4)
+    keys, values, lengths, _ = as_ids(features)
+    ids = serving.KeyedIds
+    with pytest.raises(
+        TypeError, match=r"values are torch\.float32, but must be an int32 or int64"
+    ):
+        ids(keys, values.float(), lengths)
+    with pytest.raises(ValueError, match=r"lengths must have shape \[7, samples\]"):
+        ids(keys, values, lengths[1:])
+    with pytest.raises(ValueError, match=r"ids lack the features \['user'\]"):
+        model(dense, ids(keys[1:], values, lengths[1:]), weighted)
+    with pytest.raises(ValueError, match="ids have no weights"):
+        model(dense, features, ids(weighted.keys(), weighted.values(), as_ids(weighted)[2]))
+    with pytest.raises(ValueError, match="lengths add up to"):
+        model(dense, ids(keys, values[1:], lengths), weighted)
+    with pytest.raises(ValueError, match="lengths must not be negative"):
+        model(dense, ids(keys, values, -lengths), weighted)
+    with pytest.raises(ValueError, match="another structure"):
+        model(dense, features)
+    with pytest.raises(TypeError, match="ids are a int, but must be a KeyedIds"):
+        model(dense, 3, weighted)
+    with pytest.raises(TypeError, match="an argument is a list, but must be a tensor"):
+        model([1.0], features, weighted)

@@ -1,0 +1,28 @@
+"""Learning rates as a checkpoint's record has them; knows nothing of TorchRec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrec_hkv.json_schema import Fields, Number, OrNull, Place, Schema
+
+#: What schedulers of torch.optim change in a group, and what they remember there.
+SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
+
+
+class _Rate(Schema):
+    """A number, or null; or a list of them."""
+
+    allowed = "a finite number, null, or a list of these"
+    _one = OrNull(Number())
+
+    def read(self, value: object, place: Place) -> Any:
+        if type(value) is list:
+            return [self._one.read(item, place.at(i)) for i, item in enumerate(value)]
+        if value is not None and type(value) not in (int, float):
+            raise place.refuse(value, self.allowed)
+        return self._one.read(value, place)
+
+
+#: What a checkpoint's record has of a parameter.
+RATES = Fields({key: _Rate() for key in SCHEDULED}, optional=SCHEDULED)

@@ -1,0 +1,11 @@
+"""Imported first by the packages that need TorchRec: says how to get it where it is missing."""
+
+try:
+    import torchrec  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"torchrec_hkv needs TorchRec and FBGEMM, and there is no module {error.name!r}: install "
+        "torchrec with fbgemm-gpu or fbgemm-gpu-cpu in the versions that README.md lists for this "
+        "torch. Only torchrec_hkv.serving loads models without them.",
+        name=error.name,
+    ) from None

@@ -1,0 +1,25 @@
+"""Serving of trained models: read-only tables, and the model's forward as one program.
+
+:func:`export` runs where the model was trained. All else needs neither TorchRec nor FBGEMM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchrec_hkv.serving.following import Follower, follow
+from torchrec_hkv.serving.keyed_ids import KeyedIds
+from torchrec_hkv.serving.model import Freshness, ServingModel, load
+
+if TYPE_CHECKING:
+    from torchrec_hkv.serving.writing import export
+
+__all__ = ["Follower", "Freshness", "KeyedIds", "ServingModel", "export", "follow", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":  # needs TorchRec, which a process that serves lacks
+        import torchrec_hkv.serving.writing as writing
+
+        return writing.export
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,209 @@
+"""Reads checkpoints and deltas for serving: rows by id, and dense tensors. Needs no TorchRec."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchrec_hkv.checkpoint.metadata import read_metadata
+from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
+from torchrec_hkv.checkpoint.record import TENSORS, Record, TableShardRecord
+from torchrec_hkv.hash_table.files.changes import read_left, verify_left
+from torchrec_hkv.hash_table.files.manifest import Manifest, Shard
+from torchrec_hkv.hash_table.files.shard_files import (
+    ShardReader,
+    Staging,
+    entry_bytes,
+    manifest_fields,
+)
+
+_BATCH_BYTES = 32 << 20
+_PIECE = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Entries of some columns of a table.
+
+    Attributes:
+        begin: the first column.
+        ids: int64 ``[n]``.
+        rows: float32 ``[n, columns]``.
+        left: ids whose slots hold others now.
+    """
+
+    begin: int
+    ids: Tensor
+    rows: Tensor
+    left: Tensor
+
+
+class Checkpoint:
+    """A checkpoint, or a delta: its folder, and what it says of its tables.
+
+    Args:
+        folder: of one checkpoint.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.record = Record.read(folder)
+        for name, file in self.record.files.items():
+            _check_file(folder / name, file.bytes, file.crc32)
+        self._metadata = read_metadata(folder, self.record.files)
+        self._reader = CheckedReader(folder / TENSORS, self._metadata)
+
+    def has_files(self, table: str) -> bool:
+        """Whether a table is in files of its own, and in a delta its changes only."""
+        record = self.record.tables.get(table)
+        return record is not None and record.shards is not None
+
+    def entries(self, table: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids and float32 rows of a whole table that has files of its own.
+
+        Raises:
+            ValueError: a file is damaged or missing; what came before must not be used then. A
+                table whose columns are sharded has ids in some shards of them only.
+        """
+        shards = self.record.tables[table].shards
+        begins = sorted({shard.columns[0] for shard in shards})
+        if len(begins) == 1:
+            for shard in shards:
+                yield from self._batches(shard)
+            return
+        # Joined in memory: shards of columns hold the same ids, in their own order.
+        first, *others = [_joined(part) for part in self.columns(table)]
+        rows = torch.zeros(first.ids.numel(), max(shard.columns[1] for shard in shards))
+        for part in (first, *others):
+            at, found = _places(part.ids, first.ids)
+            if not bool(found.all()):
+                raise ValueError(
+                    f"{self._folder}: shards of columns of table {table!r} hold different ids, as "
+                    "a GPU may evict them: save it with deterministic=True to serve it."
+                )
+            rows[:, part.begin : part.begin + part.rows.shape[1]] = part.rows[at]
+        yield first.ids, rows
+
+    def columns(self, table: str) -> list[list[Columns]]:
+        """Entries of a table in memory: for each range of columns, those of its shards."""
+        by_begin: dict[int, list[Columns]] = {}
+        for shard in sorted(self.record.tables[table].shards, key=lambda its: its.columns[0]):
+            manifest = self._manifest(shard)
+            batches = list(self._batches(shard))
+            width = shard.columns[1] - shard.columns[0]
+            left = [torch.empty(0, dtype=torch.int64)]
+            if manifest.changes is not None:
+                folder = self._folder / shard.folder
+                slots = manifest.buckets * manifest.bucket_slots
+                verify_left(folder, manifest.changes, slots, _BATCH_BYTES)
+                left += [ids for _, ids in read_left(folder, manifest.changes, 1 << 16)]
+            by_begin.setdefault(shard.columns[0], []).append(
+                Columns(
+                    shard.columns[0],
+                    torch.cat([left[0], *(ids for ids, _ in batches)]),
+                    torch.cat([torch.empty(0, width), *(rows for _, rows in batches)]),
+                    torch.cat(left),
+                )
+            )
+        return list(by_begin.values())
+
+    def changes(self, table: str) -> tuple[list[Columns], Tensor]:
+        """What changed in a table that has files of its own.
+
+        Returns:
+            Entries of each range of columns, and ids that left the table.
+        """
+        parts = [_joined(part) for part in self.columns(table)]
+        first = parts[0]
+        _, stayed = _places(first.ids, first.left)
+        return parts, first.left[~stayed].unique()
+
+    def _manifest(self, shard: TableShardRecord) -> Manifest:
+        manifest = Manifest.read(self._folder / shard.folder)
+        if manifest.crc32 != shard.crc32:
+            raise ValueError(
+                f"{self._folder / shard.folder} is not what was saved with {self._folder}: the "
+                "checksum of its manifest is another."
+            )
+        return manifest
+
+    def _batches(self, shard: TableShardRecord) -> Iterator[tuple[Tensor, Tensor]]:
+        manifest = self._manifest(shard)
+        folder, fields = self._folder / shard.folder, manifest_fields(manifest)
+        for file in manifest.shards:
+            with ShardReader(folder / file.file, fields, file) as reader:
+                for batch in reader.verified_batches(Staging(fields, _batch(file, fields))):
+                    yield batch["ids"].clone(), batch["rows"].float()
+
+    # -- tensors ----------------------------------------------------------------------------------
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether there is such a tensor of the model's ``state_dict``."""
+        entry = self._metadata.state_dict_metadata.get(f"model.{name}")
+        return isinstance(entry, TensorStorageMetadata)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors of the model's ``state_dict``, in host memory.
+
+        Raises:
+            ValueError: one is missing.
+        """
+        wanted: dict[str, Tensor] = {}
+        for name in names:
+            if not self.has_tensor(name):
+                raise ValueError(f"{self._folder} has no tensor {name!r}: it is of another model.")
+            entry = self._metadata.state_dict_metadata[f"model.{name}"]
+            wanted[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if wanted:
+            self._reader.check_tensors(list(wanted))
+            dcp.load(wanted, storage_reader=self._reader, planner=CheckedPlanner(), no_dist=True)
+        return {key.removeprefix("model."): tensor for key, tensor in wanted.items()}
+
+
+def _batch(file: Shard, fields: Sequence) -> int:
+    return max(1, min(_BATCH_BYTES // entry_bytes(fields), file.entries))
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    return Columns(
+        parts[0].begin,
+        torch.cat([part.ids for part in parts]),
+        torch.cat([part.rows for part in parts]),
+        torch.cat([part.left for part in parts]),
+    )
+
+
+def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each of some ids is among others, and whether it is."""
+    if ids.numel() == 0:
+        return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+    ascending, order = ids.sort()
+    at = torch.searchsorted(ascending, wanted).clamp_(max=ids.numel() - 1)
+    return order[at], ascending[at] == wanted
+
+
+def _check_file(path: Path, size: int, crc32: int) -> None:
+    total = found = 0
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE):
+                total += len(piece)
+                found = zlib.crc32(piece, found)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    if total != size:
+        raise ValueError(f"{path} has {total} bytes instead of {size}.")
+    if found != crc32:
+        raise ValueError(
+            f"{path} is damaged: its checksum is {found}, but the checkpoint names {crc32}."
+        )

@@ -1,0 +1,378 @@
+"""Keeps a served model as new as a chain of deltas.
+
+A version of a model never changes. A delta makes the next one: its rows and the ids it erased are a
+layer over the tables' files, and dense parameters are copied. The model then takes that version in
+one step; calls that run go on with the one that they began with.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.checkpoint.chain import Chain, digest_of
+from torchrec_hkv.checkpoint.record import LINK
+from torchrec_hkv.serving import row_formats
+from torchrec_hkv.serving.checkpoints import Checkpoint
+from torchrec_hkv.serving.model import Freshness, ServingModel, Version
+from torchrec_hkv.serving.table_file import MEMORY_BYTES, TableBuilder, build_layer
+from torchrec_hkv.serving.tables import Changes, ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.tensor_train import TTGroup
+
+_PIECE = 1 << 16
+
+
+def follow(
+    model: ServingModel,
+    folder: str | os.PathLike[str],
+    *,
+    every: float | None = 1.0,
+    scratch: str | os.PathLike[str] | None = None,
+) -> Follower:
+    """Applies what a ``DeltaWriter`` writes while the model serves.
+
+    The chain's newest checkpoint is applied before this returns, if there is one. Where the model
+    was exported with ``deltas=``, that takes the deltas after the export; otherwise the chain's
+    base is read first.
+
+    A checkpoint that is missing or damaged ends it: the model serves what it has, and
+    :meth:`ServingModel.freshness` says why.
+
+    Args:
+        model: follows nothing yet.
+        folder: of the chain.
+        every: seconds between looks for something new, in a thread of its own. None: only
+            :meth:`Follower.poll` looks.
+        scratch: a folder for tables of the chain's bases, which are removed when they are no longer
+            served. By default the system's for temporary files.
+
+    Raises:
+        ValueError: the model follows another chain, its tables can't follow, or ``every`` is not
+            positive; or the chain's newest checkpoint can't be applied.
+    """
+    if every is not None and not every > 0:
+        raise ValueError(f"every is {every!r}, but must be positive, or None.")
+    if model._follower is not None and model._follower.is_following:
+        raise ValueError(f"the model already follows {model._follower.folder}: stop that first.")
+    follower = Follower(model, Path(folder), scratch)
+    follower.poll()
+    if (error := follower.error) is not None:
+        raise ValueError(error)
+    model._follower = follower
+    if every is not None:
+        follower._start(every)
+    return follower
+
+
+class Follower:
+    """What :func:`follow` returns."""
+
+    def __init__(
+        self, model: ServingModel, folder: Path, scratch: str | os.PathLike[str] | None
+    ) -> None:
+        #: The chain's.
+        self.folder = folder
+        #: Why it has ended, where something went wrong.
+        self.error: str | None = None
+        self._model = model
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._previous: Version | None = None
+        self._newest: int | None = None
+        self._apply_seconds: float | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_following(self) -> bool:
+        """Whether later checkpoints will be applied."""
+        return not self._ended.is_set()
+
+    def poll(self) -> int:
+        """Applies what is new, at once.
+
+        Returns:
+            How many checkpoints were applied. None where it has ended, or ends now with an
+            :attr:`error`.
+        """
+        with self._lock:
+            if self._ended.is_set():
+                return 0
+            try:
+                return self._apply_new()
+            except (ValueError, OSError, RuntimeError) as error:
+                self.error = str(error)
+                self._ended.set()
+                return 0
+
+    def rollback(self) -> None:
+        """Serves the version before the present one again, and stops following.
+
+        Raises:
+            ValueError: there is none.
+        """
+        with self._lock:
+            if self._previous is None:
+                raise ValueError(
+                    "no earlier version is kept: nothing was applied, or one was left."
+                )
+            self._model._version, self._previous = self._previous, None
+            self._ended.set()
+
+    def stop(self) -> None:
+        """Stops following; the model goes on serving what it has."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def freshness(self, version: Version, age: float | None) -> Freshness:
+        """That of a version of the model."""
+        behind = None
+        if self._newest is not None and version.number is not None:
+            behind = max(0, self._newest - version.number)
+        return Freshness(
+            version.number, age, behind, self.is_following, self.error, self._apply_seconds
+        )
+
+    def _start(self, every: float) -> None:
+        def run() -> None:
+            while not self._ended.wait(every):
+                self.poll()
+
+        self._thread = threading.Thread(target=run, name="torchrec_hkv follow", daemon=True)
+        self._thread.start()
+
+    def _apply_new(self) -> int:
+        while True:
+            newest = Chain(self.folder).newest()
+            if newest is None:
+                return 0
+            self._newest = newest.number
+            if newest.digest == self._model._version.checkpoint:
+                return 0
+            try:
+                return self._apply_until(newest.number)
+            except ValueError:
+                # The writer may have removed what was being read, after a newer base.
+                if Chain(self.folder).newest() == newest:
+                    raise
+
+    def _apply_until(self, last: int) -> int:
+        folders = [folder for folder, _ in reversed(Chain(self.folder, last).layers())]
+        digests = [digest_of(folder) for folder in folders]
+        first = 0
+        if self._model._version.checkpoint in digests:
+            first = 1 + digests.index(self._model._version.checkpoint)
+        for folder, digest in zip(folders[first:], digests[first:], strict=True):
+            began = time.monotonic()
+            applied = _Next(self._model._version, folder, digest, self._model.device)
+            version = applied.version(self._scratch)
+            if self._ended.is_set():
+                return 0
+            self._previous, self._model._version = self._model._version, version
+            self._apply_seconds = time.monotonic() - began
+        return len(folders) - first
+
+
+class _Next:
+    """The version that a checkpoint makes of the one before."""
+
+    def __init__(self, before: Version, folder: Path, digest: str, device: torch.device) -> None:
+        self._before, self._folder, self._digest = before, folder, digest
+        self._device = device
+        self._checkpoint = Checkpoint(folder)
+        self._is_delta = folder.name.startswith("delta")
+
+    def version(self, scratch: str | os.PathLike[str] | None) -> Version:
+        """Makes it.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another model.
+            OSError: there is no room for its tables.
+        """
+        before = self._before
+        keeps = before.keeps
+        if self._is_delta:
+            tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
+        else:
+            keeps = tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch)
+            tables = [
+                self._whole(table, Path(keeps.name), f"{number}.table")
+                for number, table in enumerate(before.tables.tables)
+            ]
+        cores = [(group, self._cores(group, its)) for group, its in before.cores]
+        opened = ReadOnlyTables(tables, before.tables.counters, cores)
+        return Version(
+            opened,
+            cores,
+            self._program(before.program),
+            self._digest,
+            int(self._folder.name.rpartition("-")[2]),
+            (self._folder / LINK).stat().st_mtime,
+            keeps,
+        )
+
+    def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
+        """A table as a base has it."""
+        builder = TableBuilder(table.dim, table.row_format, folder, MEMORY_BYTES)
+        if self._checkpoint.has_files(table.name):
+            for ids, rows in self._checkpoint.entries(table.name):
+                self._check_dim(table, rows)
+                builder.add(ids, rows)
+        else:
+            weight = self._weight(table)
+            for ids in torch.arange(weight.shape[0]).split(_PIECE):
+                builder.add(ids, weight[ids].float())
+        written = builder.finish(folder / name)
+        index, rows = written.map(folder)
+        return dataclasses.replace(
+            table,
+            index=index.to(self._device),
+            rows=rows.to(self._device),
+            unit=written.unit,
+            changed_index=None,
+            changed_rows=None,
+            changes=None,
+        )
+
+    def _changed(self, number: int, table: ReadOnlyTable) -> ReadOnlyTable:
+        """A table with a delta's changes over those that it has."""
+        erased = torch.empty(0, dtype=torch.int64)
+        if self._checkpoint.has_files(table.name):
+            parts, erased = self._checkpoint.changes(table.name)
+            ids, rows = parts[0].ids, parts[0].rows
+            if len(parts) > 1:
+                rows = self._held(number, ids)
+                ascending, order = ids.sort()
+                for part in parts:  # an id that the first columns lack stays out
+                    known = torch.isin(part.ids, ids)
+                    places = order[torch.searchsorted(ascending, part.ids[known])]
+                    columns = slice(part.begin, part.begin + part.rows.shape[1])
+                    rows[places, columns] = part.rows[known]
+            self._check_dim(table, rows)
+        else:
+            ids, rows = self._changed_rows(number, table)
+        if ids.numel() == 0 and erased.numel() == 0:
+            return table
+        self._check_range(table, rows)
+        data = row_formats.to_bytes(rows, table.row_format, table.unit)
+        changes = _merged(table.changes, ids, data, erased)
+        index, held = build_layer(changes.ids, changes.data, changes.is_erased)
+        return dataclasses.replace(
+            table,
+            changed_index=index.to(self._device),
+            changed_rows=held.to(self._device),
+            changes=changes,
+        )
+
+    def _held(self, number: int, ids: Tensor) -> Tensor:
+        """Rows that the version before gives for ids, in host memory."""
+        uncounted = ReadOnlyTables([self._before.tables.tables[number]], _uncounted(self._device))
+        return uncounted.rows(0, ids.to(self._device)).cpu()
+
+    def _changed_rows(self, number: int, table: ReadOnlyTable) -> tuple[Tensor, Tensor]:
+        """Of a table that deltas have as a whole: the rows that are others than before."""
+        weight = self._weight(table)
+        changed_ids, changed_rows = [], []
+        for ids in torch.arange(weight.shape[0]).split(_PIECE):
+            rows = weight[ids].float()
+            self._check_range(table, rows)
+            data = row_formats.to_bytes(rows, table.row_format, table.unit)
+            now = row_formats.from_bytes(data, table.row_format, table.dim, table.unit)
+            differs = (now.view(torch.int32) != self._held(number, ids).view(torch.int32)).any(1)
+            changed_ids.append(ids[differs])
+            changed_rows.append(rows[differs])
+        return torch.cat(changed_ids), torch.cat(changed_rows)
+
+    def _weight(self, table: ReadOnlyTable) -> Tensor:
+        name = f"{table.name}.weight"
+        weight = self._checkpoint.tensors([name])[name]
+        self._check_dim(table, weight)
+        return weight
+
+    def _check_dim(self, table: ReadOnlyTable, rows: Tensor) -> None:
+        if rows.dim() != 2 or rows.shape[1] != table.dim:
+            raise ValueError(
+                f"{self._folder} has rows of shape {tuple(rows.shape[1:])} for table "
+                f"{table.name!r}, but the model has {table.dim} columns: it is of another model."
+            )
+
+    def _check_range(self, table: ReadOnlyTable, rows: Tensor) -> None:
+        if table.row_format not in ("int8", "int4") or rows.numel() == 0:
+            return
+        largest, most = float(rows.abs().max()), row_formats.most_for(table.unit)
+        if not largest <= most:
+            raise ValueError(
+                f"{self._folder} has a value of {largest} for table {table.name!r}, whose "
+                f"{table.row_format} rows take at most {most}: export the model again."
+            )
+
+    def _cores(self, group: TTGroup, before: Sequence[Tensor]) -> list[Tensor]:
+        names = [
+            f"{name}.tt_core_{k}"
+            for name, shape in zip(group.names, group.shapes, strict=True)
+            for k in range(shape.num_cores)
+        ]
+        tensors = self._checkpoint.tensors(names)
+        cores = []
+        for name, own in zip(names, before, strict=True):
+            core = tensors[name]
+            if core.dtype != own.dtype or core.numel() != own.numel():
+                raise ValueError(
+                    f"{self._folder} has {name!r} of dtype {core.dtype} and {core.numel()} "
+                    f"elements, but the model has {own.dtype} and {own.numel()}: it is of another "
+                    "model."
+                )
+            cores.append(core.view(own.shape).to(self._device))
+        return cores
+
+    def _program(self, before: torch.nn.Module) -> torch.nn.Module:
+        """The program with the checkpoint's dense tensors."""
+        own = before.state_dict()
+        names = {key: key.removeprefix("model.") for key in own}
+        tensors = self._checkpoint.tensors(list(names.values()))
+        state = {key: tensors[name] for key, name in names.items()}
+        for key, value in state.items():
+            if value.shape != own[key].shape:
+                raise ValueError(
+                    f"{self._folder} has {names[key]!r} of shape {tuple(value.shape)}, but the "
+                    f"model has {tuple(own[key].shape)}: it is of another model."
+                )
+        if all(torch.equal(value, own[key].cpu()) for key, value in state.items()):
+            return before
+        program = copy.deepcopy(before)
+        program.load_state_dict(state)
+        return program
+
+
+def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -> Changes:
+    """Later changes over earlier ones."""
+    if before is None:
+        before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
+    own = torch.cat([ids, erased])
+    kept = ~torch.isin(before.ids, own)
+    no_rows = data.new_zeros(erased.numel(), data.shape[1])
+    all_ids = torch.cat([before.ids[kept], own])
+    is_erased = torch.cat(
+        [
+            before.is_erased[kept],
+            torch.zeros(ids.numel(), dtype=torch.bool),
+            torch.ones(erased.numel(), dtype=torch.bool),
+        ]
+    )
+    order = all_ids.argsort()
+    all_data = torch.cat([before.data[kept], data, no_rows])
+    return Changes(all_ids[order], all_data[order], is_erased[order])
+
+
+def _uncounted(device: torch.device) -> Tensor:
+    return torch.zeros(1, 2, dtype=torch.int64, device=device)

@@ -1,0 +1,152 @@
+"""Ids of several features: what a served model takes for a ``KeyedJaggedTensor``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyedIds:
+    """Ids of some features of a batch.
+
+    Attributes:
+        keys: names of the features.
+        values: int64 ids ``[n]``: those of the first feature first, of it sample by sample.
+        lengths: int32 or int64 ``[features, samples]``: ids of each.
+        weights: float32 ``[n]``; None: none.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape.
+    """
+
+    keys: Sequence[str]
+    values: Tensor
+    lengths: Tensor
+    weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("values", (torch.int32, torch.int64)),
+            ("lengths", (torch.int32, torch.int64)),
+        ):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype not in allowed:
+                what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{name} are {what}, but must be an int32 or int64 tensor.")
+        if self.values.dim() != 1:
+            raise ValueError(
+                f"values must have one dimension, but have shape {tuple(self.values.shape)}."
+            )
+        if self.lengths.dim() != 2 or self.lengths.shape[0] != len(self.keys):
+            raise ValueError(
+                f"lengths must have shape [{len(self.keys)}, samples], but have "
+                f"{tuple(self.lengths.shape)}."
+            )
+        if self.weights is not None:
+            if not isinstance(self.weights, Tensor) or not self.weights.is_floating_point():
+                raise TypeError("weights must be a float tensor.")
+            if self.weights.shape != self.values.shape:
+                raise ValueError(
+                    f"weights must have shape {tuple(self.values.shape)}, but have "
+                    f"{tuple(self.weights.shape)}."
+                )
+
+    @classmethod
+    def from_lists(
+        cls,
+        ids: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    ) -> KeyedIds:
+        """From lists: for each feature the ids of each sample.
+
+        Args:
+            ids: such as ``{"user": [[1], [2]], "seen": [[7, 8], []]}``.
+            weights: of the same shape; None: none.
+
+        Raises:
+            ValueError: features have different numbers of samples, or weights another shape.
+        """
+        samples = {len(bags) for bags in ids.values()}
+        if len(samples) > 1:
+            raise ValueError(
+                f"features have {sorted(samples)} samples, but must have as many each."
+            )
+        lengths = [[len(bag) for bag in bags] for bags in ids.values()]
+        values = [number for bags in ids.values() for bag in bags for number in bag]
+        flat = None
+        if weights is not None:
+            shape = [[len(bag) for bag in weights.get(key, ())] for key in ids]
+            if shape != lengths:
+                raise ValueError("weights must have one number for each id.")
+            flat = torch.tensor([w for key in ids for bag in weights[key] for w in bag])
+        return cls(
+            list(ids),
+            torch.tensor(values, dtype=torch.int64),
+            torch.tensor(lengths, dtype=torch.int64).view(
+                len(ids), samples.pop() if samples else 0
+            ),
+            flat,
+        )
+
+
+def tensors_of(
+    given: Any, keys: Sequence[str], is_weighted: bool, device: torch.device
+) -> list[Tensor]:
+    """The tensors that a program takes for some features.
+
+    Args:
+        given: a :class:`KeyedIds`, lists as its ``from_lists`` takes them, or a
+            ``KeyedJaggedTensor``. Other features in it are left out.
+        keys: of the features, in the program's order.
+        is_weighted: whether the program takes weights.
+        device: of the program.
+
+    Raises:
+        TypeError: it is something else, or a tensor has another dtype.
+        ValueError: a feature or weights are missing, or a tensor has another shape.
+    """
+    if isinstance(given, Mapping):
+        given = KeyedIds.from_lists(given)
+    elif not isinstance(given, KeyedIds):
+        if not all(hasattr(given, name) for name in ("keys", "values", "lengths")):
+            raise TypeError(
+                f"ids are a {type(given).__name__}, but must be a KeyedIds, a dictionary of lists "
+                "or a KeyedJaggedTensor."
+            )
+        weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
+        names = list(given.keys())
+        given = KeyedIds(names, given.values(), given.lengths().view(len(names), -1), weights)
+    missing = [key for key in keys if key not in given.keys]
+    if missing:
+        raise ValueError(f"ids lack the features {missing}: they have {list(given.keys)}.")
+    if is_weighted and given.weights is None:
+        raise ValueError("ids have no weights, but the model takes weighted features.")
+    if list(given.keys) != list(keys):
+        given = _in_order(given, keys)
+    tensors = [given.values.long(), given.lengths.long()]
+    if is_weighted:
+        tensors.append(given.weights.float())
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
+
+
+def _in_order(given: KeyedIds, keys: Sequence[str]) -> KeyedIds:
+    counts = given.lengths.sum(dim=1).tolist()
+    if sum(counts) != given.values.numel() or min(counts, default=0) < 0:
+        raise ValueError(
+            f"lengths add up to {sum(counts)}, but there are {given.values.numel()} ids."
+        )
+    numbers = [list(given.keys).index(key) for key in keys]
+    values = given.values.split(counts)
+    weights = None if given.weights is None else given.weights.split(counts)
+    return KeyedIds(
+        keys,
+        torch.cat([values[number] for number in numbers]),
+        given.lengths[numbers],
+        None if weights is None else torch.cat([weights[number] for number in numbers]),
+    )

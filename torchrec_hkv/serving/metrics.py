@@ -1,0 +1,49 @@
+"""Metrics of a served model, in Prometheus' text format."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterable
+
+#: Upper bounds of the latency histogram, in seconds.
+BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
+
+
+class Latencies:
+    """How long calls took; may be used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = [0] * (len(BUCKETS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts a call."""
+        at = bisect.bisect_left(BUCKETS, seconds)
+        with self._lock:
+            self._counts[at] += 1
+            self._sum += seconds
+
+    def lines(self, name: str) -> Iterable[str]:
+        """A histogram in the text format."""
+        with self._lock:
+            counts, total = list(self._counts), self._sum
+        running = 0
+        for bound, count in zip((*map(str, BUCKETS), "+Inf"), counts, strict=True):
+            running += count
+            yield f'{name}_bucket{{le="{bound}"}} {running}'
+        yield f"{name}_sum {total}"
+        yield f"{name}_count {running}"
+
+
+def family(name: str, kind: str, about: str, lines: Iterable[str]) -> list[str]:
+    """A metric with its heading; none without lines."""
+    lines = list(lines)
+    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *lines] if lines else []
+
+
+def labelled(name: str, table: str, value: int) -> str:
+    """A value of a table."""
+    escaped = table.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return f'{name}{{table="{escaped}"}} {value}'

@@ -1,0 +1,81 @@
+"""Fakes of the dispatcher ops ``torch.ops.torchrec_hkv.serving_*``; schemas and kernels are in
+``csrc/bindings/serving_ops.cpp``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv import _C  # noqa: F401  registers the ops
+
+#: What ``kinds`` of ``serving_pool`` say of a bag's mean, as ``Mean`` in ``csrc/serving/table.h``.
+SUM, SCALED_ROWS, SCALED_SUM, DIVIDED_SUM = range(4)
+#: Added to a kind: a product and its sum are rounded once.
+FUSED = 256
+
+
+@torch.library.register_fake("torchrec_hkv::serving_pool")
+def _(
+    handle: Tensor,
+    ids: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    features: Sequence[int],
+    tables: Sequence[int],
+    kinds: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return ids.new_empty((lengths.shape[1], columns), dtype=dtype)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_rows")
+def _(
+    handle: Tensor,
+    ids: Tensor,
+    lengths: Tensor,
+    features: Sequence[int],
+    tables: Sequence[int],
+    dims: Sequence[int],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    context = torch.library.get_ctx()
+    return [ids.new_empty((context.new_dynamic_size(), dim), dtype=dtype) for dim in dims]
+
+
+@torch.library.register_fake("torchrec_hkv::serving_tt")
+def _(
+    handle: Tensor,
+    ids: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    features: Sequence[int],
+    group: int,
+    dims: Sequence[int],
+    mean: bool,
+    pooled: bool,
+) -> list[Tensor]:
+    if pooled:
+        return [ids.new_empty((lengths.shape[1], sum(dims)), dtype=torch.float32)]
+    context = torch.library.get_ctx()
+    return [ids.new_empty((context.new_dynamic_size(), dim), dtype=torch.float32) for dim in dims]
+
+
+@torch.library.register_fake("torchrec_hkv::serving_place")
+def _(
+    ids: Tensor,
+    erased: Tensor | None,
+    blocks: int,
+    block_buckets: int,
+    first_block: int,
+    num_blocks: int,
+    first_row: int,
+) -> tuple[Tensor, Tensor]:
+    return ids.new_empty((num_blocks, block_buckets, 8)), torch.empty_like(ids)
+
+
+@torch.library.register_fake("torchrec_hkv::serving_blocks")
+def _(ids: Tensor, blocks: int) -> Tensor:
+    return torch.empty_like(ids)

@@ -1,0 +1,283 @@
+"""The file of a read-only table: its index and its rows, to be mapped into memory.
+
+The index is first, then, from the next multiple of 4096 bytes on, the rows. Both are as
+``csrc/serving/table.h`` says, so that nothing is read before it is looked up, and processes of a
+machine share what was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.serving import ops, row_formats
+from torchrec_hkv.serving.row_formats import RowFormat
+
+__all__ = ["TableBuilder", "TableFile", "build_layer", "ops"]
+
+_ops = torch.ops.torchrec_hkv
+_PAGE = 4096
+_BUCKET_BYTES, _BUCKET_IDS = 64, 7
+#: Ids of a block at most, so that the index of a block is in a core's cache while it is built.
+_BLOCK_IDS = 26000
+#: Bytes of ids and rows that a builder holds; what is more goes to files by ranges of blocks.
+MEMORY_BYTES = 1 << 30
+_SPILLED_PARTS = 256
+
+
+def geometry_of(entries: int) -> tuple[int, int]:
+    """``(blocks, buckets of each)`` of the index of so many ids, at a load of .91 or more where
+    there are some hundred ids."""
+    blocks = max(1, -(-entries // _BLOCK_IDS))
+    ids = entries / blocks
+    # Ids spread over blocks by chance: 8 standard deviations more find a place.
+    spread = 0.0 if blocks == 1 else 8.0 * math.sqrt(ids)
+    wanted = max(ids / 0.93, (ids + spread) / 0.985)
+    return blocks, max(1, math.ceil(wanted / _BUCKET_IDS))
+
+
+@dataclasses.dataclass(frozen=True)
+class TableFile:
+    """A file of a table, as a manifest describes it.
+
+    Attributes:
+        file: its name.
+        entries: ids that it holds.
+        blocks: of its index.
+        block_buckets: buckets of each.
+        dim: columns of its rows.
+        row_format: of its rows.
+        unit: of quantised rows (:func:`row_formats.unit_for`).
+        crc32: checksum of the index, and of the rows.
+    """
+
+    file: str
+    entries: int
+    blocks: int
+    block_buckets: int
+    dim: int
+    row_format: RowFormat
+    unit: float
+    crc32: tuple[int, int]
+
+    @property
+    def index_bytes(self) -> int:
+        return self.blocks * self.block_buckets * _BUCKET_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        return row_formats.row_bytes(self.row_format, self.dim)
+
+    @property
+    def rows_at(self) -> int:
+        return -(-self.index_bytes // _PAGE) * _PAGE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows_at + self.entries * self.row_bytes
+
+    def map(self, folder: Path) -> tuple[Tensor, Tensor]:
+        """Index and rows of the file, mapped into memory, not read.
+
+        Returns:
+            int64 ``[blocks, block_buckets, 8]`` and uint8 ``[entries, row_bytes]``; not to be
+            written to.
+
+        Raises:
+            ValueError: the file is missing or has another size.
+        """
+        path = folder / self.file
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+        if size != self.num_bytes:
+            raise ValueError(f"{path} has {size} bytes, but its table takes {self.num_bytes}.")
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        index = data[: self.index_bytes].view(torch.int64)
+        rows = data[self.rows_at :].view(self.entries, self.row_bytes)
+        return index.view(self.blocks, self.block_buckets, 8), rows
+
+    def verify(self, folder: Path) -> None:
+        """Reads the file and compares its checksums.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        for part, expected, name in zip(
+            self.map(folder), self.crc32, ("index", "rows"), strict=True
+        ):
+            found = 0
+            for piece in part.flatten().split(1 << 24):
+                found = zlib.crc32(piece.numpy(), found)
+            if found != expected:
+                raise ValueError(
+                    f"{folder / self.file} is damaged: the checksum of its {name} is {found}, but "
+                    f"the manifest names {expected}."
+                )
+
+
+class TableBuilder:
+    """Builds a table from ids and rows in any order.
+
+    Args:
+        dim: columns of the rows.
+        row_format: of the table.
+        folder: for ids and rows that don't fit in ``memory_bytes``; they are removed again.
+        memory_bytes: of ids and rows that are held in memory.
+    """
+
+    def __init__(
+        self, dim: int, row_format: RowFormat, folder: Path, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
+        self._dim, self._format = dim, row_format
+        self._memory_bytes = memory_bytes
+        self._ids: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._held = 0
+        self._entries = 0
+        self._largest = 0.0
+        self._folder = folder
+        self._spilled: TemporaryDirectory[str] | None = None
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """Takes entries.
+
+        Args:
+            ids: int64 ``[n]``; no id may come twice.
+            rows: float32 ``[n, dim]``.
+
+        Raises:
+            ValueError: rows are not finite, where they are to be quantised.
+        """
+        if ids.numel() == 0:
+            return
+        rows = rows.float()
+        if self._format in ("int8", "int4"):
+            largest = float(rows.abs().max())
+            if not math.isfinite(largest):
+                bad = ids[~rows.isfinite().all(dim=1)][0]
+                raise ValueError(
+                    f"the row of id {int(bad)} is not finite, and can't be written as "
+                    f"{self._format}: leave its table as it is."
+                )
+            self._largest = max(self._largest, largest)
+        self._ids.append(ids.clone())
+        self._rows.append(rows.clone())
+        self._entries += ids.numel()
+        self._held += ids.numel() * (8 + 4 * self._dim)
+        if self._held > self._memory_bytes:
+            self._spill()
+
+    def finish(self, path: Path) -> TableFile:
+        """Writes the table.
+
+        Args:
+            path: of its file, which must not exist.
+
+        Raises:
+            ValueError: an id came twice.
+            OSError: the file can't be written.
+        """
+        blocks, buckets = geometry_of(self._entries)
+        unit = row_formats.unit_for(self._largest)
+        made = TableFile(
+            path.name, self._entries, blocks, buckets, self._dim, self._format, unit, (0, 0)
+        )
+        index_crc32 = rows_crc32 = 0
+        block, row = 0, 0
+        with open(path, "xb") as file:
+            file.truncate(made.num_bytes)
+            for ids, rows, end in self._by_blocks(blocks):
+                index, order = _ops.serving_place(
+                    ids, None, blocks, buckets, block, end - block, row
+                )
+                data = row_formats.to_bytes(rows[order], self._format, unit).numpy()
+                index_crc32 = _write(
+                    file, block * buckets * _BUCKET_BYTES, index.numpy(), index_crc32
+                )
+                rows_crc32 = _write(file, made.rows_at + row * made.row_bytes, data, rows_crc32)
+                block, row = end, row + ids.numel()
+            file.flush()
+            os.fsync(file.fileno())
+        if self._spilled is not None:
+            self._spilled.cleanup()
+        return dataclasses.replace(made, crc32=(index_crc32, rows_crc32))
+
+    def _by_blocks(self, blocks: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Entries of whole blocks, in the order of these, and the block after them."""
+        if self._spilled is None:
+            yield torch.cat([_NO_IDS, *self._ids]), self._joined(self._rows), blocks
+            return
+        self._spill()
+        ids, rows = _NO_IDS, self._joined([])
+        for part in range(_SPILLED_PARTS):
+            more_ids, more_rows = self._read_part(part)
+            ids, rows = torch.cat([ids, more_ids]), torch.cat([rows, more_rows])
+            end = (part + 1) * blocks // _SPILLED_PARTS
+            is_whole = _ops.serving_blocks(ids, blocks) < end
+            yield ids[is_whole], rows[is_whole], end
+            ids, rows = ids[~is_whole], rows[~is_whole]
+
+    def _joined(self, rows: list[Tensor]) -> Tensor:
+        return torch.cat([torch.empty(0, self._dim), *rows])
+
+    def _spill(self) -> None:
+        """Moves what is held to files, each of a range of blocks."""
+        if self._spilled is None:
+            self._spilled = TemporaryDirectory(prefix=".parts-", dir=self._folder)
+        ids, rows = torch.cat([_NO_IDS, *self._ids]), self._joined(self._rows)
+        self._ids, self._rows, self._held = [], [], 0
+        parts = _ops.serving_blocks(ids, _SPILLED_PARTS)
+        order = parts.argsort()
+        counts = parts.bincount(minlength=_SPILLED_PARTS).tolist()
+        for part, its in enumerate(order.split(counts)):
+            records = torch.cat(
+                [ids[its].view(torch.uint8).view(-1, 8), rows[its].view(torch.uint8)], dim=1
+            )
+            with open(self._part(part), "ab") as file:
+                file.write(records.numpy())
+
+    def _read_part(self, part: int) -> tuple[Tensor, Tensor]:
+        data = bytearray(self._part(part).read_bytes())
+        if not data:
+            return _NO_IDS, self._joined([])
+        records = torch.frombuffer(data, dtype=torch.uint8).view(-1, 8 + 4 * self._dim)
+        ids = records[:, :8].contiguous().view(torch.int64).flatten()
+        return ids, records[:, 8:].contiguous().view(torch.float32)
+
+    def _part(self, part: int) -> Path:
+        return Path(self._spilled.name) / str(part)
+
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+
+
+def _write(file, at: int, data, crc32: int) -> int:
+    file.seek(at)
+    file.write(data)
+    return zlib.crc32(data, crc32)
+
+
+def build_layer(ids: Tensor, data: Tensor, erased: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Index and rows of a few ids, in memory.
+
+    Args:
+        ids: int64 ``[n]``, each once.
+        data: uint8 ``[n, row_bytes]``.
+        erased: bool ``[n]``: these ids have no row, whatever a layer below has. None: none.
+
+    Returns:
+        As :meth:`TableFile.map`.
+    """
+    blocks, buckets = geometry_of(ids.numel())
+    index, order = _ops.serving_place(ids, erased, blocks, buckets, 0, blocks, 0)
+    return index, data[order]

@@ -1,0 +1,318 @@
+"""A trained model as one program: its collections replaced by lookups in read-only tables, and its
+``KeyedJaggedTensor`` arguments by tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_hkv.serving.manifest import InputRecord
+
+_ops = torch.ops.torchrec_hkv
+#: Namespaces whose ops a program may call: PyTorch has them, or this package without TorchRec.
+_NAMESPACES = frozenset({"aten", "prims", "torchrec_hkv", "_operator", "higher_order"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One output of a collection.
+
+    Attributes:
+        name: its key.
+        feature: whose ids are looked up.
+        table: full name of the table.
+        dim: columns.
+        kind: of pooling, as ``serving_pool`` takes it.
+    """
+
+    name: str
+    feature: str
+    table: str
+    dim: int
+    kind: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Outputs of a collection that one call of an op looks up.
+
+    Attributes:
+        outputs: their numbers in the collection.
+        tables: for each the number of its table; empty for Tensor-Train tables.
+        group: number of the group of Tensor-Train tables; None for tables of rows.
+        is_mean: of that group.
+    """
+
+    outputs: Sequence[int]
+    tables: Sequence[int] = ()
+    group: int | None = None
+    is_mean: bool = False
+
+
+@dataclasses.dataclass
+class Current:
+    """The call that is being traced: what names the tables."""
+
+    handle: Tensor | None = None
+
+
+class _Lookup(nn.Module):
+    def __init__(
+        self, outputs: Sequence[Output], parts: Sequence[Part], is_weighted: bool, current: Current
+    ) -> None:
+        super().__init__()
+        self.outputs, self.parts = outputs, parts
+        self.is_weighted, self.current = is_weighted, current
+
+    def batch(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids, lengths ``[features, samples]``, and weights."""
+        if features.variable_stride_per_key():
+            raise ValueError(
+                "the features of a batch have different numbers of samples: a served model takes "
+                "batches with a sample of every feature."
+            )
+        lengths = features.lengths().view(len(features.keys()), features.stride())
+        return features.values(), lengths, features.weights() if self.is_weighted else None
+
+    def numbers(self, features: KeyedJaggedTensor, part: Part) -> list[int]:
+        keys = features.keys()
+        return [keys.index(self.outputs[number].feature) for number in part.outputs]
+
+
+class PooledLookup(_Lookup):
+    """In the place of a collection of bags."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """The pooled rows of a batch."""
+        ids, lengths, weights = self.batch(features)
+        pieces: list[Tensor | None] = [None] * len(self.outputs)
+        whole = None
+        for part in self.parts:
+            outputs = [self.outputs[number] for number in part.outputs]
+            dims = [output.dim for output in outputs]
+            call = (self.current.handle, ids, lengths, weights, self.numbers(features, part))
+            if part.group is None:
+                kinds = [output.kind for output in outputs]
+                whole = _ops.serving_pool(*call, part.tables, kinds, sum(dims), torch.float32)
+            else:
+                whole = _ops.serving_tt(*call, part.group, dims, part.is_mean, True)[0]
+            for number, piece in zip(part.outputs, whole.split(dims, dim=1), strict=True):
+                pieces[number] = piece
+        values = whole if len(self.parts) == 1 else torch.cat(pieces, dim=1)
+        return KeyedTensor(
+            keys=[output.name for output in self.outputs],
+            length_per_key=[output.dim for output in self.outputs],
+            values=values,
+            key_dim=1,
+        )
+
+
+class SequenceLookup(_Lookup):
+    """In the place of a collection of sequences."""
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The row of each id of a batch."""
+        ids, lengths, _ = self.batch(features)
+        found: dict[str, JaggedTensor] = {}
+        for part in self.parts:
+            outputs = [self.outputs[number] for number in part.outputs]
+            dims = [output.dim for output in outputs]
+            numbers = self.numbers(features, part)
+            call = (self.current.handle, ids, lengths)
+            if part.group is None:
+                rows = _ops.serving_rows(*call, numbers, part.tables, dims, torch.float32)
+            else:
+                rows = _ops.serving_tt(*call, None, numbers, part.group, dims, False, False)
+            for output, number, values in zip(outputs, numbers, rows, strict=True):
+                of_feature = lengths[number]
+                found[output.name] = JaggedTensor(
+                    values=values, lengths=of_feature, offsets=_offsets(of_feature)
+                )
+        return {output.name: found[output.name] for output in self.outputs}
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def with_lookups(model: nn.Module, lookups: dict[int, nn.Module]) -> nn.Module:
+    """A model in evaluation mode and host memory, with other modules in the place of some.
+
+    Args:
+        model: stays as it is; tensors in host memory are shared with it.
+        lookups: what takes the place of a module, by its ``id``.
+    """
+    made: dict[int, nn.Module] = {}
+    tensors: dict[int, Tensor] = {}
+
+    def on_host(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            host = tensor.detach().cpu()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensors[id(tensor)] = nn.Parameter(host, requires_grad=False) if is_parameter else host
+        return tensors[id(tensor)]
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) in lookups:
+            return lookups[id(module)]
+        if isinstance(module, (DistributedModelParallel, nn.parallel.DistributedDataParallel)):
+            return copied(module.module)
+        if id(module) not in made:
+            copy = made[id(module)] = module.__class__.__new__(module.__class__)
+            copy.__dict__.update(module.__dict__)
+            copy.__dict__.update(
+                training=False,
+                _modules={},
+                _parameters={name: on_host(own) for name, own in module._parameters.items()},
+                _buffers={name: on_host(own) for name, own in module._buffers.items()},
+            )
+            for name, child in module._modules.items():
+                copy._modules[name] = None if child is None else copied(child)
+        return made[id(module)]
+
+    return copied(model)
+
+
+class Program(nn.Module):
+    """What is exported: ``forward(handle, *tensors)``, as docs/serving.md says.
+
+    Args:
+        model: with lookups.
+        current: that of the lookups.
+        tree: of the arguments.
+        inputs: their leaves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        current: Current,
+        tree: pytree.TreeSpec,
+        inputs: Sequence[InputRecord],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._current, self._tree, self._inputs = current, tree, inputs
+
+    def forward(self, handle: Tensor, *tensors: Tensor) -> Any:
+        """The model's outputs."""
+        left = list(tensors)
+        leaves: list[Any] = []
+        for record in self._inputs:
+            if record.kind == "constant":
+                leaves.append(record.value)
+            elif record.kind == "tensor":
+                leaves.append(left.pop(0))
+            else:
+                values, lengths = left.pop(0), left.pop(0)
+                weights = left.pop(0) if record.is_weighted else None
+                of_bags = lengths.flatten()
+                leaves.append(
+                    KeyedJaggedTensor(
+                        keys=list(record.keys),
+                        values=values,
+                        weights=weights,
+                        lengths=of_bags,
+                        offsets=_offsets(of_bags),
+                        stride=lengths.shape[1],
+                    )
+                )
+        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        self._current.handle = handle
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            self._current.handle = None
+
+
+def describe_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[pytree.TreeSpec, list[InputRecord], list[Tensor]]:
+    """The structure of arguments, their leaves, and the tensors that :class:`Program` takes.
+
+    Raises:
+        TypeError: a leaf is neither a tensor, a ``KeyedJaggedTensor``, a number, a string nor None.
+    """
+    leaves, tree = pytree.tree_flatten(
+        (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedTensor)
+    )
+    records: list[InputRecord] = []
+    tensors: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, KeyedJaggedTensor):
+            weights = leaf.weights_or_none()
+            keys = list(leaf.keys())
+            records.append(InputRecord("ids", keys, weights is not None, None))
+            tensors += [leaf.values().long(), leaf.lengths().view(len(keys), -1).long()]
+            tensors += [] if weights is None else [weights.float()]
+        elif isinstance(leaf, Tensor):
+            records.append(InputRecord("tensor", [], False, None))
+            tensors.append(leaf)
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            records.append(InputRecord("constant", [], False, leaf))
+        else:
+            raise TypeError(
+                f"inputs hold a {type(leaf).__name__}, but must hold tensors, KeyedJaggedTensors, "
+                "numbers, strings and None in tuples, lists and dictionaries."
+            )
+    return tree, records, tensors
+
+
+def trace(program: Program, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    """Exports a program, for any number of samples and ids.
+
+    Args:
+        program: in evaluation mode.
+        tensors: of :func:`describe_inputs`.
+
+    Raises:
+        ValueError: the program calls ops that only TorchRec or another package has.
+    """
+    dynamic: list[dict[int, Any]] = []
+    for tensor, is_lengths in zip(tensors, _are_lengths(program), strict=True):
+        axis = 1 if is_lengths else 0
+        dynamic.append({axis: torch.export.Dim.AUTO} if tensor.dim() > axis else {})
+    handle = torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        exported = torch.export.export(
+            program,
+            (handle, *[tensor.detach() for tensor in tensors]),
+            dynamic_shapes=({}, tuple(dynamic)),
+            strict=False,
+        )
+    exported = exported.run_decompositions({})
+    foreign = sorted(
+        {
+            str(node.target)
+            for node in exported.graph.nodes
+            if node.op == "call_function"
+            and isinstance(node.target, torch._ops.OpOverload)
+            and node.target.namespace not in _NAMESPACES
+        }
+    )
+    if foreign:
+        raise ValueError(
+            f"the model's forward calls {', '.join(foreign)}, which a process without TorchRec "
+            "lacks: use PyTorch's own operations there."
+        )
+    return exported
+
+
+def _are_lengths(program: Program) -> list[bool]:
+    kinds: list[bool] = []
+    for record in program._inputs:
+        if record.kind == "tensor":
+            kinds.append(False)
+        elif record.kind == "ids":
+            kinds += [False, True] + [False] * record.is_weighted
+    return kinds
