@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, Placed
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link
 from torchrec_hkv.checkpoint.learning_rates import (
@@ -28,6 +29,7 @@ from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS, FileRecord, Record
 from torchrec_hkv.checkpoint.tables import (
+    GroupLoad,
     Layers,
     Trackers,
     check_tables,
@@ -35,6 +37,7 @@ from torchrec_hkv.checkpoint.tables import (
     open_tables,
     records_of,
     save_tables,
+    warn_of_losses,
 )
 from torchrec_hkv.checkpoint.tensors import (
     TensorsLoad,
@@ -176,7 +179,7 @@ def load(
     model: nn.Module,
     optimizer: KeyedOptimizer | None = None,
     *,
-    allow_loss: bool = False,
+    allow_loss: bool | None = None,
     batch_bytes: int = BATCH_BYTES,
     threads: int = THREADS,
 ) -> int:
@@ -192,20 +195,22 @@ def load(
         model: with the tables of the saved one.
         optimizer: of the same parameters as the saved one; fresh, or after some steps. It gets the
             saved learning rates, too.
-        allow_loss: load also where hash tables have too little room: an id stays out where those in
-            both of its buckets rank higher.
+        allow_loss: whether ids may stay out where hash tables have too little room. An id stays out
+            where those in both of its buckets rank higher. False refuses such a load. None, the
+            default, allows it for tables of at least as many ``num_embeddings`` as were saved: of a
+            full table some ids find no place at another number of ranks.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that read files at the same time.
 
     Returns:
-        How many entries of hash tables found no place, column shards counted each; 0 without
-        ``allow_loss``.
+        How many entries of hash tables found no place, column shards counted each. Rank 0 warns,
+        with tables and numbers, unless it is 0.
 
     Raises:
         ValueError: there is no checkpoint, a file is damaged, it doesn't match the model or the
             optimizer, or the ranks were given different arguments; nothing has changed then. Where
-            hash tables turn out too small although less than 95 % of them are needed, they are left
-            empty.
+            hash tables turn out too small although less than 95 % of them are needed, and ids may
+            not stay out, they are left empty.
     """
     tables = named_tables(model)
 
@@ -233,18 +238,23 @@ def load(
             )
         check_tables(folder, record.tables, tables)
         on_every_rank(lambda: _verify(layers, list(tables), options))
-        loads: list[TablesLoad] = []
+        loads: list[GroupLoad] = []
         on_every_rank(lambda: loads.extend(open_tables(layers, tables, options)))
-        on_every_rank(lambda: [load.check() for load in loads])
+        on_every_rank(lambda: [group.load.check() for group in loads])
         if optimizer is not None:
             rates = record.learning_rates
             on_every_rank(lambda: check_learning_rates(optimizer, rates, folder / RECORD))
         tensors.check(record.files)
-        lost = on_every_rank(lambda: sum(load.run() for load in loads))
+        of_ranks = on_every_rank(lambda: [shard for group in loads for shard in group.run()])
         tensors.run()
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
-    return sum(lost)
+    placed: dict[str, Placed] = {}
+    for name, held in itertools.chain.from_iterable(of_ranks):
+        placed[name] = placed.get(name, Placed()) + held
+    if _rank() == 0:
+        warn_of_losses(placed)
+    return sum(held.lost for held in placed.values())
 
 
 def read_saved(path: Path) -> Layers:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.record import (
     RECORD,
     Record,
@@ -22,6 +22,7 @@ from torchrec_hkv.checkpoint.record import (
 )
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import FoundTable
+from torchrec_hkv.warn import warn
 
 
 def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
@@ -260,7 +261,7 @@ def open_tables(
     layers: Layers,
     tables: Mapping[str, FoundTable],
     options: FileOptions,
-) -> list[TablesLoad]:
+) -> list[GroupLoad]:
     """The loads of all groups of tables that this rank holds.
 
     Raises:
@@ -268,6 +269,7 @@ def open_tables(
     """
     rank = _rank()
     wanted: dict[GroupLookup, dict[str, tuple[list[SavedShard], tuple[int, int]]]] = {}
+    names: dict[GroupLookup, dict[str, str]] = {}
     for key, table in tables.items():
         if not table.has_files:
             continue
@@ -277,7 +279,47 @@ def open_tables(
             if holder == rank:
                 of_group = wanted.setdefault(lookups[shard.key], {})
                 of_group[shard.key] = (saved, table.state.owners(shard))
-    return [lookup.open_files(saved, options) for lookup, saved in wanted.items()]
+                names.setdefault(lookups[shard.key], {})[shard.key] = key
+    return [
+        GroupLoad(lookup.open_files(saved, options), names[lookup])
+        for lookup, saved in wanted.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLoad:
+    """The load of the tables of a group.
+
+    Attributes:
+        load: of the backend.
+        tables: full names of tables, by the keys of shards.
+    """
+
+    load: TablesLoad
+    tables: Mapping[str, str]
+
+    def run(self) -> list[tuple[str, Placed]]:
+        """Loads; returns full names of tables, and what became of the entries of each shard."""
+        return [(self.tables[key], placed) for key, placed in self.load.run().items()]
+
+
+def warn_of_losses(placed: Mapping[str, Placed]) -> None:
+    """Warns of entries that found no place, once for all tables.
+
+    Args:
+        placed: by the full name of a table, over all ranks.
+    """
+    parts = [
+        f"{held.lost} of {held.entries} ({100 * held.lost / held.entries:.2f} %) of table {name!r}"
+        for name, held in placed.items()
+        if held.lost
+    ]
+    if parts:
+        warn(
+            "Entries of the checkpoint found no place and were left out, those of the lowest "
+            f"scores: {', '.join(parts)}. Larger num_embeddings take all; "
+            "allow_loss=False refuses such a load."
+        )
 
 
 def _rank() -> int:
