@@ -131,6 +131,11 @@ def file_record(path: Path) -> FileRecord:
     return FileRecord(size, crc32)
 
 
+def file_size(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
+    return path.stat().st_size if path.is_file() else 0
+
+
 def verify_file(path: Path, record: FileRecord) -> None:
     """Reads a file.
 
