@@ -241,4 +241,4 @@ def test_bad_input(capsys, tmp_path, monkeypatch):
     assert "3 values" in _refused(capsys, "diff", folder, tmp_path / "narrow")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     parquet = tmp_path / "x.parquet"
-    assert "pyarrow is not installed" in _refused(capsys, "export", folder, "--into", parquet)
+    assert "yarrow is not installed" in _refused(capsys, "export", folder, "--into", parquet)
