@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from torchrec_hkv.hash_table.files.zstd_files import zstandard
+from torchrec_hkv.write_behind import SaveHandle
 
 #: Names of tensors of a state that are no entries begin so. They are uint8 of one dimension, and
 #: belong to shards of the first column.
@@ -69,6 +70,8 @@ class FileOptions:
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written;
             None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
+        handle: of a save that does not block: all that a table holds is copied when a backend's
+            method returns, and the handle's thread may write it (:meth:`SaveHandle.defer`).
 
     Raises:
         ValueError: one of the numbers is not positive, ``row_dtype`` or ``compression`` is another,
@@ -82,6 +85,7 @@ class FileOptions:
     states: bool = True
     row_dtype: torch.dtype | None = None
     compression: Literal["zstd"] | None = None
+    handle: SaveHandle | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):

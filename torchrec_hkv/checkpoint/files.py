@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, Placed
+from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link
 from torchrec_hkv.checkpoint.learning_rates import (
@@ -37,6 +38,7 @@ from torchrec_hkv.checkpoint.tables import (
     open_tables,
     records_of,
     save_tables,
+    saved_folders,
     warn_of_losses,
 )
 from torchrec_hkv.checkpoint.tensors import (
@@ -48,8 +50,10 @@ from torchrec_hkv.checkpoint.tensors import (
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
+from torchrec_hkv.progress import reported
 from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.names import named_tables
+from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
 #: Host memory that a save or a load takes on a rank, and as much of its GPU's.
 BATCH_BYTES = 96 << 20
@@ -64,7 +68,9 @@ def save(
     *,
     batch_bytes: int = BATCH_BYTES,
     threads: int = THREADS,
-) -> None:
+    blocking: bool = True,
+    staging_bytes: int = STAGING_BYTES,
+) -> SaveHandle | None:
     """Saves a model, and an optimizer, from all ranks; a collective call.
 
     Hash tables are written to files of their own, with their optimizer states, scores, steps and
@@ -79,6 +85,17 @@ def save(
             too.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that write files at the same time.
+        blocking: whether the call ends when all is on the disk. Otherwise it ends when all has been
+            copied, and a thread writes while training goes on: what is saved is of the step of the
+            call, bit for bit. ``path`` names the checkpoint before until the save has ended.
+            Another save or load waits for that.
+        staging_bytes: with ``blocking=False``, host memory of each rank that copies may take
+            besides ``batch_bytes``. Where they don't fit, the call waits for the disk, and the log
+            says so.
+
+    Returns:
+        With ``blocking=False`` a handle: ``wait()`` waits for the end and raises errors, ``done()``
+        and ``progress`` say how far it is. Else None.
 
     Raises:
         ValueError: ``path`` is something else than a checkpoint, there is something else where a
@@ -93,31 +110,79 @@ def save(
     def arguments() -> dict[str, Any]:
         check_optimizer(optimizer)
         FileOptions(batch_bytes, threads)
+        check_blocking(blocking, staging_bytes)
         Place(Path(path))
         return {
             "path": Folder.of(Path(path)),
             "optimizer": "None" if optimizer is None else "given",
+            "blocking": blocking,
             "the list of the model's tables": list(tables),
         }
 
     agreed(arguments)
+    wait_for_saves()
     options, place = FileOptions(batch_bytes, threads), Place(Path(path))
-    with saving(place):
-        save_to(place, model, optimizer, tables, options)
+    handle = None if blocking else SaveHandle(place.path, staging_bytes)
+    with saving(place, handle) as save:
+        save_to(place, model, optimizer, tables, options, save)
+    return handle
+
+
+@dataclasses.dataclass
+class Saving:
+    """A save that has begun on all ranks.
+
+    Attributes:
+        handle: where it does not block.
+        last: what ends it once all is written, on all ranks; takes the process group of the ranks'
+            threads, or None for their calls' own.
+    """
+
+    handle: SaveHandle | None
+    last: Callable[[dist.ProcessGroup | None], None] = lambda group: None
 
 
 @contextlib.contextmanager
-def saving(place: Place) -> Iterator[None]:
-    """The folder that a save writes to, on all ranks; what a save that fails has written goes."""
-    token = on_leader(place.prepare)
+def saving(place: Place, handle: SaveHandle | None = None) -> Iterator[Saving]:
+    """The folder that a save writes to, on all ranks; what a save that fails has written goes.
+
+    At the end :attr:`Saving.last` is done: at once, or by the thread of a save that does not block.
+    """
     try:
+        token = on_leader(place.prepare)
+    except BaseException as error:
+        if handle is not None:
+            handle.abort(error)
+        raise
+    if handle is not None and _rank() == 0:
+        handle.on_error(place.discard)
+    try:
+        group = None if handle is None else thread_group()
+        save = Saving(handle)
         on_every_rank(lambda: place.check_seen(token))
         on_leader(lambda: place.remove_token(token))
-        yield
-    except BaseException:
-        if _rank() == 0:
+        yield save
+        if handle is None:
+            save.last(None)
+    except BaseException as error:
+        if handle is not None:
+            handle.abort(error)
+        elif _rank() == 0:
             place.discard()
         raise
+    if handle is not None:
+        handle.close(lambda error: _end(save, group, error))
+
+
+def _end(save: Saving, group: dist.ProcessGroup | None, error: BaseException | None) -> None:
+    """Ends a save on all ranks, unless one has met an error."""
+
+    def check() -> None:
+        if error is not None:
+            raise error
+
+    on_every_rank(check, group)
+    save.last(group)
 
 
 def save_to(
@@ -126,10 +191,11 @@ def save_to(
     optimizer: KeyedOptimizer | None,
     tables: dict[str, FoundTable],
     options: FileOptions,
+    save: Saving,
     trackers: Trackers | None = None,
     link: Link | None = None,
 ) -> None:
-    """Saves within :func:`saving`.
+    """Saves within :func:`saving`: copies, or writes, all that the ranks hold.
 
     Args:
         place: of the checkpoint.
@@ -137,10 +203,12 @@ def save_to(
         optimizer: or None.
         tables: of the model.
         options: of the files.
+        save: gets what ends the save.
         trackers: as for :func:`torchrec_hkv.checkpoint.tables.save_tables`.
         link: where in a chain the checkpoint is; None where it is in none.
     """
-    options = dataclasses.replace(options, save=on_leader(new_save_id))
+    save_id = on_leader(new_save_id)
+    options = dataclasses.replace(options, save=save_id, handle=save.handle)
     state: dict[str, Any] = {}
     with tables_with_files_aside():
         state["model"] = model.state_dict()
@@ -149,29 +217,38 @@ def save_to(
     of_ranks = on_every_rank(lambda: {} if optimizer is None else learning_rates(optimizer))
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: check_savable(state))
-    folders = on_every_rank(lambda: save_tables(place.saving, tables, options, trackers))
-    save_tensors(place.saving / TENSORS, state)
-    names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)))
-    recorded = on_every_rank(
-        lambda: {name: file_record(place.saving / name) for name in _share(_tensor_files(names))}
-    )
+    mine: dict[str, str] = {}
+    with reported(f"Saving {place.path.name}"):
+        on_every_rank(lambda: mine.update(save_tables(place.saving, tables, options, trackers)))
+        save_tensors(place.saving / TENSORS, state, save.handle)
+    has_optimizer, world_size = optimizer is not None, _world_size()
 
-    def commit() -> None:
+    def finish(group: dist.ProcessGroup | None) -> None:
+        folders = on_every_rank(lambda: saved_folders(place.saving, mine), group)
+        names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)), group)
+        own = _share(_tensor_files(names))
+        recorded = on_every_rank(
+            lambda: {name: file_record(place.saving / name) for name in own}, group
+        )
+        on_leader(lambda: commit(folders, recorded), group)
+
+    def commit(
+        folders: list[dict[str, SavedFolder]], recorded: list[dict[str, FileRecord]]
+    ) -> None:
         files: dict[str, FileRecord] = {}
         for part in recorded:
             files.update(part)
         saved = {name: held for part in folders for name, held in part.items()}
         records = records_of(tables, saved)
         sync_folder(place.saving / TENSORS)
-        world_size = _world_size()
-        record = Record(options.save, world_size, optimizer is not None, rates, records, files)
+        record = Record(save_id, world_size, has_optimizer, rates, records, files)
         if link is not None:
             link.write(place.saving)
         record.write(place.saving)
         sync_folder(place.saving)
         place.commit()
 
-    on_leader(commit)
+    save.last = finish
 
 
 def load(
@@ -226,6 +303,7 @@ def load(
         }
 
     agreed(arguments)
+    wait_for_saves()
     gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
     layers = on_leader(lambda: read_saved(Path(path)))
@@ -255,6 +333,33 @@ def load(
     if _rank() == 0:
         warn_of_losses(placed)
     return sum(held.lost for held in placed.values())
+
+
+def check_blocking(blocking: bool, staging_bytes: int) -> None:
+    """Refuses impossible values.
+
+    Raises:
+        ValueError: the sentence names the value.
+    """
+    if not isinstance(blocking, bool):
+        raise ValueError(f"blocking is {blocking!r}, but must be True or False.")
+    check_staging(staging_bytes)
+
+
+# The last process group of all ranks, and that of their threads of saves.
+_groups: list[dist.ProcessGroup] = []
+# A group that is held when the interpreter ends may abort it.
+atexit.register(_groups.clear)
+
+
+def thread_group() -> dist.ProcessGroup | None:
+    """A process group for threads of saves, so that they never meet collective calls of training; a
+    collective call. None without processes."""
+    if not dist.is_initialized():
+        return None
+    if not _groups or _groups[0] is not dist.group.WORLD:
+        _groups[:] = [dist.group.WORLD, dist.new_group(backend="gloo")]
+    return _groups[1]
 
 
 def read_saved(path: Path) -> Layers:

@@ -43,7 +43,7 @@ def save_tables(
     tables: Mapping[str, FoundTable],
     options: FileOptions,
     trackers: Trackers | None = None,
-) -> dict[str, SavedFolder]:
+) -> dict[str, str]:
     """Writes the shards that this rank holds, all of one moment.
 
     Calls of other threads that change these tables wait meanwhile.
@@ -56,7 +56,7 @@ def save_tables(
             added. None: whole tables.
 
     Returns:
-        What their folders hold, by their paths in the checkpoint.
+        Their backends, by the paths of their folders in the checkpoint.
 
     Raises:
         OSError: writing failed.
@@ -86,14 +86,13 @@ def _save_tables(
     tables: Mapping[str, FoundTable],
     options: FileOptions,
     trackers: Trackers | None,
-) -> dict[str, SavedFolder]:
+) -> dict[str, str]:
     rank = _rank()
-    saved: dict[str, SavedFolder] = {}
+    saved: dict[str, str] = {}
     for key, table in tables.items():
         if not table.has_files:
             continue
         lookups = table.collection.group_lookups()
-        backend = registry.get(table.planned.backend)
         pairs = zip(table.state.shards, table.state.ranks, strict=True)
         for index, (shard, holder) in enumerate(pairs):
             if holder == rank:
@@ -108,9 +107,23 @@ def _save_tables(
                     lookup.save_files(shard.key, path, options)
                 else:
                     lookup.save_changes(shard.key, path, options, tracker)
-                saved[name] = backend.saved_folder(path)
-                for parent in (path.parent, path.parent.parent, folder):
-                    sync_folder(parent)
+                saved[name] = table.planned.backend
+    return saved
+
+
+def saved_folders(folder: Path, names: Mapping[str, str]) -> dict[str, SavedFolder]:
+    """What folders hold, and makes sure that their names are on the disk.
+
+    Args:
+        folder: of the checkpoint.
+        names: of :func:`save_tables`, once all is written.
+    """
+    saved = {}
+    for name, backend in names.items():
+        path = folder / name
+        saved[name] = registry.get(backend).saved_folder(path)
+        for parent in (path.parent, path.parent.parent, folder):
+            sync_folder(parent)
     return saved
 
 
@@ -121,7 +134,7 @@ def records_of(
 
     Args:
         tables: of the model.
-        saved: what :func:`save_tables` gave, on all ranks.
+        saved: what :func:`saved_folders` gave, on all ranks.
     """
     records = {}
     for key, table in tables.items():

@@ -35,6 +35,7 @@ def save_table(
         states=options.states,
         row_dtype=options.row_dtype,
         compression=options.compression is not None,
+        handle=options.handle,
     )
 
 
