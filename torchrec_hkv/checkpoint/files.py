@@ -21,6 +21,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link
+from torchrec_hkv.checkpoint.dcp_folders import refuse_dcp_folder
 from torchrec_hkv.checkpoint.learning_rates import (
     check_learning_rates,
     learning_rates,
@@ -45,12 +46,13 @@ from torchrec_hkv.checkpoint.tensors import (
     TensorsLoad,
     check_savable,
     file_record,
+    file_size,
     save_tensors,
     verify_file,
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
-from torchrec_hkv.progress import reported
+from torchrec_hkv.progress import advance, reported
 from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
@@ -315,7 +317,8 @@ def load(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."
             )
         check_tables(folder, record.tables, tables)
-        on_every_rank(lambda: _verify(layers, list(tables), options))
+        with reported(f"Verifying {folder.name}"):
+            on_every_rank(lambda: _verify(layers, list(tables), options))
         loads: list[GroupLoad] = []
         on_every_rank(lambda: loads.extend(open_tables(layers, tables, options)))
         on_every_rank(lambda: [group.load.check() for group in loads])
@@ -323,8 +326,9 @@ def load(
             rates = record.learning_rates
             on_every_rank(lambda: check_learning_rates(optimizer, rates, folder / RECORD))
         tensors.check(record.files)
-        of_ranks = on_every_rank(lambda: [shard for group in loads for shard in group.run()])
-        tensors.run()
+        with reported(f"Loading {folder.name}"):
+            of_ranks = on_every_rank(lambda: [shard for group in loads for shard in group.run()])
+            tensors.run()
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
     placed: dict[str, Placed] = {}
@@ -371,6 +375,8 @@ def read_saved(path: Path) -> Layers:
     chain = Chain.at(path)
     if chain is not None:
         return chain.layers()
+    if not (path / RECORD).is_file():
+        refuse_dcp_folder(path)
     folder = Place(path).newest()
     return [(folder, Record.read(folder))]
 
@@ -383,14 +389,22 @@ def _verify(layers: Layers, tables: list[str], options: FileOptions) -> None:
     of_tensors = _share(sorted(record.files))
     with ThreadPoolExecutor(options.threads) as pool:
         futures = [
-            pool.submit(verify_file, folder / name, record.files[name]) for name in of_tensors
+            (
+                record.files[name].bytes,
+                pool.submit(verify_file, folder / name, record.files[name]),
+            )
+            for name in of_tensors
         ]
         futures += [
-            pool.submit(registry.get(backend).verify_file, saved, name, options)
+            (
+                file_size(saved.folder / name),
+                pool.submit(registry.get(backend).verify_file, saved, name, options),
+            )
             for backend, saved, name in of_tables
         ]
-        for future in futures:
+        for size, future in futures:
             future.result()
+            advance(size)
 
 
 def _tensor_files(names: list[str]) -> list[str]:

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.checkpoint.chain import NEWEST, Chain, Link
-from torchrec_hkv.checkpoint.dcp_folders import is_dcp_folder
 from torchrec_hkv.checkpoint.files import read_saved
 from torchrec_hkv.checkpoint.place import Place
-from torchrec_hkv.checkpoint.record import RECORD
 from torchrec_hkv.checkpoint.tables import Layers, saved_shards
 from torchrec_hkv.hash_table.files.entries_reader import (
     collect_entries,
@@ -181,11 +179,6 @@ class Saved:
             raise ValueError(f"There is no folder {path}.")
         if (path / MANIFEST).is_file():
             return cls._table(path)
-        if is_dcp_folder(path) and not (path / RECORD).is_file():
-            raise ValueError(
-                f"{path} is a folder of torch.distributed.checkpoint: load it into a model with "
-                "torchrec_hkv.checkpoint.load, and save that."
-            )
         is_chain = Chain.at(path) is not None
         layers = read_saved(path)
         tables = {}

@@ -37,6 +37,7 @@ from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, c
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.progress import advance
 
 _ops = torch.ops.torchrec_hkv
 
@@ -374,6 +375,7 @@ class PartsLoad:
                 if picked is not None:
                     batch = {name: tensor[picked] for name, tensor in batch.items()}
                 yield batch
+                advance(len(batch["ids"]) * entry_bytes(fields))
                 free.append(staging)
 
             for layer, path, shard, has_others in self._shards(part):
