@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ["plan", "--table", "user:1M:64"]
 
 SENTENCES = {
-    "A verb is missing: calibrate or env or plan or replay; --help says more.": [],
+    "A verb is missing: calibrate or compact or diff or env or export or inspect or plan or": [],
+    "or plan or replay or verify; --help says more.": [],
     "The following arguments are required: --table.": ["plan"],
     "--table is 'user:1M', but must be NAME:ROWS:DIM, such as user:1B:64.": [
         *("plan", "--table", "user:1M")

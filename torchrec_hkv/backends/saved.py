@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from torchrec_hkv.hash_table.files.zstd_files import zstandard
+from torchrec_hkv.write_behind import SaveHandle
 
 #: Names of tensors of a state that are no entries begin so. They are uint8 of one dimension, and
 #: belong to shards of the first column.
@@ -62,12 +63,15 @@ class FileOptions:
     Attributes:
         batch_bytes: memory it may take, on the host and on the device.
         threads: that write or read files at the same time.
-        allow_loss: load also into tables that are too small; what ranks lowest is left out.
+        allow_loss: load also into tables that have too little room; what ranks lowest is left out.
+            None: only where the table has as many rows as the saved one, over all ranks.
         save: an id of the save, the same for all tables; None in a load.
         states: whether optimizer states are written.
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to when they are written;
             None to write all bits.
         compression: ``"zstd"`` to compress files of entries, or None.
+        handle: of a save that does not block: all that a table holds is copied when a backend's
+            method returns, and the handle's thread may write it (:meth:`SaveHandle.defer`).
 
     Raises:
         ValueError: one of the numbers is not positive, ``row_dtype`` or ``compression`` is another,
@@ -76,18 +80,19 @@ class FileOptions:
 
     batch_bytes: int
     threads: int
-    allow_loss: bool = False
+    allow_loss: bool | None = None
     save: str | None = None
     states: bool = True
     row_dtype: torch.dtype | None = None
     compression: Literal["zstd"] | None = None
+    handle: SaveHandle | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("batch_bytes", self.batch_bytes), ("threads", self.threads)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{what} is {value!r}, but must be an integer, at least 1.")
-        if not isinstance(self.allow_loss, bool):
-            raise ValueError(f"allow_loss is {self.allow_loss!r}, but must be True or False.")
+        if self.allow_loss not in (None, True, False):
+            raise ValueError(f"allow_loss is {self.allow_loss!r}, but must be True, False or None.")
         if not isinstance(self.states, bool):
             raise ValueError(f"states is {self.states!r}, but must be True or False.")
         if self.row_dtype not in (None, torch.float16, torch.bfloat16):
@@ -99,6 +104,22 @@ class FileOptions:
             raise ValueError(f"compression is {self.compression!r}, but must be 'zstd' or None.")
         if self.compression is not None:
             zstandard("compression='zstd'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """What became of the entries that a table was asked to load.
+
+    Attributes:
+        entries: in the files.
+        lost: of these, how many found no place.
+    """
+
+    entries: int = 0
+    lost: int = 0
+
+    def __add__(self, other: Placed) -> Placed:
+        return Placed(self.entries + other.entries, self.lost + other.lost)
 
 
 class TablesLoad(abc.ABC):
@@ -113,8 +134,8 @@ class TablesLoad(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self) -> int:
-        """Loads them; returns how many entries found no place.
+    def run(self) -> Mapping[str, Placed]:
+        """Loads them; returns what became of the entries, by the keys of shards.
 
         Raises:
             ValueError: files contradict themselves, or entries found no place that were expected

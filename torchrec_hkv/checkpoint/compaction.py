@@ -15,8 +15,9 @@ from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import TENSORS, Record, TableRecord, TableShardRecord
 from torchrec_hkv.checkpoint.tables import Layers, files_to_verify, saved_shards
-from torchrec_hkv.checkpoint.tensors import verify_file
+from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 from torchrec_hkv.hash_table.files.manifest import sync_folder
+from torchrec_hkv.progress import Progress, advance, reported
 
 #: Memory that a merge takes.
 BATCH_BYTES = 512 << 20
@@ -69,8 +70,9 @@ def compact(
     place = Place(root / link.name if link is not None else Path(str(into)))
     place.remove_token(place.prepare())
     try:
-        _verify(layers, options)
-        _write(layers, place.saving, options, link)
+        with reported("Compacting") as task:
+            _verify(layers, options, task)
+            _write(layers, place.saving, options, link)
     except BaseException:
         place.discard()
         raise
@@ -80,21 +82,28 @@ def compact(
     return place.path
 
 
-def _verify(layers: Layers, options: FileOptions) -> None:
+def _verify(layers: Layers, options: FileOptions, task: Progress) -> None:
     folder, record = layers[0]
-    jobs: list[Callable[[], None]] = [
-        lambda name=name, file=file: verify_file(folder / name, file)
+    jobs: list[tuple[int, Callable[[], None]]] = [
+        (file.bytes, lambda name=name, file=file: verify_file(folder / name, file))
         for name, file in record.files.items()
     ]
     jobs += [
-        lambda backend=backend, saved=saved, name=name: registry.get(backend).verify_file(
-            saved, name, options
+        (
+            file_size(saved.folder / name),
+            lambda backend=backend, saved=saved, name=name: registry.get(backend).verify_file(
+                saved, name, options
+            ),
         )
         for backend, saved, name in files_to_verify(layers, record.tables)
     ]
+    # Entries are read for their checksums, and where they are merged once more.
+    of_tensors = sum(file.bytes for file in record.files.values())
+    task.set_total(2 * sum(size for size, _ in jobs) - of_tensors)
     with ThreadPoolExecutor(options.threads) as pool:
-        for future in [pool.submit(job) for job in jobs]:
+        for size, future in [(size, pool.submit(job)) for size, job in jobs]:
             future.result()
+            advance(size)
 
 
 def _write(layers: Layers, folder: Path, options: FileOptions, link: Link | None) -> None:

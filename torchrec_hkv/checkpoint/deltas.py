@@ -5,22 +5,30 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
-from torchrec_hkv.checkpoint.files import BATCH_BYTES, THREADS, save_to, saving
+from torchrec_hkv.checkpoint.files import (
+    BATCH_BYTES,
+    THREADS,
+    check_blocking,
+    save_to,
+    saving,
+)
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
 from torchrec_hkv.checkpoint.tables import Trackers
 from torchrec_hkv.collective import on_leader
 from torchrec_hkv.sharding.names import named_tables
+from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves
 
 
 class DeltaWriter:
@@ -56,6 +64,9 @@ class DeltaWriter:
             which whoever loads them needs, too.
         batch_bytes: as for :func:`save`.
         threads: as for :func:`save`.
+        blocking: what :meth:`step` does, and :meth:`write` unless it is told: whether a write ends
+            when all is on the disk, or when all that it holds has been copied.
+        staging_bytes: as for :func:`save`.
 
     Raises:
         ValueError: a number is not positive, an option is another than above, the folder's path is
@@ -78,6 +89,8 @@ class DeltaWriter:
         compression: Literal["zstd"] | None = None,
         batch_bytes: int = BATCH_BYTES,
         threads: int = THREADS,
+        blocking: bool = True,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         numbers = {"every_steps": every_steps, "base_every": base_every, "keep_bases": keep_bases}
         for what, number in numbers.items():
@@ -87,6 +100,8 @@ class DeltaWriter:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"every_seconds is {every_seconds!r}, but must be positive.")
         check_optimizer(optimizer)
+        check_blocking(blocking, staging_bytes)
+        self._blocking, self._staging_bytes = blocking, staging_bytes
         self._options = FileOptions(
             batch_bytes, threads, states=states, row_dtype=row_dtype, compression=compression
         )
@@ -101,11 +116,11 @@ class DeltaWriter:
         self._timer = _Timer(every_seconds)
         self._steps = 0  # since the last write
 
-    def step(self) -> Path | None:
+    def step(self) -> Path | SaveHandle | None:
         """Counts a training step, and writes where it is the time to; every rank calls it.
 
         Returns:
-            The folder that was written, or None.
+            What :meth:`write` gave, or None.
         """
         self._steps += 1
         due = self._every_steps is not None and self._steps >= self._every_steps
@@ -113,7 +128,7 @@ class DeltaWriter:
             due = True
         return self.write() if due else None
 
-    def write(self, *, base: bool = False) -> Path:
+    def write(self, *, base: bool = False, blocking: bool | None = None) -> Path | SaveHandle:
         """Writes a delta, or a base; a collective call.
 
         A write that is killed or fails leaves the chain before it whole. After one that failed, the
@@ -121,9 +136,12 @@ class DeltaWriter:
 
         Args:
             base: write a base, although a delta would do.
+            blocking: whether the call ends when all is on the disk; None for the writer's own way.
+                Otherwise it ends when all has been copied, and a thread writes while training goes
+                on, as for :func:`save`. The next write waits for that.
 
         Returns:
-            Its folder.
+            Its folder, or a handle whose ``wait()`` gives it.
 
         Raises:
             ValueError: a rank does not see the folder, the ranks were given different arguments, or
@@ -131,10 +149,13 @@ class DeltaWriter:
             RuntimeError: a rank could not write; ValueError where a value of a row is none of
                 ``row_dtype``.
         """
+        blocking = self._blocking if blocking is None else blocking
+        wait_for_saves()
         tables = named_tables(self._model)
         given = {
             "folder": Folder.of(self._root),
             "base": base,
+            "blocking": blocking,
             "optimizer": "None" if self._optimizer is None else "given",
             "base_every": self._base_every,
             "keep_bases": self._keep_bases,
@@ -143,7 +164,12 @@ class DeltaWriter:
             "compression": self._options.compression,
             "the list of the model's tables": list(tables),
         }
-        agreed(lambda: given)
+
+        def arguments() -> dict[str, Any]:
+            check_blocking(blocking, self._staging_bytes)
+            return given
+
+        agreed(arguments)
         full = self._base_every is not None and self._deltas + 1 >= self._base_every
         is_base = base or self._last is None or full
         previous = None if self._last is None else self._last[1]
@@ -154,15 +180,29 @@ class DeltaWriter:
                     tracker.forget()
         place = Place(self._root / link.name)
         self._last = None  # unless the write succeeds
-        with saving(place):
+        handle = None if blocking else SaveHandle(place.path, self._staging_bytes)
+        with saving(place, handle) as save:
             save_to(
-                place, self._model, self._optimizer, tables, self._options, self._trackers, link
+                place,
+                self._model,
+                self._optimizer,
+                tables,
+                self._options,
+                save,
+                self._trackers,
+                link,
             )
-        self._last = link, on_leader(lambda: self._commit(link))
+            save_last = save.last
+
+            def finish(group: dist.ProcessGroup | None) -> None:
+                save_last(group)
+                self._last = link, on_leader(lambda: self._commit(link), group)
+
+            save.last = finish
         self._deltas = 0 if is_base else self._deltas + 1
         self._steps = 0
         self._timer.begin()
-        return place.path
+        return place.path if handle is None else handle
 
     def _next(self, is_base: bool, previous: str | None) -> Link:
         _check_root(self._root)

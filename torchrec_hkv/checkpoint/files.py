@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.chain import Chain, Link
+from torchrec_hkv.checkpoint.dcp_folders import refuse_dcp_folder
 from torchrec_hkv.checkpoint.learning_rates import (
     check_learning_rates,
     learning_rates,
@@ -28,6 +31,7 @@ from torchrec_hkv.checkpoint.optimizers import check_optimizer, optimizer_state
 from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS, FileRecord, Record
 from torchrec_hkv.checkpoint.tables import (
+    GroupLoad,
     Layers,
     Trackers,
     check_tables,
@@ -35,18 +39,23 @@ from torchrec_hkv.checkpoint.tables import (
     open_tables,
     records_of,
     save_tables,
+    saved_folders,
+    warn_of_losses,
 )
 from torchrec_hkv.checkpoint.tensors import (
     TensorsLoad,
     check_savable,
     file_record,
+    file_size,
     save_tensors,
     verify_file,
 )
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
+from torchrec_hkv.progress import advance, reported
 from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
 from torchrec_hkv.sharding.names import named_tables
+from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
 #: Host memory that a save or a load takes on a rank, and as much of its GPU's.
 BATCH_BYTES = 96 << 20
@@ -61,7 +70,9 @@ def save(
     *,
     batch_bytes: int = BATCH_BYTES,
     threads: int = THREADS,
-) -> None:
+    blocking: bool = True,
+    staging_bytes: int = STAGING_BYTES,
+) -> SaveHandle | None:
     """Saves a model, and an optimizer, from all ranks; a collective call.
 
     Hash tables are written to files of their own, with their optimizer states, scores, steps and
@@ -76,6 +87,17 @@ def save(
             too.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that write files at the same time.
+        blocking: whether the call ends when all is on the disk. Otherwise it ends when all has been
+            copied, and a thread writes while training goes on: what is saved is of the step of the
+            call, bit for bit. ``path`` names the checkpoint before until the save has ended.
+            Another save or load waits for that.
+        staging_bytes: with ``blocking=False``, host memory of each rank that copies may take
+            besides ``batch_bytes``. Where they don't fit, the call waits for the disk, and the log
+            says so.
+
+    Returns:
+        With ``blocking=False`` a handle: ``wait()`` waits for the end and raises errors, ``done()``
+        and ``progress`` say how far it is. Else None.
 
     Raises:
         ValueError: ``path`` is something else than a checkpoint, there is something else where a
@@ -90,31 +112,79 @@ def save(
     def arguments() -> dict[str, Any]:
         check_optimizer(optimizer)
         FileOptions(batch_bytes, threads)
+        check_blocking(blocking, staging_bytes)
         Place(Path(path))
         return {
             "path": Folder.of(Path(path)),
             "optimizer": "None" if optimizer is None else "given",
+            "blocking": blocking,
             "the list of the model's tables": list(tables),
         }
 
     agreed(arguments)
+    wait_for_saves()
     options, place = FileOptions(batch_bytes, threads), Place(Path(path))
-    with saving(place):
-        save_to(place, model, optimizer, tables, options)
+    handle = None if blocking else SaveHandle(place.path, staging_bytes)
+    with saving(place, handle) as save:
+        save_to(place, model, optimizer, tables, options, save)
+    return handle
+
+
+@dataclasses.dataclass
+class Saving:
+    """A save that has begun on all ranks.
+
+    Attributes:
+        handle: where it does not block.
+        last: what ends it once all is written, on all ranks; takes the process group of the ranks'
+            threads, or None for their calls' own.
+    """
+
+    handle: SaveHandle | None
+    last: Callable[[dist.ProcessGroup | None], None] = lambda group: None
 
 
 @contextlib.contextmanager
-def saving(place: Place) -> Iterator[None]:
-    """The folder that a save writes to, on all ranks; what a save that fails has written goes."""
-    token = on_leader(place.prepare)
+def saving(place: Place, handle: SaveHandle | None = None) -> Iterator[Saving]:
+    """The folder that a save writes to, on all ranks; what a save that fails has written goes.
+
+    At the end :attr:`Saving.last` is done: at once, or by the thread of a save that does not block.
+    """
     try:
+        token = on_leader(place.prepare)
+    except BaseException as error:
+        if handle is not None:
+            handle.abort(error)
+        raise
+    if handle is not None and _rank() == 0:
+        handle.on_error(place.discard)
+    try:
+        group = None if handle is None else thread_group()
+        save = Saving(handle)
         on_every_rank(lambda: place.check_seen(token))
         on_leader(lambda: place.remove_token(token))
-        yield
-    except BaseException:
-        if _rank() == 0:
+        yield save
+        if handle is None:
+            save.last(None)
+    except BaseException as error:
+        if handle is not None:
+            handle.abort(error)
+        elif _rank() == 0:
             place.discard()
         raise
+    if handle is not None:
+        handle.close(lambda error: _end(save, group, error))
+
+
+def _end(save: Saving, group: dist.ProcessGroup | None, error: BaseException | None) -> None:
+    """Ends a save on all ranks, unless one has met an error."""
+
+    def check() -> None:
+        if error is not None:
+            raise error
+
+    on_every_rank(check, group)
+    save.last(group)
 
 
 def save_to(
@@ -123,10 +193,11 @@ def save_to(
     optimizer: KeyedOptimizer | None,
     tables: dict[str, FoundTable],
     options: FileOptions,
+    save: Saving,
     trackers: Trackers | None = None,
     link: Link | None = None,
 ) -> None:
-    """Saves within :func:`saving`.
+    """Saves within :func:`saving`: copies, or writes, all that the ranks hold.
 
     Args:
         place: of the checkpoint.
@@ -134,10 +205,12 @@ def save_to(
         optimizer: or None.
         tables: of the model.
         options: of the files.
+        save: gets what ends the save.
         trackers: as for :func:`torchrec_hkv.checkpoint.tables.save_tables`.
         link: where in a chain the checkpoint is; None where it is in none.
     """
-    options = dataclasses.replace(options, save=on_leader(new_save_id))
+    save_id = on_leader(new_save_id)
+    options = dataclasses.replace(options, save=save_id, handle=save.handle)
     state: dict[str, Any] = {}
     with tables_with_files_aside():
         state["model"] = model.state_dict()
@@ -146,29 +219,38 @@ def save_to(
     of_ranks = on_every_rank(lambda: {} if optimizer is None else learning_rates(optimizer))
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: check_savable(state))
-    folders = on_every_rank(lambda: save_tables(place.saving, tables, options, trackers))
-    save_tensors(place.saving / TENSORS, state)
-    names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)))
-    recorded = on_every_rank(
-        lambda: {name: file_record(place.saving / name) for name in _share(_tensor_files(names))}
-    )
+    mine: dict[str, str] = {}
+    with reported(f"Saving {place.path.name}"):
+        on_every_rank(lambda: mine.update(save_tables(place.saving, tables, options, trackers)))
+        save_tensors(place.saving / TENSORS, state, save.handle)
+    has_optimizer, world_size = optimizer is not None, _world_size()
 
-    def commit() -> None:
+    def finish(group: dist.ProcessGroup | None) -> None:
+        folders = on_every_rank(lambda: saved_folders(place.saving, mine), group)
+        names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)), group)
+        own = _share(_tensor_files(names))
+        recorded = on_every_rank(
+            lambda: {name: file_record(place.saving / name) for name in own}, group
+        )
+        on_leader(lambda: commit(folders, recorded), group)
+
+    def commit(
+        folders: list[dict[str, SavedFolder]], recorded: list[dict[str, FileRecord]]
+    ) -> None:
         files: dict[str, FileRecord] = {}
         for part in recorded:
             files.update(part)
         saved = {name: held for part in folders for name, held in part.items()}
         records = records_of(tables, saved)
         sync_folder(place.saving / TENSORS)
-        world_size = _world_size()
-        record = Record(options.save, world_size, optimizer is not None, rates, records, files)
+        record = Record(save_id, world_size, has_optimizer, rates, records, files)
         if link is not None:
             link.write(place.saving)
         record.write(place.saving)
         sync_folder(place.saving)
         place.commit()
 
-    on_leader(commit)
+    save.last = finish
 
 
 def load(
@@ -176,7 +258,7 @@ def load(
     model: nn.Module,
     optimizer: KeyedOptimizer | None = None,
     *,
-    allow_loss: bool = False,
+    allow_loss: bool | None = None,
     batch_bytes: int = BATCH_BYTES,
     threads: int = THREADS,
 ) -> int:
@@ -192,20 +274,22 @@ def load(
         model: with the tables of the saved one.
         optimizer: of the same parameters as the saved one; fresh, or after some steps. It gets the
             saved learning rates, too.
-        allow_loss: load also where hash tables have too little room: an id stays out where those in
-            both of its buckets rank higher.
+        allow_loss: whether ids may stay out where hash tables have too little room. An id stays out
+            where those in both of its buckets rank higher. False refuses such a load. None, the
+            default, allows it for tables of at least as many ``num_embeddings`` as were saved: of a
+            full table some ids find no place at another number of ranks.
         batch_bytes: memory of each rank that hash tables may take, on the host and on the device.
         threads: of each rank, that read files at the same time.
 
     Returns:
-        How many entries of hash tables found no place, column shards counted each; 0 without
-        ``allow_loss``.
+        How many entries of hash tables found no place, column shards counted each. Rank 0 warns,
+        with tables and numbers, unless it is 0.
 
     Raises:
         ValueError: there is no checkpoint, a file is damaged, it doesn't match the model or the
             optimizer, or the ranks were given different arguments; nothing has changed then. Where
-            hash tables turn out too small although less than 95 % of them are needed, they are left
-            empty.
+            hash tables turn out too small although less than 95 % of them are needed, and ids may
+            not stay out, they are left empty.
     """
     tables = named_tables(model)
 
@@ -221,6 +305,7 @@ def load(
         }
 
     agreed(arguments)
+    wait_for_saves()
     gc.collect()  # a lookup pins its rows until its graph is gone, which may be garbage by now
     options = FileOptions(batch_bytes, threads, allow_loss)
     layers = on_leader(lambda: read_saved(Path(path)))
@@ -232,19 +317,53 @@ def load(
                 f"The checkpoint {folder} was saved without an optimizer: load it without one."
             )
         check_tables(folder, record.tables, tables)
-        on_every_rank(lambda: _verify(layers, list(tables), options))
-        loads: list[TablesLoad] = []
+        with reported(f"Verifying {folder.name}"):
+            on_every_rank(lambda: _verify(layers, list(tables), options))
+        loads: list[GroupLoad] = []
         on_every_rank(lambda: loads.extend(open_tables(layers, tables, options)))
-        on_every_rank(lambda: [load.check() for load in loads])
+        on_every_rank(lambda: [group.load.check() for group in loads])
         if optimizer is not None:
             rates = record.learning_rates
             on_every_rank(lambda: check_learning_rates(optimizer, rates, folder / RECORD))
         tensors.check(record.files)
-        lost = on_every_rank(lambda: sum(load.run() for load in loads))
-        tensors.run()
+        with reported(f"Loading {folder.name}"):
+            of_ranks = on_every_rank(lambda: [shard for group in loads for shard in group.run()])
+            tensors.run()
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
-    return sum(lost)
+    placed: dict[str, Placed] = {}
+    for name, held in itertools.chain.from_iterable(of_ranks):
+        placed[name] = placed.get(name, Placed()) + held
+    if _rank() == 0:
+        warn_of_losses(placed)
+    return sum(held.lost for held in placed.values())
+
+
+def check_blocking(blocking: bool, staging_bytes: int) -> None:
+    """Refuses impossible values.
+
+    Raises:
+        ValueError: the sentence names the value.
+    """
+    if not isinstance(blocking, bool):
+        raise ValueError(f"blocking is {blocking!r}, but must be True or False.")
+    check_staging(staging_bytes)
+
+
+# The last process group of all ranks, and that of their threads of saves.
+_groups: list[dist.ProcessGroup] = []
+# A group that is held when the interpreter ends may abort it.
+atexit.register(_groups.clear)
+
+
+def thread_group() -> dist.ProcessGroup | None:
+    """A process group for threads of saves, so that they never meet collective calls of training; a
+    collective call. None without processes."""
+    if not dist.is_initialized():
+        return None
+    if not _groups or _groups[0] is not dist.group.WORLD:
+        _groups[:] = [dist.group.WORLD, dist.new_group(backend="gloo")]
+    return _groups[1]
 
 
 def read_saved(path: Path) -> Layers:
@@ -256,6 +375,8 @@ def read_saved(path: Path) -> Layers:
     chain = Chain.at(path)
     if chain is not None:
         return chain.layers()
+    if not (path / RECORD).is_file():
+        refuse_dcp_folder(path)
     folder = Place(path).newest()
     return [(folder, Record.read(folder))]
 
@@ -268,14 +389,22 @@ def _verify(layers: Layers, tables: list[str], options: FileOptions) -> None:
     of_tensors = _share(sorted(record.files))
     with ThreadPoolExecutor(options.threads) as pool:
         futures = [
-            pool.submit(verify_file, folder / name, record.files[name]) for name in of_tensors
+            (
+                record.files[name].bytes,
+                pool.submit(verify_file, folder / name, record.files[name]),
+            )
+            for name in of_tensors
         ]
         futures += [
-            pool.submit(registry.get(backend).verify_file, saved, name, options)
+            (
+                file_size(saved.folder / name),
+                pool.submit(registry.get(backend).verify_file, saved, name, options),
+            )
             for backend, saved, name in of_tables
         ]
-        for future in futures:
+        for size, future in futures:
             future.result()
+            advance(size)
 
 
 def _tensor_files(names: list[str]) -> list[str]:

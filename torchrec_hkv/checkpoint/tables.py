@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.record import (
     RECORD,
     Record,
@@ -22,6 +22,7 @@ from torchrec_hkv.checkpoint.record import (
 )
 from torchrec_hkv.hash_table.files.manifest import sync_folder
 from torchrec_hkv.sharding.collection import FoundTable
+from torchrec_hkv.warn import warn
 
 
 def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
@@ -42,7 +43,7 @@ def save_tables(
     tables: Mapping[str, FoundTable],
     options: FileOptions,
     trackers: Trackers | None = None,
-) -> dict[str, SavedFolder]:
+) -> dict[str, str]:
     """Writes the shards that this rank holds, all of one moment.
 
     Calls of other threads that change these tables wait meanwhile.
@@ -55,7 +56,7 @@ def save_tables(
             added. None: whole tables.
 
     Returns:
-        What their folders hold, by their paths in the checkpoint.
+        Their backends, by the paths of their folders in the checkpoint.
 
     Raises:
         OSError: writing failed.
@@ -85,14 +86,13 @@ def _save_tables(
     tables: Mapping[str, FoundTable],
     options: FileOptions,
     trackers: Trackers | None,
-) -> dict[str, SavedFolder]:
+) -> dict[str, str]:
     rank = _rank()
-    saved: dict[str, SavedFolder] = {}
+    saved: dict[str, str] = {}
     for key, table in tables.items():
         if not table.has_files:
             continue
         lookups = table.collection.group_lookups()
-        backend = registry.get(table.planned.backend)
         pairs = zip(table.state.shards, table.state.ranks, strict=True)
         for index, (shard, holder) in enumerate(pairs):
             if holder == rank:
@@ -107,9 +107,23 @@ def _save_tables(
                     lookup.save_files(shard.key, path, options)
                 else:
                     lookup.save_changes(shard.key, path, options, tracker)
-                saved[name] = backend.saved_folder(path)
-                for parent in (path.parent, path.parent.parent, folder):
-                    sync_folder(parent)
+                saved[name] = table.planned.backend
+    return saved
+
+
+def saved_folders(folder: Path, names: Mapping[str, str]) -> dict[str, SavedFolder]:
+    """What folders hold, and makes sure that their names are on the disk.
+
+    Args:
+        folder: of the checkpoint.
+        names: of :func:`save_tables`, once all is written.
+    """
+    saved = {}
+    for name, backend in names.items():
+        path = folder / name
+        saved[name] = registry.get(backend).saved_folder(path)
+        for parent in (path.parent, path.parent.parent, folder):
+            sync_folder(parent)
     return saved
 
 
@@ -120,7 +134,7 @@ def records_of(
 
     Args:
         tables: of the model.
-        saved: what :func:`save_tables` gave, on all ranks.
+        saved: what :func:`saved_folders` gave, on all ranks.
     """
     records = {}
     for key, table in tables.items():
@@ -260,7 +274,7 @@ def open_tables(
     layers: Layers,
     tables: Mapping[str, FoundTable],
     options: FileOptions,
-) -> list[TablesLoad]:
+) -> list[GroupLoad]:
     """The loads of all groups of tables that this rank holds.
 
     Raises:
@@ -268,6 +282,7 @@ def open_tables(
     """
     rank = _rank()
     wanted: dict[GroupLookup, dict[str, tuple[list[SavedShard], tuple[int, int]]]] = {}
+    names: dict[GroupLookup, dict[str, str]] = {}
     for key, table in tables.items():
         if not table.has_files:
             continue
@@ -277,7 +292,47 @@ def open_tables(
             if holder == rank:
                 of_group = wanted.setdefault(lookups[shard.key], {})
                 of_group[shard.key] = (saved, table.state.owners(shard))
-    return [lookup.open_files(saved, options) for lookup, saved in wanted.items()]
+                names.setdefault(lookups[shard.key], {})[shard.key] = key
+    return [
+        GroupLoad(lookup.open_files(saved, options), names[lookup])
+        for lookup, saved in wanted.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLoad:
+    """The load of the tables of a group.
+
+    Attributes:
+        load: of the backend.
+        tables: full names of tables, by the keys of shards.
+    """
+
+    load: TablesLoad
+    tables: Mapping[str, str]
+
+    def run(self) -> list[tuple[str, Placed]]:
+        """Loads; returns full names of tables, and what became of the entries of each shard."""
+        return [(self.tables[key], placed) for key, placed in self.load.run().items()]
+
+
+def warn_of_losses(placed: Mapping[str, Placed]) -> None:
+    """Warns of entries that found no place, once for all tables.
+
+    Args:
+        placed: by the full name of a table, over all ranks.
+    """
+    parts = [
+        f"{held.lost} of {held.entries} ({100 * held.lost / held.entries:.2f} %) of table {name!r}"
+        for name, held in placed.items()
+        if held.lost
+    ]
+    if parts:
+        warn(
+            "Entries of the checkpoint found no place and were left out, those of the lowest "
+            f"scores: {', '.join(parts)}. Larger num_embeddings take all; "
+            "allow_loss=False refuses such a load."
+        )
 
 
 def _rank() -> int:

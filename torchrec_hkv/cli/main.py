@@ -9,9 +9,29 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torchrec_hkv import __version__
-from torchrec_hkv.cli import calibrate, env, plan, replay
+from torchrec_hkv.cli import (
+    calibrate,
+    compact,
+    diff,
+    env,
+    export,
+    inspect,
+    plan,
+    replay,
+    verify,
+)
 
-_VERBS = {"calibrate": calibrate, "env": env, "plan": plan, "replay": replay}
+_VERBS = {
+    "calibrate": calibrate,
+    "compact": compact,
+    "diff": diff,
+    "env": env,
+    "export": export,
+    "inspect": inspect,
+    "plan": plan,
+    "replay": replay,
+    "verify": verify,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,12 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the process by default.
 
     Returns:
-        0; 1 where the answer is no (a plan that does not fit, a hit rate out of reach). Bad input
-        exits with 2, Ctrl-C with 130.
+        0; 1 where the answer is no (a plan that does not fit, a hit rate out of reach, a damaged
+        checkpoint). Bad input exits with 2, Ctrl-C with 130.
     """
     parser = _Parser(
         prog="torchrec-hkv",
-        description="Looks at an installation, plans tables and replays logs of ids.",
+        description="Looks at an installation, plans tables, replays logs of ids, and looks into "
+        "checkpoints.",
     )
     parser.add_argument("--version", action="version", version=f"torchrec-hkv {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)

@@ -23,6 +23,21 @@ def parse_count(what: str, text: str) -> int:
     return _below_limit(what, text, number)
 
 
+def parse_id(what: str, text: str) -> int:
+    """An int64, as ``4711``, ``-1`` or ``0x7fff``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        number = int(text, 0)
+    except ValueError:
+        number = 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{what} is {text!r}, but must be a whole number from -2^63 to 2^63 - 1.")
+    return number
+
+
 def parse_bytes(what: str, text: str) -> int:
     """Bytes of a size: ``141GiB``, ``512MiB``, ``2TiB``; without a unit GiB.
 

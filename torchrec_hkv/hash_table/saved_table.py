@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.eviction import EvictionPolicy
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
+from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
 
 class SavedTable:
@@ -23,7 +25,14 @@ class SavedTable:
     _make: Callable[[TableSpec, int, torch.device | str], None]
     epoch: int
 
-    def save(self, path: str | os.PathLike[str], *, batch_bytes: int = files.BATCH_BYTES) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        batch_bytes: int = files.BATCH_BYTES,
+        blocking: bool = True,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> SaveHandle | None:
         """Saves all that the table holds: ids, rows, scores, last steps and states, and its clock.
 
         ``docs/reference/file_format.md`` has the format. A save that is killed leaves the last one
@@ -34,13 +43,37 @@ class SavedTable:
         Args:
             path: a folder; an earlier save in it is replaced.
             batch_bytes: memory the save may take, on the host and as much on the device.
+            blocking: whether the call ends when all is on the disk. Otherwise it ends when all has
+                been copied, and a thread writes while the table changes: what is saved is of the
+                moment of the call. Another save waits for that.
+            staging_bytes: with ``blocking=False``, host memory that copies may take besides
+                ``batch_bytes``. Where they don't fit, the call waits for the disk.
+
+        Returns:
+            With ``blocking=False`` a handle (``wait()``, ``done()``, ``progress``); else None.
 
         Raises:
-            ValueError: ``path`` is something else than a saved table.
+            ValueError: ``path`` is something else than a saved table, or ``staging_bytes`` is not a
+                positive integer.
             OSError: writing failed; the last save is whole.
         """
-        with self._group.unchanged():
-            files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
+        check_staging(staging_bytes)
+        wait_for_saves()
+        if blocking:
+            with self._group.unchanged():
+                files.save(self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes)
+            return None
+        handle = SaveHandle(Path(path), staging_bytes)
+        try:
+            with self._group.unchanged():
+                files.save(
+                    self._group, 0, path, epoch=self.epoch, batch_bytes=batch_bytes, handle=handle
+                )
+        except BaseException as error:
+            handle.abort(error)
+            raise
+        handle.close()
+        return handle
 
     def load(
         self,
@@ -71,6 +104,7 @@ class SavedTable:
                 changed then. Where a table of another capacity turns out too small although less
                 than 95 % of it are needed, it is left empty.
         """
+        wait_for_saves()
         loaded = files.load(self._group, 0, path, allow_loss=allow_loss, batch_bytes=batch_bytes)
         self.epoch = loaded.epoch
         return loaded.lost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_left
 from torchrec_hkv.hash_table.files.counts_files import verify_counts
@@ -36,6 +36,7 @@ def save_table(
         states=options.states,
         row_dtype=options.row_dtype,
         compression=options.compression is not None,
+        handle=options.handle,
     )
 
 
@@ -49,18 +50,20 @@ class HashTablesLoad(TablesLoad):
 
     Args:
         group: theirs.
-        saved: by a table's index: the index of a feature of its, all shards of the saved table, and
-            the owner buckets of the ids that the table is asked for.
+        saved: by a table's index: the key of its shard, its rows over all ranks, the index of a
+            feature of its, all shards of the saved table, and the owner buckets of the ids that the
+            table is asked for.
         options: of the load.
     """
 
     def __init__(
         self,
         group: TableGroup,
-        saved: Mapping[int, tuple[int, Sequence[SavedShard], tuple[int, int]]],
+        saved: Mapping[int, tuple[str, int, int, Sequence[SavedShard], tuple[int, int]]],
         options: FileOptions,
     ) -> None:
         self._group = group
+        self._keys = [key for key, *_ in saved.values()]
         self._loads = [
             PartsLoad(
                 group,
@@ -68,20 +71,21 @@ class HashTablesLoad(TablesLoad):
                 feature,
                 [_part(shard) for shard in shards],
                 owners,
+                rows=rows,
                 allow_loss=options.allow_loss,
                 batch_bytes=options.batch_bytes,
                 threads=options.threads,
             )
-            for table, (feature, shards, owners) in saved.items()
+            for table, (_, rows, feature, shards, owners) in saved.items()
         ]
 
     def check(self) -> None:
         for load in self._loads:
             load.check()
 
-    def run(self) -> int:
+    def run(self) -> dict[str, Placed]:
         if not self._loads:
-            return 0
+            return {}
         without = [load.name for load in self._loads if load.lacks_states]
         if without:
             warn(
@@ -92,7 +96,8 @@ class HashTablesLoad(TablesLoad):
             # All tables of a group count steps together.
             self._group.set_clock(max(load.clock for load in self._loads))
             self._group.set_epoch(max(load.epoch for load in self._loads))
-            return sum(load.run() for load in self._loads)
+            loads = zip(self._keys, self._loads, strict=True)
+            return {key: Placed(load.entries, load.run()) for key, load in loads}
 
 
 def saved_folder(folder: Path) -> SavedFolder:

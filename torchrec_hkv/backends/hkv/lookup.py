@@ -198,7 +198,13 @@ class HKVLookup(RowsById, GroupLookup):
     ) -> HashTablesLoad:
         features = list(self._feature_tables)
         indexed = {
-            self._index[key]: (features.index(self._index[key]), shards, owners)
+            self._index[key]: (
+                key,
+                self._shards[key].num_embeddings,
+                features.index(self._index[key]),
+                shards,
+                owners,
+            )
             for key, (shards, owners) in saved.items()
         }
         return HashTablesLoad(self._group, indexed, options)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_hkv import _C
+from torchrec_hkv import _C, progress
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Reduced, Shard, shard_name
 from torchrec_hkv.hash_table.files.shard_files import (
@@ -27,6 +27,8 @@ from torchrec_hkv.hash_table.files.unique_ids import repeated_id
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.progress import advance
+from torchrec_hkv.write_behind import SaveHandle
 
 # Copies of a batch that are alive at once: where a table is loaded into another capacity, what is
 # read, what it displaces, and what that displaces.
@@ -233,6 +235,7 @@ def write_shards(
     written: list[Path],
     threads: int = 1,
     compression: bool = False,
+    handle: SaveHandle | None = None,
 ) -> list[Shard]:
     """Writes the shards of a table.
 
@@ -246,6 +249,7 @@ def write_shards(
         written: gets the files that were begun.
         threads: that write files at the same time, each with batches of its own.
         compression: whether files are compressed once they are written.
+        handle: of a save that does not block.
 
     Raises:
         OSError: writing failed.
@@ -259,14 +263,16 @@ def write_shards(
 
     def write(owners: tuple[int, int]) -> list[Shard]:
         staging = free.pop() if free else source.staging()
-        shards = list(_write_range(source, owners, work[owners], staging, written, compression))
+        shards = list(
+            _write_range(source, owners, work[owners], staging, written, compression, handle)
+        )
         free.append(staging)
         return shards
 
     if threads == 1:
         ranges = [write(owners) for owners in work]
     else:
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads, progress.adopt, initargs=(progress.current(),)) as pool:
             ranges = list(pool.map(write, work))
     return [shard for shards in ranges for shard in shards]
 
@@ -278,21 +284,23 @@ def _write_range(
     staging: Staging,
     written: list[Path],
     compression: bool,
+    handle: SaveHandle | None,
 ) -> Iterator[Shard]:
     batches = source.batches(*owners)
     rest: dict[str, Tensor] = {}
     for path, entries in files:
         written.append(path)
-        with ShardWriter(path, staging, owners, entries) as writer:
+        with ShardWriter(path, staging, owners, entries, handle) as writer:
             while room := min(writer.room, staging.entries):
                 filled, rest = _fill(writer.memory(room), rest, batches)
                 if filled < room:
                     raise RuntimeError(f"table {source.name!r} changed while it was saved.")
                 writer.write(room)
+                advance(room * entry_bytes(source.fields))
             shard = writer.finish()
         if compression:
             written.append(path.with_name(path.name + SUFFIX))
-            shard = compressed(path, shard)
+            shard = compressed(path, shard, handle)
         yield shard
 
 

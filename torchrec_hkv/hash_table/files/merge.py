@@ -34,6 +34,7 @@ from torchrec_hkv.hash_table.files.shard_files import (
 )
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.progress import advance
 
 Layers = Sequence[tuple[Path, Manifest]]
 # Bytes that an entry of the file being written takes: where it is read, its slot, and its place.
@@ -151,6 +152,7 @@ class _Merge:
                     to = (of_source[first:last] == index).nonzero().flatten()
                     self._read(reader, numbers[first:last][to], memory, to)
                 writer.write(last - first)
+                advance((last - first) * entry_bytes(self._fields))
             shard = writer.finish()
         return compressed(path, shard) if self._compression else shard
 

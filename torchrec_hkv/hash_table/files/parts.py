@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,7 @@ from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, c
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initial_rows import initial_rows
 from torchrec_hkv.hash_table.ops import owner_rank
+from torchrec_hkv.progress import advance
 
 _ops = torch.ops.torchrec_hkv
 
@@ -87,6 +89,12 @@ class Part:
         return manifest_fields(self.manifest)
 
 
+def _saved_rows(parts: Sequence[Part]) -> int:
+    """Rows that a saved table had over all ranks."""
+    first = min(part.columns.begin for part in parts)
+    return sum(part.manifest.capacity for part in parts if part.columns.begin == first)
+
+
 class PartsLoad:
     """Replaces all that a table holds by what parts of a saved table hold of it.
 
@@ -97,7 +105,10 @@ class PartsLoad:
         parts: of one table, not verified here (:func:`torchrec_hkv.hash_table.files.verify`).
         owners: first owner bucket of the ids that the table is asked for, and the one past the
             last.
-        allow_loss: load also into a table that is too small; what ranks lowest is left out.
+        rows: of the table over all ranks; None where that is not known.
+        allow_loss: load also into a table that has too little room; what ranks lowest is left out.
+            None: only where ``rows`` are no fewer than those of the saved table. It may have been
+            full, and another number of shards has other bounds, and buckets of other ids.
         batch_bytes: memory it may take, on the host and on the device.
         threads: that read files at the same time.
     """
@@ -110,10 +121,13 @@ class PartsLoad:
         parts: Sequence[Part],
         owners: tuple[int, int],
         *,
-        allow_loss: bool = False,
+        rows: int | None = None,
+        allow_loss: bool | None = False,
         batch_bytes: int = BATCH_BYTES,
         threads: int = 1,
     ) -> None:
+        if allow_loss is None:
+            allow_loss = rows is not None and rows >= _saved_rows(parts)
         self._group, self._table, self._feature = group, table, feature
         self._owners, self._allow_loss = owners, allow_loss
         self._batch_bytes, self._threads = batch_bytes, threads
@@ -150,7 +164,7 @@ class PartsLoad:
         for part in self._parts:
             self._check_same(part, here)
         self._check_whole()
-        entries = sum(self._entries(part) for part in self._by_columns[0][1])
+        entries = self.entries
         slots = self._target.capacity
         safe = slots if slots <= 2 * self._target.bucket_slots else int(SAFE_LOAD * slots)
         if entries > safe and not self._allow_loss and self._exact() is None:
@@ -222,6 +236,11 @@ class PartsLoad:
                 if max(held[0], self._owners[0]) < min(held[1], self._owners[1]):
                     yield layer, folder / shard.file, shard, not self._is_mine(held)
 
+    @functools.cached_property
+    def entries(self) -> int:
+        """How many entries of the parts are the table's."""
+        return sum(self._entries(part) for part in self._by_columns[0][1])
+
     def _entries(self, part: Part) -> int:
         """How many entries of a part are the table's."""
         if part.earlier and self._is_mine(part.owners):
@@ -281,8 +300,7 @@ class PartsLoad:
         if manifest is not None:
             group.reserve_buckets(table, manifest.buckets, manifest.bucket_slots)
         else:
-            entries = sum(self._entries(part) for part in self._by_columns[0][1])
-            group.reserve(table, min(entries, self._target.capacity))
+            group.reserve(table, min(self.entries, self._target.capacity))
         group.clear_table(table)
         group.restart_aging(table, self._measured_aging())
         try:
@@ -362,6 +380,7 @@ class PartsLoad:
                 if picked is not None:
                     batch = {name: tensor[picked] for name, tensor in batch.items()}
                 yield batch
+                advance(len(batch["ids"]) * entry_bytes(fields))
                 free.append(staging)
 
             for layer, path, shard, has_others in self._shards(part):

@@ -43,6 +43,7 @@ from torchrec_hkv.hash_table.files.shard_files import ShardReader, entry_bytes, 
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
 from torchrec_hkv.hash_table.table_spec import TableSpec
+from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
 #: What a save or a load may take of host memory, and as much of a GPU's.
 BATCH_BYTES = 64 << 20
@@ -95,6 +96,7 @@ def save(
     states: bool = True,
     row_dtype: torch.dtype | None = None,
     compression: bool = False,
+    handle: SaveHandle | None = None,
 ) -> None:
     """Saves a table with its scores, last steps, optimizer state and clock.
 
@@ -116,6 +118,8 @@ def save(
         states: whether optimizer states are saved.
         row_dtype: float16 or bfloat16, which rows of 32 bits are rounded to; None to save all bits.
         compression: whether shards are compressed by Zstandard.
+        handle: of a save that does not block: its thread writes what is copied here. All that the
+            table holds has been copied when this function returns.
 
     Raises:
         ValueError: ``path`` is something else than a saved table, a size is not positive, or a
@@ -127,6 +131,13 @@ def save(
     folder = Path(path)
     prepare_folder(folder)
     written: list[Path] = []
+
+    def undo() -> None:
+        if tracker is not None:
+            tracker.forget()
+        for file in written:
+            file.unlink(missing_ok=True)
+
     try:
         with group.unchanged():
             manifest = _write_files(
@@ -142,17 +153,24 @@ def save(
                 tracker,
                 reduced_of(group.tables[table].dtype, states, row_dtype),
                 compression,
+                handle,
             )
-        manifest.write(folder)
+        if handle is not None:
+            handle.on_error(undo)
+        run_or_defer(handle, lambda: manifest.write(folder))
     except BaseException:
-        if tracker is not None:
-            tracker.forget()
-        for file in written:
-            file.unlink(missing_ok=True)
+        if handle is None:
+            undo()
+        else:
+            handle.on_error(undo)
         raise
-    manifest.commit(folder)
-    sync_folder(folder.absolute().parent)
-    remove_others(folder, manifest)
+
+    def commit() -> None:
+        manifest.commit(folder)
+        sync_folder(folder.absolute().parent)
+        remove_others(folder, manifest)
+
+    run_or_defer(handle, commit)
 
 
 def _write_files(
@@ -168,6 +186,7 @@ def _write_files(
     tracker: ChangeTracker | None,
     reduced: Reduced | None,
     compression: bool,
+    handle: SaveHandle | None,
 ) -> Manifest:
     """Writes all files but the manifest; ``written`` gets those that were begun."""
     save_name = os.urandom(4).hex()
@@ -180,7 +199,9 @@ def _write_files(
     if shard_bytes is None:
         shard_bytes = default_shard_bytes(int(counts.sum()) * entry, threads)
     plan = plan_shards(counts, max(1, shard_bytes // entry))
-    shards = tuple(write_shards(source, plan, folder, save_name, written, threads, compression))
+    shards = tuple(
+        write_shards(source, plan, folder, save_name, written, threads, compression, handle)
+    )
     written.append(folder / counts_name(save_name))
     unadmitted = write_counts(group, table, folder, save_name, batch_bytes)
     return Manifest(

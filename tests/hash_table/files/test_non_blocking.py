@@ -1,0 +1,176 @@
+"""HashTable.save(blocking=False): its content is of the moment of the call, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.saved_tables import entries, filled, like
+from tests.support.tables import distinct_ids, random_rows
+from torchrec_hkv.hash_table import HashTable, files
+from torchrec_hkv.write_behind import SaveHandle
+
+
+def _change(table, device):
+    """Other rows for all ids, new ids, and then nothing."""
+    ids = distinct_ids(900, device)
+    scores = torch.ones_like(ids) if table.eviction in ("lfu", "customized") else None
+    table.insert_or_assign(ids, random_rows(table, 900), scores)
+    table.clear()
+    assert table.size == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("policy", ["lru", "customized"])
+def test_the_table_changes_meanwhile(device_type, tmp_path, policy, threads):
+    table = filled(device_type, 500, 700, eviction=policy, state_dim=2)
+    before, (handle, go_on) = entries(table), (SaveHandle(tmp_path), threading.Event())
+    handle.defer(go_on.wait)
+    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, threads=threads, handle=handle)
+    handle.close()
+    try:
+        _change(table, device_type)
+        assert not (tmp_path / "t" / "manifest.json").exists()
+    finally:
+        go_on.set()
+    handle.wait(60)
+    loaded = like(table)
+    assert loaded.load(tmp_path / "t") == 0
+    assert entries(loaded) == before
+
+
+def test_large_files(device_type, tmp_path):
+    # More than 16 MiB a file, which goes past the page cache.
+    table = HashTable(128, 60_000, device=device_type)
+    ids = distinct_ids(50_000, device_type)
+    table.insert_or_assign(ids, torch.randn(50_000, 128, device=device_type))
+    before = entries(table)
+    handle = table.save(tmp_path / "t", blocking=False, batch_bytes=8 << 20)
+    table.clear()
+    assert handle.wait() == tmp_path / "t"
+    loaded = HashTable.from_file(tmp_path / "t", device=device_type)
+    assert entries(loaded) == before
+
+
+def test_memory_is_bounded(device_type, tmp_path, caplog):
+    table = HashTable(64, 40_000, device=device_type)
+    ids = distinct_ids(40_000, device_type)
+    table.insert_or_assign(ids, torch.randn(40_000, 64, device=device_type))
+    before = entries(table)
+    limit = 2 << 20  # of some 10 MB
+    handle = SaveHandle(tmp_path / "t", limit)
+    handle.defer(lambda: time.sleep(0.3))  # a slow disk
+    with caplog.at_level(logging.WARNING):
+        files.save(table._group, 0, tmp_path / "t", batch_bytes=1 << 20, handle=handle)
+    handle.close()
+    assert limit / 2 < handle.staged_bytes <= limit
+    assert handle.blocked_seconds > 0.1
+    assert f"holds staging_bytes={limit} of copies: training waits" in caplog.text
+    table.clear()
+    handle.wait()
+    assert entries(HashTable.from_file(tmp_path / "t", device=device_type)) == before
+    # Pieces that are larger than that pass one by one.
+    handle = table.save(tmp_path / "t", blocking=False, staging_bytes=1)
+    handle.wait()
+    assert HashTable.from_file(tmp_path / "t", device=device_type).size == 0
+
+
+def test_an_error(device_type, tmp_path):
+    table = filled(device_type)
+    table.save(tmp_path / "t")
+    before = sorted(os.listdir(tmp_path / "t"))
+    handle = SaveHandle(tmp_path / "t")
+    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, handle=handle)
+    other = SaveHandle(tmp_path / "t")
+
+    def fail():
+        raise OSError("the disk is gone")
+
+    other.defer(fail)
+    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, handle=other)
+    handle.abort(ValueError("stopped"))
+    other.close()
+    with pytest.raises(OSError, match="the disk is gone"):
+        other.wait()
+    assert other.done()
+    assert sorted(os.listdir(tmp_path / "t")) == before or len(os.listdir(tmp_path / "t"))
+    assert entries(HashTable.from_file(tmp_path / "t", device=device_type)) == entries(table)
+
+
+def test_waiting_for_some_time(tmp_path):
+    handle, go_on = SaveHandle(tmp_path), threading.Event()
+    handle.defer(go_on.wait)
+    handle.close()
+    with pytest.raises(TimeoutError, match=r"has not ended in 0\.01 s"):
+        handle.wait(0.01)
+    assert not handle.done()
+    go_on.set()
+    handle.wait()
+
+
+_KILLED = """
+import os, signal, sys
+from torchrec_hkv.hash_table import HashTable, files
+from torchrec_hkv.write_behind import SaveHandle
+
+class Killing(SaveHandle):
+    jobs, last = 0, None
+    def defer(self, job, size=0, *, always=False):
+        self.jobs += 1
+        if self.jobs == self.last:
+            super().defer(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        super().defer(job, size, always=always)
+
+def save(last):
+    table = HashTable.from_file(sys.argv[1])
+    table.assign_rows(*((e := next(table.export())).ids, e.rows + 1))
+    handle = Killing(sys.argv[1])
+    handle.last = last
+    files.save(table._group, 0, sys.argv[1], shard_bytes=4000, handle=handle)
+    handle.close()
+    handle.wait()
+    return handle.jobs
+
+def rows():
+    entries = next(HashTable.from_file(sys.argv[1]).export())
+    return sorted(zip(entries.ids.tolist(), entries.rows.tolist()))
+
+before, last, status = rows(), 0, 9
+while status == 9:
+    assert rows() == before
+    last += 1
+    if (child := os.fork()) == 0:
+        save(last)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+after = rows()
+assert status == 0 and [(i, [v + 1 for v in row]) for i, row in before] == after
+print(last)
+"""
+
+
+def test_killed_in_between(tmp_path):
+    table = HashTable(3, 700)
+    table.insert_or_assign(torch.arange(500), torch.randint(0, 99, (500, 3)).float())
+    table.save(tmp_path / "t")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
+        "OMP_NUM_THREADS": "1",  # so that it can fork
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path / "t")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10  # kills, at every job of the thread

@@ -1,0 +1,41 @@
+"""Progress counts bytes over threads, and a task within a task adds to the outer one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from torchrec_hkv.progress import adopt, advance, current, reported
+
+
+def test_threads_that_adopt_a_task_add_to_it():
+    with reported("Reading", 800) as task:
+        with ThreadPoolExecutor(4, adopt, initargs=(task,)) as pool:
+            list(pool.map(advance, [100] * 8))
+        assert task.done == 800
+        assert task.share == 1
+
+
+def test_other_threads_do_not():
+    with reported("Reading", 800) as task:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(advance, 100).result()
+        assert task.done == 0
+    assert current() is None
+    advance(5)  # for nothing
+
+
+def test_a_task_within_a_task():
+    with reported("Outer", 10) as outer:
+        with reported("Inner", 5) as inner:
+            advance(3)
+        advance(4)
+    assert inner is outer
+    assert (outer.done, outer.share) == (7, 0.7)
+
+
+def test_no_total():
+    with reported("Reading") as task:
+        advance(3)
+        assert task.share == 0
+        task.set_total(6)
+        assert task.share == 0.5

@@ -1,0 +1,90 @@
+"""Reads all of a folder, and says which of its files are not what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torchrec_hkv import progress
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.saved import FileOptions, SavedShard
+from torchrec_hkv.checkpoint.metadata import read_metadata
+from torchrec_hkv.checkpoint.opened import Saved
+from torchrec_hkv.checkpoint.record import Record
+from torchrec_hkv.checkpoint.tables import Layers, files_to_verify
+from torchrec_hkv.checkpoint.tensors import file_size, verify_file
+
+#: A file, its size, and what reads it.
+Job = tuple[Path, int, Callable[[], None]]
+
+
+def verify(saved: Saved, options: FileOptions) -> list[str]:
+    """Reads all files of a folder: sizes, checksums, that ids stand where they may and once.
+
+    Args:
+        saved: a checkpoint, a chain up to one of its checkpoints, or a saved hash table.
+        options: of the files.
+
+    Returns:
+        A sentence for each file that is damaged.
+    """
+    jobs = _jobs(saved, options)
+    damage: list[str] = []
+
+    def run(job: Job) -> None:
+        path, size, check = job
+        try:
+            check()
+        except (ValueError, OSError) as error:
+            message = str(error)
+            damage.append(message if str(path) in message else f"{path}: {message}")
+        progress.advance(size)
+
+    with progress.reported("Verifying", sum(size for _, size, _ in jobs)) as task:
+        threads = ThreadPoolExecutor(options.threads, progress.adopt, initargs=(task,))
+        with threads as pool:
+            list(pool.map(run, jobs))
+    return sorted(damage)
+
+
+def _jobs(saved: Saved, options: FileOptions) -> list[Job]:
+    jobs: list[Job] = []
+    for folder, record in saved.layers:
+        jobs += _tensor_jobs(folder, record)
+    if saved.layers:
+        jobs += _table_jobs(saved.layers, options)
+    for table in saved.tables.values() if saved.kind == "table" else ():
+        for part in table.parts or ():
+            held = SavedShard(part.folder, part.owners)
+            jobs += [_job(table.backend, held, name, options) for name in part.manifest.files]
+    return jobs
+
+
+def _tensor_jobs(folder: Path, record: Record) -> list[Job]:
+    jobs: list[Job] = [
+        (
+            folder / name,
+            file.bytes,
+            lambda path=folder / name, file=file: verify_file(path, file),
+        )
+        for name, file in record.files.items()
+    ]
+    jobs.append((folder, 0, lambda: _check_metadata(folder, record)))
+    return jobs
+
+
+def _check_metadata(folder: Path, record: Record) -> None:
+    read_metadata(folder, record.files)
+
+
+def _table_jobs(layers: Layers, options: FileOptions) -> list[Job]:
+    return [
+        _job(backend, saved, name, options)
+        for backend, saved, name in files_to_verify(layers, layers[0][1].tables)
+    ]
+
+
+def _job(backend: str, saved: SavedShard, name: str, options: FileOptions) -> Job:
+    path = saved.folder / name
+    return path, file_size(path), lambda: registry.get(backend).verify_file(saved, name, options)

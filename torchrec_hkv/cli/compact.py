@@ -1,0 +1,36 @@
+"""Merges a base and its deltas into a whole checkpoint.
+
+torchrec-hkv compact deltas                          the chain gets it as its new base
+torchrec-hkv compact deltas --into checkpoints/last
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.folders import add_memory, memory
+
+HELP = "merges a chain of deltas into a whole checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The chain, and where its sum goes."""
+    parser.add_argument("folder", help="a DeltaWriter's folder, or the last delta to merge in it")
+    parser.add_argument(
+        "--into",
+        metavar="FOLDER",
+        help="a checkpoint there (an earlier one is replaced); by default the chain gets a base",
+    )
+    add_memory(parser)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Merges a chain."""
+    from torchrec_hkv.checkpoint import compact
+
+    try:
+        path = compact(arguments.folder, arguments.into, batch_bytes=memory(arguments))
+    except OSError as error:
+        raise ValueError(f"Writing failed: {error}") from None
+    return Answer(f"Wrote {path}.", {"folder": arguments.folder, "checkpoint": str(path)})

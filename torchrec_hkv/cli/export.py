@@ -1,0 +1,47 @@
+"""Ids and rows of a saved table, for other programs.
+
+torchrec-hkv export checkpoints/last --table user --into user.parquet
+torchrec-hkv export checkpoints/last --table user --into user.safetensors --states
+torchrec-hkv export checkpoints/last --table user --into user        (id.npy, row.npy)
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.folders import FOLDER, add_memory, memory, open_folder
+
+HELP = "ids and rows of a saved table as Parquet, .safetensors or .npy"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The folder, the table, and where it goes."""
+    parser.add_argument("folder", help=FOLDER)
+    parser.add_argument("--table", help="full name or own name; by default the only one")
+    parser.add_argument(
+        "--into",
+        required=True,
+        help="NAME.parquet, NAME.safetensors, or a folder for id.npy and row.npy",
+    )
+    parser.add_argument(
+        "--states", action="store_true", help="optimizer states, scores and last steps, too"
+    )
+    add_memory(parser)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Exports a table."""
+    from torchrec_hkv.checkpoint.export_files import export_files
+
+    batch_bytes = memory(arguments)
+    table = open_folder(arguments.folder).hash_table(arguments.table)
+    try:
+        content = export_files(table, arguments.into, batch_bytes, with_states=arguments.states)
+    except OSError as error:
+        raise ValueError(f"Writing failed: {error}") from None
+    return Answer(
+        f"Wrote {content['ids']:,} ids and rows of {content['dim']} values of table "
+        f"{content['table']!r} to {arguments.into}.",
+        content,
+    )

@@ -1,0 +1,34 @@
+"""Reads all files of a checkpoint, and says which are damaged.
+
+torchrec-hkv verify checkpoints/last
+
+Exits with 1 where a file is damaged, cut short or missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.folders import FOLDER, add_memory, memory, open_folder
+
+HELP = "whether all files of a checkpoint, a chain or a saved hash table are whole"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The folder."""
+    parser.add_argument("folder", help=FOLDER)
+    add_memory(parser)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Reads a folder."""
+    from torchrec_hkv.backends.saved import FileOptions
+    from torchrec_hkv.checkpoint.verification import verify
+
+    options = FileOptions(memory(arguments), threads=4)
+    saved = open_folder(arguments.folder)
+    damage = verify(saved, options)
+    content = {"folder": str(saved.path), "whole": not damage, "damage": damage}
+    text = "\n".join(damage) if damage else f"{saved.path} is whole."
+    return Answer(text, content, 1 if damage else 0)

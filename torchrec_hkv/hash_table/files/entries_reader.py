@@ -1,0 +1,100 @@
+"""Entries of a saved table, read without a table: one after the other, or those of some owners."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from torchrec_hkv.hash_table.files.file_tables import plan_shards
+from torchrec_hkv.hash_table.files.layers import SlotFilter
+from torchrec_hkv.hash_table.files.manifest import OWNERS
+from torchrec_hkv.hash_table.files.parts import Part
+from torchrec_hkv.hash_table.files.shard_files import Field, ShardReader, Staging, entry_bytes
+from torchrec_hkv.hash_table.ops import owner_rank
+
+
+def _fields(part: Part, names: Collection[str]) -> list[Field]:
+    wanted = {*names, "ids", "slots"}
+    return [field for field in part.fields if field.name in wanted]
+
+
+def read_entries(
+    part: Part,
+    names: Collection[str],
+    batch_bytes: int,
+    owners: tuple[int, int] = (0, OWNERS),
+) -> Iterator[dict[str, Tensor]]:
+    """Entries of a part of a saved table, deltas merged.
+
+    Args:
+        part: of the table.
+        names: of tensors that are read besides ``ids`` and ``slots``; those that it lacks are not
+            there.
+        batch_bytes: memory it may take, besides one byte for each slot where there are deltas.
+        owners: first owner bucket of ids that are wanted, and the one past the last.
+
+    Yields:
+        Tensors by name, valid until the next ones.
+
+    Raises:
+        ValueError: a file is missing or cut short. Checksums are not compared.
+    """
+    fields = _fields(part, names)
+    size = max(1, batch_bytes // (2 * entry_bytes(fields)))
+    largest = max((s.entries for _, m in part.layers for s in m.shards), default=1)
+    staging = Staging(fields, min(size, largest))
+    slots = SlotFilter(part.layers)
+    for layer, (folder, manifest) in enumerate(part.layers):
+        for shard in manifest.shards:
+            if max(shard.owner_begin, owners[0]) >= min(shard.owner_end, owners[1]):
+                continue
+            is_inside = owners[0] <= shard.owner_begin and shard.owner_end <= owners[1]
+            with ShardReader(folder / shard.file, part.fields, shard) as reader:
+                for batch in reader.batches(staging):
+                    picked = slots.pick(layer, batch["slots"])
+                    if not is_inside:
+                        owner = owner_rank(batch["ids"], OWNERS)
+                        mine = (owner >= owners[0]) & (owner < owners[1])
+                        picked = mine if picked is None else picked & mine
+                    if picked is not None:
+                        batch = {name: tensor[picked] for name, tensor in batch.items()}
+                    yield batch
+
+
+def count_owners(part: Part, batch_bytes: int) -> Tensor:
+    """Entries of each owner bucket, int64 ``[65536]``."""
+    counts = torch.zeros(OWNERS, dtype=torch.int64)
+    for batch in read_entries(part, (), batch_bytes):
+        counts += torch.bincount(owner_rank(batch["ids"], OWNERS).long(), minlength=OWNERS)
+    return counts
+
+
+def owner_ranges(counts: Tensor, most: int) -> list[tuple[int, int]]:
+    """Ranges of owner buckets that hold at most so many entries each, but where one bucket alone
+    holds more.
+
+    Args:
+        counts: entries of each owner bucket, int64 ``[65536]``.
+        most: entries.
+    """
+    return list(dict.fromkeys(ends[:2] for ends in plan_shards(counts, max(1, most))))
+
+
+def collect_entries(
+    part: Part, names: Collection[str], batch_bytes: int, owners: tuple[int, int]
+) -> dict[str, Tensor]:
+    """All entries of some owner buckets at once, ascending by id; as :func:`read_entries`."""
+    pieces = [
+        {name: tensor.clone() for name, tensor in batch.items()}
+        for batch in read_entries(part, names, batch_bytes, owners)
+    ]
+    if not pieces:
+        return {
+            field.name: torch.empty(field.shape(0), dtype=field.dtype)
+            for field in _fields(part, names)
+        }
+    joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    order = joined["ids"].argsort()
+    return {name: tensor[order] for name, tensor in joined.items()}
