@@ -184,7 +184,7 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module]) -> nn.Module:
 
 
 class Program(nn.Module):
-    """What is exported: ``forward(handle, *tensors)``, as docs/serving.md says.
+    """What is exported: ``forward(handle, *tensors)``, as docs/guide/serving.md says.
 
     Args:
         model: with lookups.
