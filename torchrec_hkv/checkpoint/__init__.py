@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchrec_hkv.write_behind import SaveHandle
+
 if TYPE_CHECKING:
     from torchrec_hkv.checkpoint.compaction import compact
     from torchrec_hkv.checkpoint.deltas import DeltaWriter
@@ -36,5 +38,13 @@ def __getattr__(name: str) -> Any:
     globals()[name] = value
     return value
 
-
-__all__ = ["DeltaWriter", "compact", "digest", "export_rows", "import_rows", "load", "save"]
+__all__ = [
+    "DeltaWriter",
+    "SaveHandle",
+    "compact",
+    "digest",
+    "export_rows",
+    "import_rows",
+    "load",
+    "save",
+]

@@ -42,7 +42,7 @@ def verify(saved: Saved, options: FileOptions) -> list[str]:
         progress.advance(size)
 
     with progress.reported("Verifying", sum(size for _, size, _ in jobs)) as task:
-        threads = ThreadPoolExecutor(options.threads, progress.adopt, initargs=(task,))
+        threads = ThreadPoolExecutor(options.threads, initializer=progress.adopt, initargs=(task,))
         with threads as pool:
             list(pool.map(run, jobs))
     return sorted(damage)

@@ -272,7 +272,9 @@ def write_shards(
     if threads == 1:
         ranges = [write(owners) for owners in work]
     else:
-        with ThreadPoolExecutor(threads, progress.adopt, initargs=(progress.current(),)) as pool:
+        with ThreadPoolExecutor(
+            threads, initializer=progress.adopt, initargs=(progress.current(),)
+        ) as pool:
             ranges = list(pool.map(write, work))
     return [shard for shards in ranges for shard in shards]
 
