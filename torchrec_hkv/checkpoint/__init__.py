@@ -38,6 +38,7 @@ def __getattr__(name: str) -> Any:
     globals()[name] = value
     return value
 
+
 __all__ = [
     "DeltaWriter",
     "SaveHandle",
