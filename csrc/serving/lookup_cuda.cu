@@ -114,6 +114,9 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
   const char* const* const found = call.found + output.layer * call.n;
   const float row_scale = output.mean == Mean::kScaledRows ? 1.0f / length : 1.0f;
   const int64_t out_bytes = element_size(call.type);
+  // As on a CPU: only rows in the types of tables that train.
+  const bool fused =
+      output.fused && (kFormat == RowFormat::kFloat32 || kFormat == RowFormat::kFloat16);
   for (int32_t piece = lane; piece < pieces; piece += lanes) {
     const int32_t column = piece * kColumns;
     float sums[kColumns] = {};
@@ -141,7 +144,7 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
         const float by = __fmul_rn(weight, row_scale);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          sums[c] = output.fused ? __fmaf_rn(by, values[c], sums[c])
+          sums[c] = fused ? __fmaf_rn(by, values[c], sums[c])
                                  : __fadd_rn(sums[c], __fmul_rn(by, values[c]));
         }
       }

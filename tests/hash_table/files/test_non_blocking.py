@@ -16,6 +16,7 @@ import torch
 from tests.support.saved_tables import entries, filled, like
 from tests.support.tables import distinct_ids, random_rows
 from torchrec_hkv.hash_table import HashTable, files
+from torchrec_hkv.hash_table.files import save_load
 from torchrec_hkv.write_behind import SaveHandle
 
 
@@ -72,7 +73,7 @@ def test_memory_is_bounded(device_type, tmp_path, caplog):
         files.save(table._group, 0, tmp_path / "t", batch_bytes=1 << 20, handle=handle)
     handle.close()
     assert limit / 2 < handle.staged_bytes <= limit
-    assert handle.blocked_seconds > 0.1
+    assert handle.blocked_seconds > 0
     assert f"holds staging_bytes={limit} of copies: training waits" in caplog.text
     table.clear()
     handle.wait()
@@ -86,23 +87,52 @@ def test_memory_is_bounded(device_type, tmp_path, caplog):
 def test_an_error(device_type, tmp_path):
     table = filled(device_type)
     table.save(tmp_path / "t")
-    before = sorted(os.listdir(tmp_path / "t"))
+    before, files_before = entries(table), sorted(os.listdir(tmp_path / "t"))
     handle = SaveHandle(tmp_path / "t")
-    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, handle=handle)
-    other = SaveHandle(tmp_path / "t")
 
     def fail():
         raise OSError("the disk is gone")
 
-    other.defer(fail)
-    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, handle=other)
-    handle.abort(ValueError("stopped"))
-    other.close()
+    handle.defer(fail)
+    table.insert_or_assign(distinct_ids(9, device_type), random_rows(table, 9))
+    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, handle=handle)
+    handle.close()
     with pytest.raises(OSError, match="the disk is gone"):
-        other.wait()
-    assert other.done()
-    assert sorted(os.listdir(tmp_path / "t")) == before or len(os.listdir(tmp_path / "t"))
-    assert entries(HashTable.from_file(tmp_path / "t", device=device_type)) == entries(table)
+        handle.wait()
+    assert handle.done()
+    assert sorted(os.listdir(tmp_path / "t")) == files_before
+    assert entries(HashTable.from_file(tmp_path / "t", device=device_type)) == before
+
+
+def test_aborted(device_type, tmp_path):
+    table = filled(device_type)
+    table.save(tmp_path / "t")
+    before, files_before = entries(table), sorted(os.listdir(tmp_path / "t"))
+    handle, go_on = SaveHandle(tmp_path / "t"), threading.Event()
+    handle.defer(go_on.wait)
+    table.insert_or_assign(distinct_ids(9, device_type), random_rows(table, 9))
+    files.save(table._group, 0, tmp_path / "t", shard_bytes=4000, handle=handle)
+    threading.Timer(0.1, go_on.set).start()
+    handle.abort(ValueError("stopped"))
+    with pytest.raises(ValueError, match="stopped"):
+        handle.wait()
+    assert sorted(os.listdir(tmp_path / "t")) == files_before
+    assert entries(HashTable.from_file(tmp_path / "t", device=device_type)) == before
+
+
+def test_an_error_after_the_commit(tmp_path, monkeypatch):
+    table = filled("cpu")
+    table.save(tmp_path / "t")
+    table.erase(distinct_ids(5, "cpu"))
+
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(save_load, "remove_others", fail)
+    handle = table.save(tmp_path / "t", blocking=False)
+    with pytest.raises(OSError, match="the disk is gone"):
+        handle.wait()
+    assert entries(HashTable.from_file(tmp_path / "t")) == entries(table)
 
 
 def test_waiting_for_some_time(tmp_path):
@@ -119,6 +149,7 @@ def test_waiting_for_some_time(tmp_path):
 _KILLED = """
 import os, signal, sys
 from torchrec_hkv.hash_table import HashTable, files
+from torchrec_hkv.hash_table.files import save_load
 from torchrec_hkv.write_behind import SaveHandle
 
 class Killing(SaveHandle):

@@ -167,6 +167,7 @@ def save(
 
     def commit() -> None:
         manifest.commit(folder)
+        written.clear()  # they are the saved table now, whatever fails after this
         sync_folder(folder.absolute().parent)
         remove_others(folder, manifest)
 
