@@ -33,6 +33,12 @@ def test_no_lane_skips_a_call():
     assert not found
 
 
+def test_lanes_come_from_votes():
+    """``__activemask`` says who happens to run together, which lanes may see differently."""
+    found = [p.name for p in CSRC.rglob("*.cu*") if "__activemask()" in p.read_text()]
+    assert not found
+
+
 def test_what_is_found():
     bad = "const bool same = counted && entry == __shfl_sync(kAllLanes, entry, first);"
     assert _skipped(bad) == ["const bool same = counted && entry == __shfl_sync("]

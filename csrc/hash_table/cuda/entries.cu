@@ -22,9 +22,11 @@ __global__ void __launch_bounds__(kThreads)
     touch_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                  const Batch batch, const int64_t* __restrict__ slots, const Visit visit) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= batch.num_ids || slots[i] == kNoSlot) return;
+  const bool hit = i < batch.num_ids && slots[i] != kNoSlot;
+  const unsigned hits = __ballot_sync(kAllLanes, hit);
+  if (!hit) return;
   const TableView& table = kOneTable ? only : table_at(tables, batch, i);
-  touch(table, slots[i] - table.first_slot, visit, visit.given(i));
+  touch(hits, table, slots[i] - table.first_slot, visit, visit.given(i));
 }
 
 template <bool kOneTable>

@@ -110,12 +110,14 @@ __device__ __forceinline__ void write_id(const TableView& table, int64_t slot, i
   }
 }
 
-// Touches an entry as a hit does. Of the lanes of a warp that call it together for one slot, one
-// writes: a hot id costs a warp one write, which nothing waits for.
-__device__ __forceinline__ void touch(const TableView& table, int64_t slot, const Visit& visit,
-                                      uint64_t given) {
+// Touches an entry as a hit does. Of the lanes of a warp that have one slot, one writes: a hot id
+// costs a warp one write, which nothing waits for. lanes: those that call it, found by a vote of
+// all lanes. (__activemask would say who happens to run together; lanes may differ about it, and
+// then an addition is lost or doubled.)
+__device__ __forceinline__ void touch(unsigned lanes, const TableView& table, int64_t slot,
+                                      const Visit& visit, uint64_t given) {
   const unsigned peers =
-      __match_any_sync(__activemask(), static_cast<unsigned long long>(table.first_slot + slot));
+      __match_any_sync(lanes, static_cast<unsigned long long>(table.first_slot + slot));
   if ((peers & ((1u << threadIdx.x % kWarp) - 1)) == 0) store_l2(step_of(table, slot), visit.now());
   if (table.scores != nullptr) update_score_of_lanes(table, slot, peers, visit, given);
 }

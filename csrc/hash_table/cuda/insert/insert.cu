@@ -115,21 +115,20 @@ __global__ void __launch_bounds__(kThreads)
     missing.table[i] = 0;
   }
   const TableView* table = nullptr;
-  bool wrong = false, listed = false;
+  int64_t slot = kNoSlot;
+  bool wrong = false, listed = false, hit = false;
   if (position < batch.num_ids) {
     table = &table_at(tables, batch, position);
-    const int64_t slot = slots[position];
+    slot = slots[position];
     const bool there = slot != kNoSlot;
     wrong = there != believed[position];
-    if (wrong) {
-      slots[position] = kPassedOver;
-    } else if (there) {
-      touch(*table, slot - table->first_slot, visit, visit.given(position));
-    } else {
-      listed = true;
-    }
+    hit = there && !wrong;
+    listed = !there && !wrong;
+    if (wrong) slots[position] = kPassedOver;
     if (found != nullptr) found[position] = there;
   }
+  const unsigned hits = __ballot_sync(kAllLanes, hit);
+  if (hit) touch(hits, *table, slot - table->first_slot, visit, visit.given(position));
   __shared__ BlockParts parts;
   if (count_listed(parts, missing, listed, false)) {
     append_listed(parts, missing, listed, false, position);
@@ -233,14 +232,16 @@ __device__ __forceinline__ void resolve_list(const TableView* tables, const Batc
     const int64_t position = listed ? missing.listed(second, share.at()) : 0;
     const bool waiting = listed && is_remembered(slots[position]);
     const TableView* table = nullptr;
-    bool refused = false;
+    int64_t slot = kNoSlot;
     if (waiting) {
       table = &table_at(tables, batch, position);
-      const int64_t slot = slots[remembered(slots[position])];
+      slot = slots[remembered(slots[position])];
       slots[position] = slot;
-      refused = slot == kNoSlot;
-      if (!refused) touch(*table, slot - table->first_slot, visit, visit.given(position));
     }
+    const bool refused = waiting && slot == kNoSlot;
+    const bool placed = waiting && !refused;
+    const unsigned all = __ballot_sync(kAllLanes, placed);
+    if (placed) touch(all, *table, slot - table->first_slot, visit, visit.given(position));
     if (!__ballot_sync(kAllLanes, refused)) continue;
     count_warp(table, kRefused, refused);
     // A refused id's other copies were given too, and are given back.
