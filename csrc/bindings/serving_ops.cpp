@@ -437,7 +437,7 @@ std::vector<at::Tensor> tensor_train(const at::Tensor& handle, const at::Tensor&
   std::vector<at::Tensor> of_ids, of_weights;
   std::vector<int64_t> counts;
   at::Tensor own_offsets = at::empty({static_cast<int64_t>(features.size()) * batch.batch_size + 1},
-                                     batch.offsets.options());
+                                     on_host.options());
   int64_t* to = own_offsets.data_ptr<int64_t>();
   *to++ = 0;
   int64_t total = 0;

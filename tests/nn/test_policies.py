@@ -89,6 +89,15 @@ def test_who_leaves(device_type, eviction):
     assert 1000 in held(module)
 
 
+@pytest.fixture
+def in_order():
+    """New ids take their places in the order of the batch, on a GPU too."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("eviction", POLICIES, ids=str)
 def test_copies_go_on(device_type, eviction):
     first = _filled(device_type, eviction)
