@@ -17,7 +17,7 @@ NO_FLAG = [1, 0, None, "yes"]
     ("options", "match"),
     [
         *(
-            ({"eviction": value}, "eviction is .* 'adaptive', or an Aged")
+            ({"eviction": value}, "eviction is .* 'customized', or an Aged")
             for value in ("fifo", None, [])
         ),
         *(({"hbm_bytes": value}, "hbm_bytes is .* 'index' or a number") for value in NO_NUMBER),
