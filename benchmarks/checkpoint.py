@@ -46,6 +46,7 @@ from torchrec_hkv import (
     checkpoint,
     get_default_sharders,
 )
+from torchrec_hkv.checkpoint.files import THREADS
 from torchrec_hkv.hash_table.files.block_files import BLOCK, BlockFile, block_memory, host_memory
 
 #: Optimizer, its arguments, and float32 values of state a row of ``dim`` columns keeps.
@@ -285,7 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lfu")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hbm-bytes", type=int, help="HBM the table may take; all by default")
-    parser.add_argument("--threads", type=int, default=checkpoint.files.THREADS)
+    parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--batch-mb", type=int, default=100)
     parser.add_argument("--repeat", type=int, default=1, help="saves and loads")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds")

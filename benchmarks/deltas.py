@@ -26,6 +26,8 @@ from benchmarks.checkpoint import OPTIMIZERS, Progress, disk_rates, fill, make_m
 from benchmarks.environment import report
 from benchmarks.ranks import device_of_rank, joined_ranks
 from torchrec_hkv import checkpoint
+from torchrec_hkv.checkpoint.files import THREADS
+from torchrec_hkv.checkpoint.record import Record
 
 
 def step_ms(model: nn.Module, rows: int, batch: int, device: torch.device) -> float:
@@ -82,7 +84,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
         seconds, peak = timed(writer.write, device)
         path = max((folder / "chain").glob("delta-*"))
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        (table,) = checkpoint.record.Record.read(path).tables.values()
+        (table,) = Record.read(path).tables.values()
         entries = table.shards[0].entries
         progress.say(f"a delta of {entries:,} rows, {size / 1e6:.1f} MB, in {seconds:.3f} s")
         yield {
@@ -117,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lru")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hbm-bytes", type=int, help="HBM the table may take; all by default")
-    parser.add_argument("--threads", type=int, default=checkpoint.files.THREADS)
+    parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--repeat", type=int, default=3, help="deltas")
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)

@@ -71,10 +71,25 @@ _PLACES: dict[str, tuple[str, str | None]] = {
 }
 
 
+# Packages and modules that are attributes as well, without an import statement of their own.
+_MODULES = (
+    "backends",
+    "hash_table",
+    "metrics",
+    "nn",
+    "planner",
+    "replay",
+    "segments",
+    "sharding",
+    "tensor_train",
+    "training",
+)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _PLACES and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module_name, attribute = _PLACES[name]
+    module_name, attribute = _PLACES.get(name, (name, None))
     module = importlib.import_module(f"{__name__}.{module_name}")
     value = module if attribute is None else getattr(module, attribute)
     globals()[name] = value
