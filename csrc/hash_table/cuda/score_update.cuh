@@ -69,11 +69,9 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
 }
 
 // Updates the score of a slot for several lookups of one call: `given` is the sum of what they give
-// under the frequency policies, and what one of them gives under the other policies. spread: few
-// lookups share a slot; an exchange then takes less time than a store of a part of a sector.
+// under the frequency policies, and what one of them gives under the other policies.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given,
-                                             bool spread = false) {
+                                             const Visit& visit, uint64_t given) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   switch (table.eviction) {
     case Eviction::kLfu:
@@ -83,14 +81,8 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
     case Eviction::kEpochLfu:
       add_to_count_of_epoch(score, visit.epoch(), given);
       break;
-    default: {
-      const uint64_t next = first_score(table.eviction, visit.now(), visit.epoch(), given);
-      if (spread) {
-        atomicExch(score, static_cast<unsigned long long>(next));
-      } else {
-        store_l2(score, next);
-      }
-    }
+    default:
+      store_l2(score, first_score(table.eviction, visit.now(), visit.epoch(), given));
   }
 }
 
