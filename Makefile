@@ -44,6 +44,8 @@ NPROC := $(if $(filter cuda1,$(DEVICE)$(GPUS)),1,2)
 THREADS := $(shell n=$$(($(MAX_JOBS) / $(NPROC))); echo $$((n < 1 ? 1 : n)))
 DEMO_ARGS :=
 TEST_ARGS :=
+# Processes that share the tests; more than four would wait for each other's ranks.
+TEST_PROCESSES := $(shell n=$(MAX_JOBS); echo $$((n > 4 ? 4 : n)))
 
 CSRC := $(shell find csrc -type f 2>/dev/null)
 ENVIRONMENT := build/environment.txt
@@ -58,7 +60,7 @@ demo: $(EXTENSION) $(DATA)
 		examples/train_movielens.py --device $(DEVICE) $(DEMO_ARGS)
 
 test: $(EXTENSION)
-	$(PYTHON) -m pytest $(TEST_ARGS)
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TEST_ARGS)
 
 build: $(EXTENSION)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "tools" / "requirements"
-MODULES = "torch fbgemm_gpu torchrec numpy pybind11 setuptools pytest hypothesis tqdm"
+MODULES = "torch fbgemm_gpu torchrec numpy pybind11 setuptools pytest xdist hypothesis tqdm"
 EXTRA_MODULES = {"docs": "furo, myst_parser, sphinx", "wheel": "auditwheel, wheel"}
 # What decides how setup.py builds; a change of one of them rebuilds the extension.
 BUILD_VARIABLES = [

@@ -11,10 +11,12 @@ import zlib
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.support.checkpointed import held, make_tables, train
 from tests.support.mutations import write
 from torchrec_hkv import checkpoint
+from torchrec_hkv.checkpoint.metadata import _Unpickler
 
 
 class _Evil:
@@ -64,6 +66,26 @@ def _replace_entry(folder, key, entry):
     _replace(folder, name, data + entry)
     _replace(folder, "tensors/.metadata", pickle.dumps(metadata))
     return folder / name
+
+
+class _ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickles a member of an enumeration."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_by_name():
+    member = _ByName(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
+    found = _Unpickler(pickle.dumps(member), "m").load()
+    assert type(found).__name__ == "_MEM_FORMAT_ENCODING"
+    for owner, name in ((torch.Size, "mro"), (_MEM_FORMAT_ENCODING, 5)):
+        data = pickle.dumps(_ByName(owner, name))
+        with pytest.raises(ValueError, match=r"^m is refused: .*nothing that it names was run"):
+            _Unpickler(data, "m").load()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
