@@ -163,7 +163,7 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """Of the batches."""
+        """Number of batches."""
         return len(self.numbers)
 
     @staticmethod

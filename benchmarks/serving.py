@@ -87,7 +87,7 @@ def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output:
 
 
 def times_us(call: Request, args: argparse.Namespace) -> list[float]:
-    """Of each request, once."""
+    """Microseconds of each request, called once."""
     times = []
     for number in range(args.requests):
         if args.device == "cpu":

@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def outputs(model) -> list[dict[str, torch.Tensor]]:
-    """Of the trainer's model, on all ranks."""
+    """Outputs of the trainer's model, on all ranks."""
     return [outputs_of(model, seed, 2 + seed) for seed in SEEDS]
 
 

@@ -82,7 +82,7 @@ def rows_of(out) -> dict[str, torch.Tensor]:
 
 @torch.fx.wrap
 def total(rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The sum of all rows, likewise."""
+    """The sum of all looked-up rows."""
     return sum(part.sum() for part in rows.values())
 
 
@@ -134,7 +134,7 @@ def unsharded(case: Case) -> Model:
 
 
 def constraints(case: Case) -> dict[str, ParameterConstraints]:
-    """Of the tables."""
+    """The constraint of each table."""
     return {
         name: ParameterConstraints(
             compute_kernels=["fused" if name == "s" else "hkv"],

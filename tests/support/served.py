@@ -176,7 +176,7 @@ def as_ids(features: KeyedJaggedTensor) -> tuple[Any, ...]:
 
 
 def outputs_of(model: nn.Module, seed: int, samples: int) -> dict[str, Tensor]:
-    """Of the model in evaluation."""
+    """Outputs of the model in evaluation mode."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -76,7 +76,7 @@ def compare(
 
     Args:
         first: with files of its own.
-        second: likewise, of as many columns.
+        second: also with files of its own; it has the same number of columns.
         batch_bytes: memory it may take, besides one byte for each slot where there are deltas.
         show: how many of the ids that changed most are named.
 

@@ -58,7 +58,7 @@ class PlannedReplay:
         return self.tables[name].distinct
 
     def _curve(self, name: str, rows: int | None) -> Curve:
-        """Of the policy that a table gets."""
+        """The hit-rate curve of the policy that the table gets."""
         table = self.tables[name]
         return table.best if rows is None else max(table.curves, key=lambda one: one.at(rows))
 

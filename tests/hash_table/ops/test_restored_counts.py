@@ -82,7 +82,7 @@ def test_a_large_count_is_cut(device_type):
 
 
 def test_training_lookups(device_type):
-    """Of a group, whose other tables give none back."""
+    """In a group, only the tables that ask for it give counts back."""
     specs = [
         TableSpec("a", 64, 4, eviction="lfu", remember_evicted=PLENTY, restore_counts=True),
         TableSpec("b", 64, 4, eviction="lfu", remember_evicted=PLENTY),

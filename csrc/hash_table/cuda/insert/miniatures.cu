@@ -142,7 +142,7 @@ struct MiniatureSet {
 __global__ void __launch_bounds__(kSimulators)
     simulate_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
                     const Listed* __restrict__ lists, const uint32_t* __restrict__ numbers) {
-  // Of a part of the list, the entries that are the set's.
+  // The entries of this set in one part of the list.
   __shared__ Listed found[kPart];
   __shared__ uint32_t number_found;
   wait_for_kernel_before();
