@@ -436,8 +436,8 @@ std::vector<at::Tensor> tensor_train(const at::Tensor& handle, const at::Tensor&
   // The ids of these features, one feature after the other.
   std::vector<at::Tensor> of_ids, of_weights;
   std::vector<int64_t> counts;
-  at::Tensor own_offsets = at::empty({static_cast<int64_t>(features.size()) * batch.batch_size + 1},
-                                     on_host.options());
+  at::Tensor own_offsets =
+      at::empty({static_cast<int64_t>(features.size()) * batch.batch_size + 1}, on_host.options());
   int64_t* to = own_offsets.data_ptr<int64_t>();
   *to++ = 0;
   int64_t total = 0;

@@ -145,7 +145,7 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
           sums[c] = fused ? __fmaf_rn(by, values[c], sums[c])
-                                 : __fadd_rn(sums[c], __fmul_rn(by, values[c]));
+                          : __fadd_rn(sums[c], __fmul_rn(by, values[c]));
         }
       }
     }
