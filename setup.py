@@ -51,14 +51,20 @@ def files(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(pattern))
 
 
-def bindings() -> list[str]:
-    """Files that include the sources of ``csrc/bindings``, a few each.
+def torch_sources() -> list[str]:
+    """The sources that include torch's headers."""
+    return [*files("runtime/**/*.cpp"), *files("bindings/**/*.cpp")]
 
-    Reading torch's headers takes four to twelve seconds, what a source says one or two, so the
-    sources share them. Names that only one source has must differ from those of the others.
+
+def bindings() -> list[str]:
+    """Generated files, each of which includes a few of the sources that need torch.
+
+    Reading torch's headers takes four to twelve seconds, and compiling what a source adds one or
+    two. Sources that are compiled together share the headers. Their unnamed namespaces are one, so
+    names in them must differ.
     """
     heavy = {"pybind.h": [], "custom_function.h": [], "": []}
-    for source in files("bindings/**/*.cpp"):
+    for source in torch_sources():
         text = (ROOT / source).read_text()
         heavy[next(name for name in heavy if name in text)].append(Path(source))
     *shared, rest = heavy.values()
@@ -81,7 +87,7 @@ def bindings() -> list[str]:
 def sources(*patterns: str) -> list[str]:
     """What is compiled."""
     found = {name for pattern in patterns for name in files(pattern)}
-    return [*bindings(), *sorted(found - set(files("bindings/**/*.cpp")))]
+    return [*bindings(), *sorted(found - set(torch_sources()))]
 
 
 def wants_cuda() -> bool:
@@ -207,7 +213,7 @@ def extension(name: str = "torchrec_hkv._C", arch: str | None = None):
     common = {
         "name": name,
         "include_dirs": [str(ROOT / "csrc")],
-        "depends": [*files("*.h"), *files("*.cuh"), *files("bindings/**/*.cpp"), "setup.py"],
+        "depends": [*files("*.h"), *files("*.cuh"), *torch_sources(), "setup.py"],
         "extra_link_args": ["-pthread", *shared_cpp_runtime(), *strip, *sanitizer],
     }
     if not cuda:

@@ -1,4 +1,7 @@
-"""Training with evaluations in between: ``torchrec_hkv.training.train_and_evaluate`` at work."""
+"""Training with evaluations in between.
+
+It uses ``torchrec_hkv.integrations.hybridbackend.train_and_evaluate``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torchrec.metrics.metrics_config import (
     RecTaskInfo,
 )
 
-from torchrec_hkv.training import Evaluation, train_and_evaluate
+from torchrec_hkv.integrations.hybridbackend import Evaluation, train_and_evaluate
 
 TASK = RecTaskInfo(
     name="click", label_name="label", prediction_name="prediction", weight_name="weight"

@@ -75,6 +75,7 @@ _PLACES: dict[str, tuple[str, str | None]] = {
 _MODULES = (
     "backends",
     "hash_table",
+    "integrations",
     "metrics",
     "nn",
     "planner",
@@ -82,7 +83,6 @@ _MODULES = (
     "segments",
     "sharding",
     "tensor_train",
-    "training",
 )
 
 

@@ -4,13 +4,14 @@
 
 #include <algorithm>
 
-#include "bindings/checks.h"
-#include "bindings/on_device.h"
-#include "bindings/table_group.h"
 #include "hash_table/aging.h"
 #include "hash_table/kernels.h"
+#include "runtime/checks.h"
+#include "runtime/on_device.h"
+#include "runtime/table_group.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 // All entries leave that are too old for their tables, and whose backward is not still to come.

@@ -6,13 +6,14 @@
 #include <limits>
 #include <vector>
 
-#include "bindings/batch.h"
-#include "bindings/checks.h"
 #include "bindings/lookups.h"
 #include "bindings/once_differentiable.h"
-#include "bindings/table_group.h"
+#include "runtime/batch.h"
+#include "runtime/checks.h"
+#include "runtime/table_group.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using torch::autograd::AutogradContext;

@@ -2,17 +2,18 @@
 // by writing `counters`, the group's counters tensor. Fakes are in torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
-#include "bindings/batch.h"
-#include "bindings/checks.h"
-#include "bindings/initial_rows.h"
 #include "bindings/lookups.h"
-#include "bindings/on_device.h"
-#include "bindings/score_keys.h"
-#include "bindings/table_group.h"
 #include "common/side_stream.h"
 #include "hash_table/kernels.h"
+#include "runtime/batch.h"
+#include "runtime/checks.h"
+#include "runtime/initial_rows.h"
+#include "runtime/on_device.h"
+#include "runtime/score_keys.h"
+#include "runtime/table_group.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using hash_table::Batch;

@@ -4,11 +4,12 @@
 #include <memory>
 #include <optional>
 
-#include "bindings/batch.h"
-#include "bindings/table_group.h"
-#include "bindings/tensor.h"
+#include "runtime/batch.h"
+#include "runtime/table_group.h"
+#include "runtime/tensor.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 
 // A lookup's batch and what it is pooled to, checked. The tensors that it is made of must outlive
 // it. Throws TypeError or ValueError.

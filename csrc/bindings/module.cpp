@@ -4,13 +4,14 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "bindings/optimizer_config.h"
-#include "bindings/table_group.h"
-#include "bindings/torch_threads.h"
+#include "runtime/optimizer_config.h"
+#include "runtime/table_group.h"
+#include "runtime/torch_threads.h"
 
 namespace py = pybind11;
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 constexpr int64_t kMostPlannedRows = int64_t{1} << 58;

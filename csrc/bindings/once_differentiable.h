@@ -6,9 +6,10 @@
 #include <memory>
 #include <string>
 
-#include "bindings/tensor.h"
+#include "runtime/tensor.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 
 // A gradient as a backward returns it. Where that backward is part of a graph (create_graph=True),
 // the graph ends here: a backward that reaches this gradient raises `message`.

@@ -4,13 +4,14 @@
 
 #include <tuple>
 
-#include "bindings/checks.h"
-#include "bindings/on_device.h"
-#include "bindings/score_keys.h"
-#include "bindings/table_group.h"
 #include "hash_table/kernels.h"
+#include "runtime/checks.h"
+#include "runtime/on_device.h"
+#include "runtime/score_keys.h"
+#include "runtime/table_group.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using hash_table::TableView;

@@ -11,11 +11,12 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/checks.h"
 #include "routing/blocks.h"
 #include "routing/bucketize.h"
+#include "runtime/checks.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 // Of int64 lengths; and at last their total.

@@ -12,9 +12,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "bindings/checks.h"
-#include "bindings/initial_rows.h"
-#include "bindings/on_device.h"
+#include "runtime/checks.h"
+#include "runtime/initial_rows.h"
+#include "runtime/on_device.h"
 #include "serving/kernels_cpu.h"
 
 #ifdef TORCHREC_HKV_CUDA
@@ -22,6 +22,7 @@
 #endif
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using serving::Feature;
@@ -194,7 +195,7 @@ RowType row_type_of(at::ScalarType dtype) {
 }
 
 // Ids of all features, one after the other; where the bags of each begin.
-struct Batch {
+struct RequestBatch {
   at::Tensor ids;
   at::Tensor weights;  // undefined: none
   at::Tensor offsets;  // int64 [features * batch_size + 1]
@@ -210,8 +211,8 @@ void check_total(int64_t total, int64_t ids) {
   TORCH_CHECK_VALUE(total == ids, "lengths add up to ", total, ", but there are ", ids, " ids.");
 }
 
-Batch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
-                  const std::optional<at::Tensor>& weights) {
+RequestBatch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
+                         const std::optional<at::Tensor>& weights) {
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
   TORCH_CHECK_TYPE(lengths.scalar_type() == at::kLong || lengths.scalar_type() == at::kInt,
@@ -220,7 +221,7 @@ Batch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
   TORCH_CHECK_VALUE(lengths.dim() == 2, "lengths must have shape [features, samples], but have ",
                     lengths.sizes(), ".");
   check_device(lengths, "lengths", ids.device());
-  Batch batch;
+  RequestBatch batch;
   batch.ids = ids.contiguous();
   batch.features = lengths.size(0);
   batch.batch_size = lengths.size(1);
@@ -258,7 +259,8 @@ Batch check_batch(const at::Tensor& ids, const at::Tensor& lengths,
 }
 
 // One output, but for what differs between a pooled one and a sequence.
-Feature feature_of(const Tables& tables, const Batch& batch, int64_t feature, int64_t table) {
+Feature feature_of(const Tables& tables, const RequestBatch& batch, int64_t feature,
+                   int64_t table) {
   TORCH_CHECK_VALUE(feature >= 0 && feature < batch.features, "feature ", feature,
                     " is asked for, but there are lengths of ", batch.features, " features.");
   TORCH_CHECK_VALUE(table >= 0 && table < static_cast<int64_t>(tables.tables.size()), "table ",
@@ -275,7 +277,7 @@ void count_lookups(const Tables& tables, int64_t table, int64_t n) {
 }
 
 #ifdef TORCHREC_HKV_CUDA
-void pool_on_gpu(const Tables& open, const Batch& batch, const std::vector<Feature>& outputs,
+void pool_on_gpu(const Tables& open, const RequestBatch& batch, const std::vector<Feature>& outputs,
                  at::IntArrayRef features, at::IntArrayRef tables, at::IntArrayRef kinds,
                  const at::Tensor& out, RowType type) {
   std::vector<int64_t> key(features.begin(), features.end());
@@ -334,7 +336,7 @@ at::Tensor pool(const at::Tensor& handle, const at::Tensor& ids, const at::Tenso
   TORCH_CHECK_VALUE(features.size() == tables.size() && features.size() == kinds.size(),
                     "features, tables and kinds must be of one length, but have ", features.size(),
                     ", ", tables.size(), " and ", kinds.size(), ".");
-  const Batch batch = check_batch(ids, lengths, weights);
+  const RequestBatch batch = check_batch(ids, lengths, weights);
   at::Tensor out = at::empty({batch.batch_size, columns}, ids.options().dtype(dtype));
   const int64_t* const offsets = batch.offsets.const_data_ptr<int64_t>();
   std::vector<Feature> outputs;
@@ -392,7 +394,7 @@ std::vector<at::Tensor> rows(const at::Tensor& handle, const at::Tensor& ids,
   TORCH_CHECK_VALUE(features.size() == tables.size() && features.size() == dims.size(),
                     "features, tables and dims must be of one length, but have ", features.size(),
                     ", ", tables.size(), " and ", dims.size(), ".");
-  const Batch batch = check_batch(ids, lengths, std::nullopt);
+  const RequestBatch batch = check_batch(ids, lengths, std::nullopt);
   const at::Tensor on_host = batch.offsets.cpu();  // sizes of outputs: waits for a GPU
   const int64_t* const offsets = on_host.const_data_ptr<int64_t>();
   check_total(offsets[on_host.numel() - 1], ids.numel());
@@ -429,7 +431,7 @@ std::vector<at::Tensor> tensor_train(const at::Tensor& handle, const at::Tensor&
   const std::shared_ptr<const Tables> open = tables_of(handle, ids);
   TORCH_CHECK_VALUE(group >= 0 && group < static_cast<int64_t>(open->tt_groups.size()), "group ",
                     group, " is asked for, but there are ", open->tt_groups.size(), ".");
-  const Batch batch = check_batch(ids, lengths, weights);
+  const RequestBatch batch = check_batch(ids, lengths, weights);
   const at::Tensor on_host = batch.offsets.cpu();  // waits for a GPU
   const int64_t* const offsets = on_host.const_data_ptr<int64_t>();
   check_total(offsets[on_host.numel() - 1], ids.numel());

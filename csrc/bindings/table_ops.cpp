@@ -8,15 +8,16 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/batch.h"
-#include "bindings/checks.h"
-#include "bindings/on_device.h"
-#include "bindings/score_keys.h"
-#include "bindings/sorted_slots.h"
-#include "bindings/table_group.h"
 #include "hash_table/kernels.h"
+#include "runtime/batch.h"
+#include "runtime/checks.h"
+#include "runtime/on_device.h"
+#include "runtime/score_keys.h"
+#include "runtime/sorted_slots.h"
+#include "runtime/table_group.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using hash_table::RowMatrix;

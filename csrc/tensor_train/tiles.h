@@ -1,7 +1,7 @@
 // Lookup and gradients of tiles by class of tables: one file a rank, as they are slow to compile.
 #pragma once
 
-#include "tensor_train/cuda_kernels.h"
+#include "tensor_train/cuda/kernels.h"
 
 namespace torchrec_hkv::tensor_train::cuda {
 

@@ -15,12 +15,20 @@ from torchrec_hkv.cli.main import _VERBS as VERBS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-#: Packages whose names ``__all__`` lists; those of the command are no interface.
-PACKAGES = [
-    module.name
-    for module in pkgutil.iter_modules(torchrec_hkv.__path__)
-    if module.ispkg and module.name != "cli"
-]
+
+
+def public_packages(package) -> list[str]:
+    """Names of the public packages in a package, below ``torchrec_hkv``. The command has none."""
+    return [
+        f"{package.__name__}.{module.name}".removeprefix("torchrec_hkv.")
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.ispkg and module.name != "cli"
+    ]
+
+
+PACKAGES = sorted(
+    {*public_packages(torchrec_hkv), *public_packages(torchrec_hkv.integrations)} - {"integrations"}
+)
 
 
 def directives(name: str) -> set[str]:
@@ -32,7 +40,7 @@ def directives(name: str) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages(package):
     assert importlib.import_module(f"torchrec_hkv.{package}").__all__
-    section = rf"^\.\. automodule:: torchrec_hkv\.{package}\n   :members:$"
+    section = rf"^\.\. automodule:: torchrec_hkv\.{re.escape(package)}\n   :members:$"
     assert re.search(section, REFERENCE, re.MULTILINE)
 
 

@@ -13,7 +13,7 @@ from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, backend
 from torchrec_hkv.backends import OptimizerSpec
 from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.options import is_ours, shards_of
-from torchrec_hkv.sharding.sharders import (
+from torchrec_hkv.sharding.modules.sharders import (
     BackendEmbeddingBagCollectionSharder,
     get_default_sharders,
 )

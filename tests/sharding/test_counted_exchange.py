@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.all_to_all import CountedAllToAll
+from torchrec_hkv.sharding.dists.all_to_all import CountedAllToAll
 
 pytestmark = pytest.mark.compat
 

@@ -22,7 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tests.support.models import plan_model
 from tests.support.stock_lacks import skip_what_stock_lacks
 from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions, get_default_sharders
-from torchrec_hkv.sharding.collection import BackendCollection
+from torchrec_hkv.sharding.modules.collection import BackendCollection
 
 ROWS = {"t": 300, "u": 90, "h": 400, "s": 50}
 # Of table t two features, so that a table is updated once for both.

@@ -9,7 +9,7 @@ from torchrec.distributed.types import ShardedTensorMetadata, ShardMetadata
 
 from tests.support.shards import table_shard
 from torchrec_hkv import HKVOptions
-from torchrec_hkv.sharding.dense_optimizer import sharded_state
+from torchrec_hkv.sharding.kernels.dense_optimizer import sharded_state
 
 # Two rows on one rank and one on the other, for each of two column shards.
 GRID = [((0, 0), (2, 4), 0), ((2, 0), (1, 4), 1), ((0, 4), (2, 4), 0), ((2, 4), (1, 4), 1)]

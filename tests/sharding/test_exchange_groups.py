@@ -20,7 +20,7 @@ from torchrec_hkv.sharding import (
     BackendEmbeddingBagCollectionSharder,
     BackendEmbeddingCollectionSharder,
 )
-from torchrec_hkv.sharding.exchange_groups import Exchange
+from torchrec_hkv.sharding.dists.exchange_groups import Exchange
 
 pytestmark = pytest.mark.compat
 

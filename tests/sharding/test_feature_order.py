@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.features import in_order
+from torchrec_hkv.sharding.dists.features import in_order
 
 pytestmark = pytest.mark.compat
 

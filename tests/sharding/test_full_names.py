@@ -26,7 +26,7 @@ from torchrec_hkv import (
 )
 from torchrec_hkv.metrics import Watch, collect
 from torchrec_hkv.sharding import table_counters
-from torchrec_hkv.sharding.names import named_modules, named_tables
+from torchrec_hkv.sharding.state.names import named_modules, named_tables
 
 FULL = ["bags.embedding_bags.u", "deep.more.embedding_bags.u", "rows.embeddings.u"]
 STOCK = "bags.embedding_bags.stock"

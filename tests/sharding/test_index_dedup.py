@@ -6,7 +6,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from tests.support.batches import INT64_MAX, INT64_MIN, random_ids
-from torchrec_hkv.sharding.index_dedup import deduplicate
+from torchrec_hkv.sharding.dists.index_dedup import deduplicate
 
 
 def _check(values, lengths, features_per_table):

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from torchrec_hkv.backends import OptimizerSpec
-from torchrec_hkv.sharding.optimizer import (
+from torchrec_hkv.sharding.kernels.optimizer import (
     applied_optimizer,
     initial_learning_rate,
     optimizer_spec,

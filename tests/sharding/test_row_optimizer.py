@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchrec_hkv.sharding.row_optimizer import RowOptimizer
+from torchrec_hkv.sharding.kernels.row_optimizer import RowOptimizer
 
 
 def _make(device, learning_rate=0.5):

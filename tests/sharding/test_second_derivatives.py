@@ -82,7 +82,7 @@ def test_penalties_on_other_gradients_train_tables(run_ranks, world_size, backen
 
 def _exchange_error(rank, world_size, device):
     """The error of a second derivative through the exchange of pooled rows; empty if none."""
-    from torchrec_hkv.sharding.output_dist import RowWiseOutputDist
+    from torchrec_hkv.sharding.dists.output_dist import RowWiseOutputDist
 
     rows = torch.rand(2 * BATCH, DIM, device=device, requires_grad=True)
     exchange = RowWiseOutputDist(torch.distributed.group.WORLD, [DIM])

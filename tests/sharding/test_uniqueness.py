@@ -11,7 +11,7 @@ from tests.support.models import shard_model
 from torchrec_hkv import ParameterConstraints
 from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder as Bags
 from torchrec_hkv.sharding import BackendEmbeddingCollectionSharder as Sequences
-from torchrec_hkv.sharding.index_dedup import deduplicate
+from torchrec_hkv.sharding.dists.index_dedup import deduplicate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-from torchrec_hkv.sharding.features import prepare_features
-from torchrec_hkv.sharding.variable_batch import merged_groups, padded_lengths, rank_major
+from torchrec_hkv.sharding.dists.features import prepare_features
+from torchrec_hkv.sharding.dists.variable_batch import merged_groups, padded_lengths, rank_major
 
 
 @pytest.mark.parametrize(

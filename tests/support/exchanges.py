@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec_hkv.sharding.parts import PartedOutputDist
+from torchrec_hkv.sharding.modules.parts import PartedOutputDist
 
 
 def number_of_exchanges(collection: Any) -> int:

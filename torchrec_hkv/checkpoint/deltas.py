@@ -27,7 +27,7 @@ from torchrec_hkv.checkpoint.place import Place
 from torchrec_hkv.checkpoint.record import LINK, RECORD
 from torchrec_hkv.checkpoint.tables import Trackers
 from torchrec_hkv.collective import on_leader
-from torchrec_hkv.sharding.names import named_tables
+from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves
 
 

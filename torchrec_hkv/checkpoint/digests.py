@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_hkv.collective import on_every_rank
-from torchrec_hkv.sharding.names import named_tables
+from torchrec_hkv.sharding.state.names import named_tables
 
 
 def digest(model: nn.Module) -> dict[str, str]:

@@ -53,8 +53,8 @@ from torchrec_hkv.checkpoint.tensors import (
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.hash_table.files.manifest import new_save_id, sync_folder
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.collection import FoundTable, tables_with_files_aside
-from torchrec_hkv.sharding.names import named_tables
+from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
 #: Host memory that a save or a load takes on a rank, and as much of its GPU's.

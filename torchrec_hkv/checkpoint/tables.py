@@ -21,7 +21,7 @@ from torchrec_hkv.checkpoint.record import (
     shard_folder,
 )
 from torchrec_hkv.hash_table.files.manifest import sync_folder
-from torchrec_hkv.sharding.collection import FoundTable
+from torchrec_hkv.sharding.modules.collection import FoundTable
 from torchrec_hkv.warn import warn
 
 

@@ -29,7 +29,7 @@ from torchrec_hkv.checkpoint.optimizers import (
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader, load_value
 from torchrec_hkv.checkpoint.record import TENSORS, FileRecord
 from torchrec_hkv.collective import on_every_rank
-from torchrec_hkv.sharding.state import SHARDS_KEY
+from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY
 from torchrec_hkv.write_behind import SaveHandle
 
 _SHARDS_PATTERN = re.compile(rf"\.(?:embedding_bags|embeddings)\.(?P<table>.+)\.{SHARDS_KEY}$")

@@ -13,8 +13,8 @@ from torchrec_hkv.hash_table import HashTable, TableGroup
 from torchrec_hkv.hash_table.groups.counters import DEVICE_COUNTS
 from torchrec_hkv.metrics.table_metrics import TableMetrics
 from torchrec_hkv.nn.table_module import TableModule
-from torchrec_hkv.sharding.collection import BackendCollection
-from torchrec_hkv.sharding.names import joined, named_modules
+from torchrec_hkv.sharding.modules.collection import BackendCollection
+from torchrec_hkv.sharding.state.names import joined, named_modules
 
 #: Fields of a TableMetrics that the device counts, in its order, and those that the host knows.
 DEVICE_FIELDS = DEVICE_COUNTS

@@ -14,7 +14,7 @@ from torchrec_hkv.backends.protocol import BackendOptions
 from torchrec_hkv.backends.workload import IdFrequencies
 from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.planner.quality_curve import QualityCurve, check_curves, check_loss
-from torchrec_hkv.sharding.output_dtype import check_output_dtype
+from torchrec_hkv.sharding.kernels.output_dtype import check_output_dtype
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 from torchrec_hkv.sharding.validation import check_sharding_type, served_sharding_types
 

@@ -24,9 +24,9 @@ from torchrec_hkv.planner.options import (
     kernel_of,
     shards_of,
 )
-from torchrec_hkv.sharding.optimizer import applied_optimizer
+from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
+from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
-from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.validation import served_sharding_types
 
 

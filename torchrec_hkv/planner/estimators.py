@@ -29,7 +29,7 @@ from torchrec_hkv.planner.constraints import Choice
 from torchrec_hkv.planner.options import BackendShardingOption, is_ours, shards_of
 from torchrec_hkv.planner.stock_kernels import FUSED, fused_work
 from torchrec_hkv.planner.workload import shard_workload
-from torchrec_hkv.sharding.optimizer import applied_optimizer
+from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 from torchrec_hkv.sharding.parameter_sharding import KERNEL
 
 

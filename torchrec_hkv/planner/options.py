@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions, TableShard
 from torchrec_hkv.planner.constraints import Candidate
-from torchrec_hkv.sharding.names import joined
+from torchrec_hkv.sharding.state.names import joined
 from torchrec_hkv.sharding.tables import (
     SUMMED_OVER_RANKS,
     balanced_rows,

@@ -44,8 +44,8 @@ from torchrec_hkv.planner.proposer import LossOrderedProposer
 from torchrec_hkv.planner.quality_curve import check_loss, check_time
 from torchrec_hkv.planner.report import LossReport, ReportedModulePlan, TableReport
 from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids
+from torchrec_hkv.sharding.modules.sharders import BACKEND_SHARDERS, get_default_sharders
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
-from torchrec_hkv.sharding.sharders import BACKEND_SHARDERS, get_default_sharders
 from torchrec_hkv.sharding.tables import check_config, table_configs
 from torchrec_hkv.sharding.validation import check_sharding_type
 from torchrec_hkv.warn import warn

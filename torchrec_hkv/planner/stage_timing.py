@@ -32,8 +32,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.constants import FIXED, fitted
 from torchrec_hkv.planner.stages import INPUT_DISTS, STAGES, StageTimes
+from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
-from torchrec_hkv.sharding.sharders import BackendEmbeddingBagCollectionSharder
 
 _BACKEND = "hkv"  # whichever: the exchange is the same
 _ROUNDS = 3

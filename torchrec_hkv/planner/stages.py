@@ -39,8 +39,8 @@ def input_dist_of(sharding_type: str, has_backends: bool) -> str | None:
 
     Args:
         sharding_type: TorchRec's.
-        has_backends: whether backends serve tables of this type, which have an exchange of their
-            own (:class:`torchrec_hkv.sharding.all_to_all.CountedAllToAll`) and bring others along.
+        has_backends: whether backends serve tables of this type. All tables of the type then use
+            :class:`torchrec_hkv.sharding.dists.all_to_all.CountedAllToAll`.
     """
     if sharding_type == ShardingType.DATA_PARALLEL.value:
         return None

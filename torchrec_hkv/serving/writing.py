@@ -50,8 +50,8 @@ from torchrec_hkv.serving.tracing import (
     trace,
     with_lookups,
 )
-from torchrec_hkv.sharding.collection import BackendCollection, FoundTable
-from torchrec_hkv.sharding.names import find_name, joined, named_modules
+from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+from torchrec_hkv.sharding.state.names import find_name, joined, named_modules
 from torchrec_hkv.sharding.tables import SUMMED_OVER_RANKS
 
 #: Tables of one of these formats of rows: for all tables, or by table.

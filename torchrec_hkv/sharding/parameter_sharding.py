@@ -38,7 +38,7 @@ class TableTag:
         is_dense: whether its rows lie open by number (:meth:`Backend.is_dense`).
         row_dtype: of its rows, where that is not the config's: a group has one.
         is_unique: whether a lookup that has an id twice is refused.
-        full_name: the table's in the model (:mod:`torchrec_hkv.sharding.names`).
+        full_name: the table's in the model (:mod:`torchrec_hkv.sharding.state.names`).
     """
 
     backend: str

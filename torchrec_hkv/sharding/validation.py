@@ -13,11 +13,11 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard
 from torchrec_hkv.compat import is_2d
-from torchrec_hkv.sharding.embedding_sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from torchrec_hkv.sharding.optimizer import applied_optimizer
-from torchrec_hkv.sharding.output_dtype import check_output_dtypes
+from torchrec_hkv.sharding.dists.scores import check_score_source
+from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
+from torchrec_hkv.sharding.kernels.output_dtype import check_output_dtypes
+from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
-from torchrec_hkv.sharding.scores import check_score_source
 from torchrec_hkv.sharding.tables import (
     Collection,
     check_config,

@@ -9,9 +9,10 @@
 
 #include "bindings/once_differentiable.h"
 #include "bindings/tensor_train/differentiable_lookup.h"
-#include "bindings/tensor_train/group.h"
+#include "runtime/tensor_train/group.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using torch::autograd::AutogradContext;

@@ -1,5 +1,5 @@
 // The ops of ops.cpp for tables on a GPU. The index of a batch is what index_batch of
-// tensor_train/cuda_kernels.h fills: it depends on weights, mean and pooled.
+// tensor_train/cuda/kernels.h fills: it depends on weights, mean and pooled.
 #ifdef TORCHREC_HKV_CUDA
 
 #include <ATen/Context.h>
@@ -8,11 +8,11 @@
 
 #include <algorithm>
 
-#include "bindings/checks.h"
-#include "bindings/on_device.h"
-#include "bindings/tensor_train/batch.h"
-#include "bindings/tensor_train/fixed_point.h"
-#include "bindings/tensor_train/plan.h"
+#include "runtime/checks.h"
+#include "runtime/on_device.h"
+#include "runtime/tensor_train/batch.h"
+#include "runtime/tensor_train/fixed_point.h"
+#include "runtime/tensor_train/plan.h"
 
 namespace torchrec_hkv::bindings::cuda_ops {
 namespace {

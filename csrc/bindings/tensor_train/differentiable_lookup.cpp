@@ -2,9 +2,10 @@
 
 #include <vector>
 
-#include "bindings/tensor_train/group.h"
+#include "runtime/tensor_train/group.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 using tensor_train::TableCpu;

@@ -3,9 +3,10 @@
 
 #include <optional>
 
-#include "bindings/tensor.h"
+#include "runtime/tensor.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 
 // What tt_lookup returns. Autograd records each operation, so that gradients of the result can be
 // differentiated again. It takes the memory of a row and of its partial products for each id, and

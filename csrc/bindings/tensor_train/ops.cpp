@@ -8,13 +8,14 @@
 
 #include <algorithm>
 
-#include "bindings/checks.h"
-#include "bindings/tensor_train/batch.h"
 #include "common/hashing.h"
-#include "tensor_train/kernels_cpu.h"
-#include "tensor_train/tile_cpu.h"
+#include "runtime/checks.h"
+#include "runtime/tensor_train/batch.h"
+#include "tensor_train/cpu/kernels.h"
+#include "tensor_train/cpu/tile.h"
 
 namespace torchrec_hkv::bindings {
+using namespace runtime;
 namespace {
 
 namespace kernels = tensor_train::cpu;

@@ -18,7 +18,7 @@ from torchrec_hkv.backends.tt.cost import tt_scratch
 from torchrec_hkv.backends.workload import Workload
 from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.options import is_ours, shards_of
-from torchrec_hkv.sharding.sharders import get_default_sharders
+from torchrec_hkv.sharding.modules.sharders import get_default_sharders
 from torchrec_hkv.tensor_train import TTGroup, TTShape, make_shape
 
 SHAPE = TTShape(3500, 64, (14, 25, 10), (4, 4, 4), (32, 32))

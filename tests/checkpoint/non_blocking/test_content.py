@@ -12,7 +12,7 @@ from torchrec_hkv import checkpoint
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.files import save_to, saving
 from torchrec_hkv.checkpoint.place import Place
-from torchrec_hkv.sharding.names import named_tables
+from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import SaveHandle
 
 

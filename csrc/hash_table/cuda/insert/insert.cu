@@ -20,7 +20,6 @@
 #include "hash_table/aging.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/clock.cuh"
-#include "hash_table/cuda/insert/find.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
 #include "hash_table/cuda/insert/leavers.cuh"
 #include "hash_table/cuda/insert/miniatures.cuh"
@@ -28,6 +27,7 @@
 #include "hash_table/cuda/insert/new_row.cuh"
 #include "hash_table/cuda/insert/ordered.cuh"
 #include "hash_table/cuda/insert/place.cuh"
+#include "hash_table/cuda/lookup/find.cuh"
 #include "hash_table/frames_kernels.h"
 #include "hash_table/kernels.h"
 

@@ -9,7 +9,7 @@
 #include "common/optimizers.h"
 #include "common/rounding.h"
 #include "hash_table/cuda/entry.cuh"
-#include "hash_table/cuda/frames.cuh"
+#include "hash_table/cuda/hbm_cache/frames.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/cuda/tile.cuh"
 

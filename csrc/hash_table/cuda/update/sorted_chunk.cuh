@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "hash_table/cuda/frames.cuh"
+#include "hash_table/cuda/hbm_cache/frames.cuh"
 #include "hash_table/cuda/tile.cuh"
 #include "hash_table/cuda/update/update.cuh"
 

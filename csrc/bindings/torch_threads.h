@@ -1,9 +1,0 @@
-// The CPU kernels on torch's threads.
-#pragma once
-
-namespace torchrec_hkv::bindings {
-
-// To be called once, when the extension is loaded.
-void use_torch_threads();
-
-}  // namespace torchrec_hkv::bindings

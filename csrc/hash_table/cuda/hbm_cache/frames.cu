@@ -1,0 +1,162 @@
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "hash_table/cuda/hbm_cache/exchange.cuh"
+#include "hash_table/cuda/hbm_cache/frames.cuh"
+#include "hash_table/cuda/hbm_cache/moves.cuh"
+#include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/frames_kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+// Rows and states of new ids are written, in the frames that they got or at home.
+template <NewRows kRows>
+__global__ void __launch_bounds__(kThreads)
+    write_new_kernel(const TableView* __restrict__ tables, const Batch batch,
+                     const int64_t* __restrict__ slots, const bool* __restrict__ placed,
+                     const uint8_t* __restrict__ places, const uint32_t* __restrict__ any_missing) {
+  if (*any_missing == 0) return;
+  constexpr int kTiles = kWarp / kTile;
+  const int lane = threadIdx.x % kTile;
+  const int tile = threadIdx.x % kWarp / kTile;
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
+       begin += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t position = begin + threadIdx.x;
+    const TableView* mine = tables;
+    int64_t slot = kNoSlot, frame = kNoFrame;
+    if (position < batch.num_ids && placed[position] && slots[position] >= 0 &&
+        slots[position] != kPassedOver) {
+      mine = &table_at(tables, batch, position);
+      if (mine->frames.tags != nullptr) {
+        slot = slots[position] - mine->first_slot;
+        // By now another call may have given it to another row, whose move is still to come.
+        if (places[position] != 0) {
+          const Frames& frames = mine->frames;
+          frame = frames.frame_at(frames.home_of(slot).set, places[position] - 1);
+        }
+      }
+    }
+    const bool busy = slot != kNoSlot;
+    const uint64_t row_of = busy ? row_source<kRows>(*mine, batch.ids[position]) : 0;
+    for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
+      const int source = nth_lane(left, tile);
+      const bool working = tile < __popc(left);
+      const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
+      const int64_t their_frame = __shfl_sync(kAllLanes, frame, source);
+      const uint64_t their_source = __shfl_sync(kAllLanes, row_of, source);
+      const TableView* table = table_of_lane<false>(mine, source);
+      if (working) write_new_row<kRows>(*table, their_source, their_slot, their_frame, lane);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) left &= left - 1;
+    }
+  }
+}
+
+// A warp a set.
+__global__ void __launch_bounds__(kThreads)
+    write_home_kernel(const __grid_constant__ TableView table) {
+  const Frames& frames = table.frames;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
+  const int lane = threadIdx.x % kWarp;  // of the first, one a frame
+  for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+       set < frames.num_sets; set += stride) {
+    const uint64_t tags = frames.load_tags(set);
+    const uint32_t tag = lane < frames.frames_of_set ? frames.tag_at(tags, lane) : 0;
+    const bool goes = Frames::is_taken(tag) && (tag & kTagDirty);
+    exchange_rows(&table, goes, frames.frame_at(set, lane),
+                  goes ? frames.slot_of(frames.home_of_set(set), tag) : kNoSlot, kNoSlot);
+    const unsigned long long all_dirty = frames.ones * kTagDirty;
+    if (lane == 0 && (tags & all_dirty)) atomicAnd(&frames.tags[set], ~all_dirty);
+  }
+}
+
+// A warp a set. Frames that are taken stay so.
+__global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ TableView table) {
+  const Frames& frames = table.frames;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
+  const int lane = threadIdx.x % kWarp;
+  for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+       set < frames.num_sets; set += stride) {
+    unsigned long long tags = frames.load_tags(set);
+    const Frames::Home home = frames.home_of_set(set);
+    const int64_t end = frames.end_of(home), apart = frames.region_sets;  // of the set's slots
+    int64_t chosen = kNoSlot;  // by the lane of each frame
+    for (int place = 0; place < frames.frames_of_set; ++place) {
+      if (Frames::is_taken(frames.tag_at(tags, place))) continue;
+      // The highest rank of the slots without a frame, and the first of these.
+      Rank best{0, 0};
+      int64_t slot = kNoSlot;
+      uint32_t number = lane;
+      for (int64_t s = home.first + lane * apart; s < end; s += kWarp * apart, number += kWarp) {
+        const uint32_t step = *step_of(table, s);
+        if (step == kFreeStep || frames.place_of(tags, number) >= 0) continue;
+        const uint64_t score = table.scores == nullptr ? step : table.scores[s];
+        const Rank rank{table.ranking().of(score, step), step};
+        if (slot == kNoSlot || best < rank) {
+          best = rank;
+          slot = s;
+        }
+      }
+#pragma unroll
+      for (int offset = kWarp / 2; offset; offset /= 2) {
+        const Rank other{__shfl_xor_sync(kAllLanes, best.score, offset),
+                         __shfl_xor_sync(kAllLanes, best.last_step, offset)};
+        const int64_t theirs = __shfl_xor_sync(kAllLanes, slot, offset);
+        if (theirs == kNoSlot) continue;
+        const bool equal = !(best < other) && !(other < best);
+        if (slot == kNoSlot || best < other || (equal && theirs < slot)) {
+          best = other;
+          slot = theirs;
+        }
+      }
+      if (slot == kNoSlot) break;
+      tags |= Frames::tag_of(frames.home_of(slot).number) << place * frames.bits;
+      if (lane == place) chosen = slot;
+    }
+    exchange_rows(&table, chosen != kNoSlot, frames.frame_at(set, lane), kNoSlot, chosen);
+    if (lane == 0) frames.tags[set] = tags;
+  }
+}
+
+unsigned grid_for_sets(const TableView& table) {
+  constexpr int64_t kMostWarps = int64_t{1} << 20;
+  return grid_for(std::min(table.frames.num_sets, kMostWarps) * kWarp);
+}
+
+}  // namespace
+
+void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
+                 const int64_t* slots, const bool* placed, const uint32_t* any_missing,
+                 const MovingRows& moving, void* scratch, cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  const bool others = rows != NewRows::kUntouched;
+  const Moves moves =
+      claim_frames(tables, batch, visit, slots, placed, others, moving, scratch, stream);
+  if (moving.begin != nullptr) (*moving.begin)();
+  move_rows(tables, batch, moves, moving, stream);
+  const auto write_new = rows == NewRows::kInitial   ? write_new_kernel<NewRows::kInitial>
+                         : rows == NewRows::kUniform ? write_new_kernel<NewRows::kUniform>
+                                                     : write_new_kernel<NewRows::kUntouched>;
+  write_new<<<std::min(grid_for(batch.num_ids), resident_blocks(write_new)), kThreads, 0, stream>>>(
+      tables, batch, slots, placed, moves.new_places, any_missing);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+size_t settle_scratch(int64_t num_ids, const MovingRows& moving) {
+  return moving.any() ? moves_scratch(num_ids, moving) : 0;
+}
+
+void write_home(const TableView& table, cudaStream_t stream) {
+  if (table.frames.tags == nullptr) return;
+  write_home_kernel<<<grid_for_sets(table), kThreads, 0, stream>>>(table);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+void fill_frames(const TableView& table, cudaStream_t stream) {
+  if (table.frames.tags == nullptr) return;
+  fill_kernel<<<grid_for_sets(table), kThreads, 0, stream>>>(table);
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,216 @@
+#include <algorithm>
+#include <cub/block/block_scan.cuh>
+
+#include "common/chain.cuh"
+#include "common/cuda_check.h"
+#include "hash_table/cuda/hbm_cache/exchange.cuh"
+#include "hash_table/cuda/hbm_cache/moves.cuh"
+#include "hash_table/cuda/insert/insert.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+// Some MB of rows are a stretch where a group has as many as host memory holds.
+constexpr uint32_t kMostStretches = 1 << 15;
+constexpr int kScanThreads = 1024;
+
+// In the scratch.
+struct Layout {
+  size_t list;  // behind the counts of stretches, and the numbers of all and of those taken
+  size_t bytes;
+  Moves moves;
+
+  Layout(int64_t num_ids, const MovingRows& moving, char* memory) : moves{} {
+    while ((moving.group_slots - 1) >> moves.shift >= kMostStretches) ++moves.shift;
+    const auto stretches = static_cast<uint32_t>((moving.group_slots - 1) >> moves.shift) + 1;
+    moves.vectors = (stretches + 3) / 4;
+    moves.num_tables = moving.num_tables;
+    list = (size_t{moves.vectors} + 1) * sizeof(uint4);
+    bytes = list + num_ids * (2 * sizeof(Move) + sizeof(uint8_t));
+    moves.stretches = reinterpret_cast<uint32_t*>(memory);
+    moves.number = moves.stretches + 4 * moves.vectors;
+    moves.taken = moves.number + 1;
+    moves.claimed = reinterpret_cast<Move*>(memory + list);
+    moves.ordered = moves.claimed + num_ids;
+    moves.new_places = reinterpret_cast<uint8_t*>(moves.ordered + num_ids);
+  }
+};
+
+// What a warp counts: of one table at a time, so that few warps change its counters.
+struct ClaimTally {
+  const TableView* table = nullptr;
+  uint32_t fetched = 0, host_hits = 0, written_home = 0;
+
+  // has_slot: of the lane, without which it counts nothing. All lanes.
+  __device__ __forceinline__ void add(const TableView* mine, bool has_slot, bool is_fetched,
+                                      bool is_host_hit, bool is_written_home) {
+    const unsigned lanes = __ballot_sync(kAllLanes, has_slot);
+    if (lanes == 0) return;
+    const TableView* const first = table_of_lane<false>(mine, __ffs(static_cast<int>(lanes)) - 1);
+    if (first != table) flush();
+    table = first;
+    if (!__all_sync(kAllLanes, !has_slot || mine == first)) {
+      count_warp(mine, kFetched, is_fetched);
+      count_warp(mine, kHostHits, is_host_hit);
+      count_warp(mine, kWrittenHome, is_written_home);
+      return;
+    }
+    fetched += __popc(__ballot_sync(kAllLanes, is_fetched));
+    host_hits += __popc(__ballot_sync(kAllLanes, is_host_hit));
+    written_home += __popc(__ballot_sync(kAllLanes, is_written_home));
+  }
+  __device__ __forceinline__ void flush() {
+    if (threadIdx.x % kWarp == 0) {
+      if (fetched > 0) count(*table, kFetched, fetched);
+      if (host_hits > 0) count(*table, kHostHits, host_hits);
+      if (written_home > 0) count(*table, kWrittenHome, written_home);
+    }
+    fetched = host_hits = written_home = 0;
+  }
+};
+
+// Frames are given to rows that have none, and the moves listed. A block has a part of the batch,
+// and says once for all its threads how many of their moves it lists.
+__global__ void __launch_bounds__(kThreads)
+    claim_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
+                 const int64_t* __restrict__ slots, const bool* __restrict__ placed, bool others,
+                 const Moves moves) {
+  __shared__ uint32_t of_warps[kThreads / kWarp];
+  __shared__ uint32_t listed_before;
+  const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t rounds = (batch.num_ids + kThreads - 1) / kThreads;
+  const int64_t from = rounds * blockIdx.x / gridDim.x * kThreads;
+  const int64_t to = rounds * (blockIdx.x + 1) / gridDim.x * kThreads;
+  ClaimTally tally;
+  for (int64_t begin = from; begin < to; begin += kThreads) {
+    const int64_t position = begin + threadIdx.x;
+    const TableView* mine = tables;
+    int64_t slot = kNoSlot;
+    bool is_new = false;
+    FrameClaim claim;
+    if (position < batch.num_ids && slots[position] >= 0 && slots[position] != kPassedOver) {
+      is_new = placed[position];
+      mine = &table_at(tables, batch, position);
+      if (mine->frames.tags != nullptr && (is_new || others)) {
+        slot = slots[position] - mine->first_slot;
+        claim =
+            is_new ? claim_frame<true>(*mine, slot, visit) : claim_frame<false>(*mine, slot, visit);
+      }
+    }
+    int64_t place = -1;
+    if (claim.frame != kNoFrame) {
+      place = claim.frame - mine->frames.frame_at(mine->frames.home_of(slot).set, 0);
+    }
+    if (is_new) moves.new_places[position] = static_cast<uint8_t>(1 + place);
+    const bool was_there = slot != kNoSlot && !is_new;
+    const bool comes = was_there && claim.taken, leaves = claim.leaver != kNoSlot;
+    tally.add(mine, slot != kNoSlot, comes, comes || (was_there && claim.frame == kNoFrame),
+              leaves);
+    const unsigned listed = __ballot_sync(kAllLanes, comes || leaves);
+    if (lane == 0) of_warps[warp] = static_cast<uint32_t>(__popc(listed));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      uint32_t all = 0;
+      for (const uint32_t number : of_warps) all += number;
+      if (all > 0) listed_before = atomicAdd(moves.number, all);
+    }
+    __syncthreads();
+    uint32_t at = listed_before + __popc(listed & ((1u << lane) - 1));
+    for (unsigned w = 0; w < warp; ++w) at += of_warps[w];
+    __syncthreads();  // the next round writes there
+    if (!comes && !leaves) continue;
+    const Move move(mine->first_slot + slot, place, is_new,
+                    leaves ? 1 + mine->frames.home_of(claim.leaver).number : 0);
+    moves.claimed[at] = move;
+    atomicAdd(&moves.stretch_of(move), 1u);
+  }
+  tally.flush();
+}
+
+// Where each stretch's moves begin. One block.
+__global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
+  using Scan = cub::BlockScan<uint32_t, kScanThreads>;
+  constexpr int kVectors = kMostStretches / kScanThreads / 4;  // of a thread
+  __shared__ typename Scan::TempStorage storage;
+  enter_chain();
+  if (*moves.number == 0) return;
+  auto* const mine = reinterpret_cast<uint4*>(moves.stretches) + threadIdx.x * kVectors;
+  const auto is_one = [&](int k) { return threadIdx.x * kVectors + k < moves.vectors; };
+  uint4 counts[kVectors];
+  uint32_t all = 0, begin = 0;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) counts[k] = is_one(k) ? mine[k] : uint4{};
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) all += counts[k].x + counts[k].y + counts[k].z + counts[k].w;
+  Scan(storage).ExclusiveSum(all, begin);
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const uint32_t second = begin + counts[k].x, third = second + counts[k].y;
+    const uint32_t fourth = third + counts[k].z;
+    if (is_one(k)) mine[k] = {begin, second, third, fourth};
+    begin = fourth + counts[k].w;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) order_kernel(const Moves moves) {
+  enter_chain();
+  const uint32_t number = *moves.number;
+  for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < number; i += gridDim.x * kThreads) {
+    const Move move = moves.claimed[i];
+    moves.ordered[atomicAdd(&moves.stretch_of(move), 1u)] = move;
+  }
+}
+
+// Each four moves are of another warp than the next four, so that what is under way at a time is
+// of few stretches. A lane has one of 32 that its warp takes, four by four, one after the other.
+__global__ void __launch_bounds__(kThreads)
+    exchange_kernel(const TableView* __restrict__ tables, const Moves moves) {
+  constexpr uint32_t kNeighbours = 4;
+  const uint32_t number = *moves.number;
+  const uint32_t warp = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
+  const uint32_t warps = gridDim.x * (kThreads / kWarp), lane = threadIdx.x % kWarp;
+  const uint32_t mine = (lane / kNeighbours * warps + warp) * kNeighbours + lane % kNeighbours;
+  for (uint32_t from = 0; from < number; from += warps * kWarp) {
+    const bool busy = from + mine < number;
+    const MoveAt move(tables, moves.num_tables,
+                      busy ? moves.ordered[from + mine] : Move(0, 0, true, 0));
+    exchange_rows(move.table, busy, move.frame, move.leaver, move.slot);
+  }
+}
+
+}  // namespace
+
+size_t moves_scratch(int64_t num_ids, const MovingRows& moving) {
+  return Layout(num_ids, moving, nullptr).bytes;
+}
+
+Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& visit,
+                   const int64_t* slots, const bool* placed, bool others, const MovingRows& moving,
+                   void* scratch, cudaStream_t stream) {
+  const Layout layout(batch.num_ids, moving, static_cast<char*>(scratch));
+  const Moves& moves = layout.moves;
+  HKV_CUDA_CHECK(cudaMemsetAsync(moves.stretches, 0, layout.list, stream));
+  const unsigned grid = grid_for(batch.num_ids);
+  claim_kernel<<<std::min(grid, resident_blocks(claim_kernel)), kThreads, 0, stream>>>(
+      tables, batch, visit, slots, placed, others, moves);
+  HKV_CUDA_CHECK_LAUNCH();
+  launch_chained(scan_kernel, 1, kScanThreads, stream, moves);
+  launch_chained(order_kernel, std::min(grid, processors()), kThreads, stream, moves);
+  return moves;
+}
+
+void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
+               const MovingRows& moving, cudaStream_t stream) {
+  // Not chained: the stream may have to wait for other streams in between.
+  if (moving.bulk_bytes > 0 && compute_capability() >= 9) {
+    move_in_bulk(tables, moves, moving.bulk_bytes, processors(), stream);
+  } else {
+    // Blocks on half of the multiprocessors have the link as busy as more do, and leave room to
+    // kernels on other streams, such as the backward of the batch before.
+    exchange_kernel<<<std::min(grid_for(batch.num_ids), (processors() + 1) / 2), kThreads, 0,
+                      stream>>>(tables, moves);
+    HKV_CUDA_CHECK_LAUNCH();
+  }
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,89 @@
+// Rows that a batch has touched get frames and come there, and others leave, in the order of
+// addresses.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hash_table/cuda/hbm_cache/frames.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+
+// A row that has got a frame, in a word.
+class Move {
+ public:
+  // slot: numbered through the group. place: of the frame, in its set. is_new: what is at home
+  // means nothing, and does not come. leaver: 1 + the number in the set of the slot whose row
+  // leaves the frame; 0: nothing leaves.
+  __device__ __forceinline__ Move(int64_t slot, int64_t place, bool is_new, uint32_t leaver)
+      : bits_(static_cast<uint64_t>(slot) << kLow | static_cast<uint64_t>(place) << kPlaceAt |
+              static_cast<uint64_t>(is_new) << kNewAt | leaver) {}
+
+  __device__ __forceinline__ int64_t slot() const { return static_cast<int64_t>(bits_ >> kLow); }
+  __device__ __forceinline__ int place() const { return static_cast<int>(bits_ >> kPlaceAt) & 7; }
+  __device__ __forceinline__ bool is_new() const { return bits_ >> kNewAt & 1; }
+  __device__ __forceinline__ uint32_t leaver() const {
+    return static_cast<uint32_t>(bits_) & ((1u << kNewAt) - 1);
+  }
+
+ private:
+  static constexpr int kNewAt = 14, kPlaceAt = kNewAt + 1, kLow = kPlaceAt + 3;
+  static_assert(most_slots_of_set(kFewestOfSet) < 1 << kNewAt && kMostOfSet <= 8);
+
+  uint64_t bits_;
+};
+
+// Where it goes by.
+struct MoveAt {
+  const TableView* table;
+  int64_t slot;    // whose row comes, or kNoSlot
+  int64_t leaver;  // whose row goes home, or kNoSlot
+  int64_t frame;
+
+  __device__ __forceinline__ MoveAt(const TableView* tables, int32_t num_tables, const Move& move)
+      : table(&tables[table_of_slot(tables, num_tables, move.slot())]) {
+    const Frames& frames = table->frames;
+    const int64_t of_table = move.slot() - table->first_slot;
+    const Frames::Home home = frames.home_of(of_table);
+    slot = move.is_new() ? kNoSlot : of_table;
+    leaver = move.leaver() == 0 ? kNoSlot : frames.slot_with(home, move.leaver() - 1);
+    frame = frames.frame_at(home.set, move.place());
+  }
+};
+
+// The moves of a call, ordered by *stretches* of the group's slots, which are neighbours in host
+// memory.
+struct Moves {
+  uint32_t* stretches;  // [4 * vectors] moves of each; later, where the next of each belongs
+  uint32_t* number;     // of all
+  uint32_t* taken;      // of these, by warps that move in bulk
+  Move* claimed;        // [ids]
+  Move* ordered;        // [ids]
+  uint8_t* new_places;  // [ids] of a new id 1 + the frame's place in its set; 0: it has none
+  uint32_t vectors;     // of four stretches
+  int32_t shift;        // of a slot's number, to its stretch
+  int32_t num_tables;   // of the group
+
+  __device__ __forceinline__ uint32_t& stretch_of(const Move& move) const {
+    return stretches[move.slot() >> shift];
+  }
+};
+
+// Rows of ids that were `placed` get frames, and, where `others` is set, those of the batch's other
+// ids, if they can be had. Nothing has moved yet. scratch: moves_scratch bytes, until it has.
+Moves claim_frames(const TableView* tables, const Batch& batch, const Visit& visit,
+                   const int64_t* slots, const bool* placed, bool others, const MovingRows& moving,
+                   void* scratch, cudaStream_t stream);
+size_t moves_scratch(int64_t num_ids, const MovingRows& moving);
+
+// Makes the moves. Those of calls must be made in the calls' order.
+void move_rows(const TableView* tables, const Batch& batch, const Moves& moves,
+               const MovingRows& moving, cudaStream_t stream);
+
+// The same by bulk copies, on sm_90 and above (in moves_bulk.cu).
+void move_in_bulk(const TableView* tables, const Moves& moves, int32_t bulk_bytes, unsigned blocks,
+                  cudaStream_t stream);
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,118 @@
+// Moves by bulk copies through shared memory, which have the link as busy as moves by lanes with a
+// fraction of the warps.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "hash_table/cuda/async_copy.cuh"
+#include "hash_table/cuda/hbm_cache/moves.cuh"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kStages = 2;
+// What comes into a stage, of which as much leaves: with two stages on each multiprocessor enough
+// for the link. More under way would be of pages further apart, and in the way of other kernels.
+constexpr int kStageBytes = 1024;
+
+#if __CUDA_ARCH__ >= 900
+// A row that comes into a frame, and one that leaves it.
+struct Passing {
+  const char* home = nullptr;  // of what comes; null: nothing does
+  char* out = nullptr;         // home of what leaves; null: nothing does
+  char* frame = nullptr;
+  uint32_t bytes = 0;  // of each; 0: there is no move
+
+  Passing() = default;
+  __device__ __forceinline__ explicit Passing(const MoveAt& move) {
+    const RowStore& rows = move.table->rows;
+    bytes = static_cast<uint32_t>(rows.bytes());
+    frame = rows.at(0, move.frame);
+    if (move.leaver != kNoSlot) out = rows.at(move.leaver, kNoFrame);
+    if (move.slot != kNoSlot) home = rows.at(move.slot, kNoFrame);
+  }
+  __device__ __forceinline__ uint32_t all_bytes() const {
+    return ((home != nullptr ? 1 : 0) + (out != nullptr ? 1 : 0)) * bytes;
+  }
+};
+#endif
+
+// A warp a block. It takes `rows` moves for a stage, the next of all that no warp has taken: so
+// what is under way at a time is of neighbours, however unlike the warps' shares of their
+// multiprocessors are, and all end together. A lane below `rows` has one row of each stage, and
+// room for what comes and what leaves; while a stage's copies from host memory and frames are under
+// way, those of the stage before, which have arrived, go on to frames and host memory.
+__global__ void __launch_bounds__(kWarp)
+    bulk_kernel(const TableView* __restrict__ tables, const Moves moves, uint32_t rows,
+                uint32_t room) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char memory[];  // [kStages][rows][2][room]
+  __shared__ CopyBarrier arrived[kStages];
+  const uint32_t lane = threadIdx.x;
+  if (lane == 0) {
+    for (CopyBarrier& barrier : arrived) barrier.init();
+    fence_barriers();
+  }
+  __syncwarp();
+  const uint32_t number = *moves.number;
+  const auto place = [&](int stage) { return memory + (stage * rows + lane) * 2 * room; };
+  // Two turns ahead the warp takes moves, one turn ahead it loads them.
+  uint32_t taken = 0;  // by lane 0
+  bool loaded = false;
+  Move ahead(0, 0, true, 0);
+  const auto take = [&] {
+    if (lane == 0) taken = atomicAdd(moves.taken, rows);
+  };
+  const auto load = [&] {
+    const uint32_t at = __shfl_sync(kAllLanes, taken, 0) + lane;
+    loaded = lane < rows && at < number;
+    if (loaded) ahead = moves.ordered[at];
+    take();
+  };
+  const auto begin = [&](int stage) {
+    Passing row;
+    if (loaded) row = Passing(MoveAt(tables, moves.num_tables, ahead));
+    load();
+    const uint32_t bytes = __reduce_add_sync(kAllLanes, row.all_bytes());
+    if (lane == 0) arrived[stage].expect_bytes(bytes);
+    __syncwarp();
+    if (row.home != nullptr) copy_bulk(place(stage), row.home, row.bytes, &arrived[stage]);
+    if (row.out != nullptr) copy_bulk(place(stage) + room, row.frame, row.bytes, &arrived[stage]);
+    return row;
+  };
+  take();
+  load();
+  Passing passing[kStages];
+  passing[0] = begin(0);
+  for (uint32_t phase = 0;; phase ^= 1) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      const int next = (stage + 1) % kStages;
+      const Passing& row = passing[stage];
+      if (!__any_sync(kAllLanes, row.bytes > 0)) {
+        wait_for_bulk_copies_out();
+        return;
+      }
+      wait_for_bulk_reads();  // of the next stage's room, by the turn before
+      __syncwarp();
+      passing[next] = begin(next);
+      arrived[stage].wait(phase);
+      if (row.out != nullptr) copy_bulk_out(row.out, place(stage) + room, row.bytes);
+      if (row.home != nullptr) copy_bulk_out(row.frame, place(stage), row.bytes);
+      end_bulk_copies_out();
+    }
+  }
+#endif
+}
+
+}  // namespace
+
+void move_in_bulk(const TableView* tables, const Moves& moves, int32_t bulk_bytes, unsigned blocks,
+                  cudaStream_t stream) {
+  const int rows = std::clamp(kStageBytes / bulk_bytes, 1, kWarp);
+  const size_t shared = size_t{2} * kStages * rows * bulk_bytes;
+  bulk_kernel<<<blocks, kWarp, shared, stream>>>(tables, moves, static_cast<uint32_t>(rows),
+                                                 static_cast<uint32_t>(bulk_bytes));
+  HKV_CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

@@ -1,0 +1,348 @@
+// Finding on the GPU. A warp works on 32 ids. What an id needs once is done by a lane of its own,
+// so that 32 loads are on their way at once: the hash, the look at the id that stands where a
+// digest matches, the touch. Only digests are compared by tiles of four lanes, each lane reading 32
+// of a line's 128 bytes, two lines of a tile at once. Ids that are not in their first bucket are
+// dealt out to the tiles anew, which then are full again.
+//
+// Lines come through L1, which serves those of hot ids: their sectors of the second-level cache
+// would be asked for thousands of times, one after the other.
+#include "common/chain.cuh"
+#include "common/cuda_check.h"
+#include "hash_table/cuda/bucket.cuh"
+#include "hash_table/cuda/entry.cuh"
+#include "hash_table/cuda/insert/lane_feature.cuh"
+#include "hash_table/cuda/lookup/find.cuh"
+#include "hash_table/cuda/score_update.cuh"
+#include "hash_table/kernels.h"
+
+namespace torchrec_hkv::hash_table::cuda {
+namespace {
+
+constexpr int kFindLanes = 4;
+constexpr int kTilesOfWarp = kWarp / kFindLanes;
+constexpr int kLinesAhead = 2;  // of a tile
+constexpr int kFindBlocks = 6;  // of a multiprocessor, which bound the registers of a thread
+constexpr int kTouchers = 512;  // entries of a block's table of who touches a slot
+// An entry has the number of a thread, and above it how many others have its slot.
+constexpr uint32_t kOtherToucher = kThreads;
+
+constexpr uint32_t kNowhere = ~0u;
+
+// What an id's lane asks of a tile, the line's address in two words and the digest in both halves
+// of a third; and, in place of that, what each of the tile's lanes answers: see compare.
+struct alignas(16) Look {
+  uint32_t words[kFindLanes];
+};
+constexpr int kAskedDigest = 2;
+
+// Which of a lane's digests differ from the one in both halves of `pair`: bit 7 - j stands for the
+// lower half of word j, bit 23 - j for its upper half.
+__device__ __forceinline__ uint32_t compare(const uint4& first, const uint4& last, uint32_t pair) {
+  const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
+  uint32_t differ = 0;
+#pragma unroll
+  for (uint32_t word : words) differ = differ * 2 + __vminu2(word ^ pair, 0x00010001u);
+  return differ;
+}
+// How many of a lane's digests are not those of free slots: in the highest byte of an answer. The
+// second byte means nothing; the others are zeros.
+__device__ __forceinline__ uint32_t count_taken(const uint4& first, const uint4& last) {
+  const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
+  static_assert(kEmptyDigest == 0);
+  uint32_t taken = 0;  // of the lower halves of words, and of the upper
+#pragma unroll
+  for (uint32_t word : words) taken += __vminu2(word, 0x00010001u);
+  return taken * 0x01000100u;
+}
+// Of a line whose tile has answered, how many slots are free.
+__device__ __forceinline__ int number_free(const uint4& answer) {
+  const uint32_t taken = __byte_perm(__byte_perm(answer.x, answer.y, 0x0073),
+                                     __byte_perm(answer.z, answer.w, 0x0073), 0x5410);
+  return kBucketDigests - static_cast<int>(__dp4a(taken, 0x01010101u, 0u));
+}
+
+// The digests of a line that match, taken one by one.
+struct Matches {
+  uint32_t low;   // of the tile's lanes 0 and 1
+  uint32_t high;  // of lanes 2 and 3
+
+  // From a tile's answers: bytes 0 and 2 of each word.
+  __device__ __forceinline__ explicit Matches(const uint4& answer) {
+    low = ~__byte_perm(answer.x, answer.y, 0x6240);
+    high = ~__byte_perm(answer.z, answer.w, 0x6240);
+  }
+  __device__ __forceinline__ bool any() const { return (low | high) != 0; }
+  // Position in the bucket of one of them.
+  __device__ __forceinline__ uint32_t position() const {
+    const uint32_t bit =
+        low != 0 ? __ffs(static_cast<int>(low)) - 1 : __ffs(static_cast<int>(high)) + 31;
+    const uint32_t word = 7 - (bit & 7);
+    const uint32_t lane = (bit >> 5) * 2 + (bit >> 3 & 1);
+    return (word / 4 * kFindLanes + lane) * kVectorDigests + word % 4 * 2 + (bit >> 4 & 1);
+  }
+  __device__ __forceinline__ void drop() {
+    if (low != 0) {
+      low &= low - 1;
+    } else {
+      high &= high - 1;
+    }
+  }
+};
+
+// Has the tiles of a warp look at the lines that its lanes ask for, and returns the answers of a
+// lane's tile. All lanes. kFree: free slots are looked for too.
+template <bool kFree>
+__device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const TableView& table,
+                                               uint32_t bucket, uint16_t digest) {
+  const int warp_lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kFindLanes;
+  const int tile = warp_lane / kFindLanes;
+  const unsigned asking = __ballot_sync(kAllLanes, asks);
+  const int n = __popc(asking);
+  const int number = __popc(asking & ((1u << warp_lane) - 1));
+  auto* const mine = reinterpret_cast<uint4*>(&looks[number]);
+  if (asks) {
+    const auto line = reinterpret_cast<uint64_t>(digest_line(table, bucket));
+    *mine = uint4{static_cast<uint32_t>(line), static_cast<uint32_t>(line >> 32),
+                  digest * 0x00010001u, 0};
+  }
+  __syncwarp();
+  // Tiles that are left over read what the last one reads, and say nothing.
+  const auto look = [&](int at) -> Look& { return looks[min(at, n - 1)]; };
+#pragma unroll 1
+  for (int base = 0; base < n; base += kLinesAhead * kTilesOfWarp) {
+    uint4 first[kLinesAhead], last[kLinesAhead];
+#pragma unroll
+    for (int k = 0; k < kLinesAhead; ++k) {
+      if (k == 0 || base + k * kTilesOfWarp < n) {
+        const Look& it = look(base + k * kTilesOfWarp + tile);
+        const auto address = *reinterpret_cast<const uint64_t*>(it.words);
+        const uint4* const line = reinterpret_cast<const uint4*>(address) + lane;
+        first[k] = load_vector_cached(line);
+        last[k] = load_vector_cached(line + kFindLanes);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kLinesAhead; ++k) {
+      if (k == 0 || base + k * kTilesOfWarp < n) {
+        const int at = base + k * kTilesOfWarp + tile;
+        Look& it = look(at);
+        uint32_t answer = compare(first[k], last[k], it.words[kAskedDigest]);
+        if (kFree) answer += count_taken(first[k], last[k]);
+        __syncwarp();  // all lanes have read what was asked
+        if (at < n) it.words[lane] = answer;
+      }
+    }
+  }
+  __syncwarp();
+  const uint4 answer = asks ? *mine : uint4{~0u, ~0u, ~0u, ~0u};
+  __syncwarp();  // the next call writes there
+  return answer;
+}
+
+// Adds the threads that are `counted` to their entries. Those of the first lane's entry, which are
+// most of a warp where an id is hot, take one operation. All lanes.
+__device__ __forceinline__ void count_touchers(uint32_t* touchers, uint32_t entry, bool counted) {
+  const unsigned lanes = __ballot_sync(kAllLanes, counted);
+  if (lanes == 0) return;
+  const int first = __ffs(static_cast<int>(lanes)) - 1;
+  // All lanes take part in the shuffle; behind `counted &&` only some would, and wait forever.
+  const uint32_t first_entry = __shfl_sync(kAllLanes, entry, first);
+  const bool same = counted && entry == first_entry;
+  const unsigned peers = __ballot_sync(kAllLanes, same);
+  const bool leads = static_cast<int>(threadIdx.x % kWarp) == first;
+  if (leads || (counted && !same)) {
+    atomicAdd(&touchers[entry], kOtherToucher * (leads ? __popc(peers) : 1));
+  }
+}
+
+// exclusive: returns whether this position is the first of the call to touch the slot. That takes
+// an atomic exchange, which, where ids are spread, takes less time than a write.
+__device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bool exclusive) {
+  if (exclusive) return atomicExch(last_step, now) != now;
+  store_l2(last_step, now);
+  return false;
+}
+
+// kOneTable: the view comes with the launch and not from memory. spread: most ids stand at one
+// position. Steps are exchanged then, and those of many tables are brought near before it is known
+// that their ids are the right ones. Elsewhere they are written untested: waiting for a hot id's
+// step, which many write, costs more than the writes that are saved. Of a block's threads that
+// touch one slot mostly one writes. kPacked: ids and steps are; of one table. kScores: whether a
+// table keeps scores; a block then counts how many of its threads have one slot (score_update.cuh).
+template <bool kTouch, bool kOneTable, bool kPacked, bool kScores>
+__global__ void __launch_bounds__(kThreads, kFindBlocks)
+    find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
+                const Batch batch, const Visit visit, int64_t* __restrict__ slots,
+                const Found found, const Missing missing, bool spread, bool begun) {
+  __shared__ Look looks_of_block[kThreads];
+  // By thread: its id, packed its hash, which would take registers; later, of those that touch, the
+  // slot.
+  __shared__ int64_t of_thread[kThreads];
+  // By slot, modulo their number: of the threads that touch it, one.
+  __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
+  __shared__ BlockParts parts;
+  Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
+  if (kTouch) let_next_kernel_start();
+  if (kTouch && !begun) wait_for_kernel_before();
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool given = at < batch.num_ids;
+  // The id and what is needed of its feature are on their way at once.
+  const int64_t id = given ? batch.ids[at] : 0;
+  const TableView& table =
+      kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
+  const uint32_t num_buckets = table.num_buckets;
+  const uint64_t hash = hash_of_id(id);
+  of_thread[threadIdx.x] = kPacked ? static_cast<int64_t>(hash) : id;
+  // The scratch of the kernels to come, which has at most four entries a thread.
+  if (kTouch && at * 4 <= missing.mask) {
+    reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
+  }
+  const BucketChoice choice = choose_buckets_of_hash(hash, num_buckets);
+  uint32_t bucket = choice.first;
+  uint32_t position = kNowhere;
+  bool searching = given;
+  bool room = false;        // whether a free slot was seen
+  bool room_first = false;  // whether the first bucket is the one to take
+#pragma unroll 1
+  for (int turn = 0; turn < 2 && __any_sync(kAllLanes, searching); ++turn) {
+    const uint4 answer = look_at_lines<kTouch>(looks, searching, table, bucket, choice.digest);
+    if (searching) {
+      if (kTouch) {
+        const int free = number_free(answer);
+        room |= free > 0;
+        if (turn == 0) room_first = prefers_first(table.bucket_slots, free, kBucketDigests);
+      }
+      const int64_t first_slot = static_cast<int64_t>(bucket) * table.bucket_slots;
+      for (Matches matches(answer); matches.any(); matches.drop()) {
+        const uint32_t candidate = matches.position();
+        const int64_t slot = first_slot + candidate;
+        if (kPacked) {
+          const auto wanted = static_cast<uint64_t>(of_thread[threadIdx.x]);
+          if (is_entry_of<!kTouch>(entry_at(table, bucket, candidate), wanted)) {
+            position = candidate;
+            break;
+          }
+          continue;
+        }
+        // A find in one table gains 4 % if its ids leave L1 to the lines.
+        const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
+        if (kTouch && !kOneTable && spread) {
+          prefetch_l2(&table.last_steps[slot]);  // most are hits
+        }
+        if (stored == of_thread[threadIdx.x]) {
+          position = candidate;
+          break;
+        }
+      }
+      // A table of one bucket has no second one to look at.
+      searching = position == kNowhere && bucket != choice.second;
+      if (searching) bucket = choice.second;
+    }
+  }
+  const bool there = position != kNowhere;
+  const bool listed = given && !there;
+  const bool full = kTouch && !room && missing.sorts_full;
+  bool any_listed = false;
+  const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
+  if (kTouch) {
+    if (begun) wait_for_kernel_before();  // for the clock and the flags
+    if (there) {
+      of_thread[threadIdx.x] = table.first_slot + slot;
+      atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
+    }
+    any_listed = count_listed(parts, missing, listed, full);
+  }
+  int64_t result = kNoSlot;
+  if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
+  bool first = false;  // of the call to touch its slot, where that is wanted
+  const uint32_t entry = static_cast<uint32_t>(slot) % kTouchers;
+  bool adds = false;     // what the block gives to the slot, to its score
+  bool counted = false;  // what the thread gives is added by the slot's toucher
+  bool apart = false;    // the warp's lanes of the slot update its score
+  if (there) {
+    result = table.first_slot + slot;
+    if (kTouch) {
+      const uint32_t toucher = touchers[entry] % kOtherToucher;
+      const bool shares = of_thread[toucher] == result;
+      if (toucher == threadIdx.x || !shares) {
+        uint32_t* const step =
+            kPacked ? entry_at(table, bucket, position).step() : &table.last_steps[slot];
+        first = write_step(step, visit.now(), spread || found.writer != nullptr);
+      }
+      if constexpr (kScores) {
+        if (table.scores != nullptr) {
+          apart = !shares || visit.scores != nullptr;
+          adds = !apart && toucher == threadIdx.x;
+          counted = !apart && !adds;
+        }
+      }
+    }
+  }
+  if constexpr (kScores) {
+    const unsigned lanes = __ballot_sync(kAllLanes, apart);
+    if (apart) {
+      const unsigned peers = __match_any_sync(lanes, static_cast<unsigned long long>(result));
+      update_score_of_lanes(table, slot, peers, visit, visit.given(at));
+    }
+    count_touchers(touchers, entry, counted);
+    __syncthreads();
+    if (adds) update_score(table, slot, visit, touchers[entry] / kOtherToucher + 1);
+  }
+  if (given) {
+    slots[at] = result;
+    if (kTouch && found.there != nullptr) found.there[at] = there;
+    if (kTouch && found.writer != nullptr) found.writer[at] = first;
+  }
+  if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
+}
+
+// A find that touches follows the kernel that starts the clock, or one that ages the tables.
+template <bool kTouch>
+void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
+                 const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
+                 bool spread, bool keeps_scores, bool begun, cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  const unsigned grid = grid_for(batch.num_ids);
+  const auto launch = [&](auto kernel, auto... arguments) {
+    if (kTouch) {
+      launch_chained(kernel, grid, kThreads, stream, arguments...);
+    } else {
+      kernel<<<grid, kThreads, 0, stream>>>(arguments...);
+      HKV_CUDA_CHECK_LAUNCH();
+    }
+  };
+  const auto choose = [&]<bool kScores>() {
+    if (only != nullptr) {
+      const bool packed = only->entries.words != nullptr;
+      launch(packed && !kScores ? find_kernel<kTouch, true, true, false>
+                                : find_kernel<kTouch, true, false, kScores>,
+             *only, static_cast<const TableView*>(nullptr), batch, visit, slots, found, missing,
+             spread, begun);
+    } else {
+      launch(find_kernel<kTouch, false, false, kScores>, TableView{}, tables, batch, visit, slots,
+             found, missing, spread, begun);
+    }
+  };
+  if constexpr (kTouch) {
+    if (keeps_scores) return choose.template operator()<true>();
+  }
+  choose.template operator()<false>();
+}
+
+}  // namespace
+
+void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
+          cudaStream_t stream) {
+  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false, false, false,
+                     stream);
+}
+
+void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
+                    const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
+                    bool spread, bool keeps_scores, bool begun, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, keeps_scores, begun,
+                    stream);
+}
+
+}  // namespace torchrec_hkv::hash_table::cuda

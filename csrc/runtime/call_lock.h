@@ -1,0 +1,89 @@
+// Which calls of a group run at the same time in several threads of the host. Calls that read a
+// part of the group run together, a call that writes it runs alone. A thread can also hold a group
+// over several calls: `kUnchanged` keeps all threads from changing it, so that a save sees one
+// state; `kAlone` keeps all other threads out, so that several calls appear as one.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+namespace torchrec_hkv::runtime {
+
+enum class Access : int {
+  kNone,
+  kFollow,  // comes after readers and writers of before, and nobody after it
+  kRead,
+  kWrite,
+};
+
+// What a call does to the parts of a group.
+struct Use {
+  Access index;   // digests, ids, steps, scores, clock, counters
+  Access rows;    // rows and states that no pin holds
+  Access pinned;  // rows and states that a pin holds: no insertion touches them
+
+  std::array<Access, 3> parts() const { return {index, rows, pinned}; }
+};
+
+constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // in turn with other threads
+constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
+constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
+constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};
+constexpr Use kWriteRows{Access::kNone, Access::kWrite, Access::kWrite};
+constexpr Use kReadPinned{Access::kNone, Access::kNone, Access::kRead};
+constexpr Use kWritePinned{Access::kNone, Access::kNone, Access::kWrite};
+constexpr Use kReadAll{Access::kRead, Access::kRead, Access::kRead};
+constexpr Use kWriteAll{Access::kWrite, Access::kWrite, Access::kWrite};
+
+enum class Hold : int {
+  kUnchanged,
+  kAlone,
+};
+
+class CallLock {
+ public:
+  // A call, from its construction to its end. Waits for calls and holds that conflict with it.
+  // Throws where the thread itself holds the group unchanged and the call would change it.
+  class Call {
+   public:
+    Call(CallLock& lock, const Use& use);
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    CallLock& lock_;
+    const std::array<Access, 3> parts_;
+  };
+
+  // Waits until nobody is in the way. A thread may hold a group several times, and releases it as
+  // often. Throws for kAlone where the thread holds the group unchanged only.
+  void hold(Hold kind);
+  // By the thread that called hold(). Throws where it has no such hold.
+  void release(Hold kind);
+
+ private:
+  using Id = std::thread::id;
+
+  bool may_begin(const std::array<Access, 3>& parts, Id thread) const;
+  bool others_hold_unchanged(Id thread) const;
+  // Waits for `ready`. Later readers of a part wait behind those that wait to write it.
+  template <typename Ready>
+  void wait(std::unique_lock<std::mutex>& lock, const std::array<Access, 3>& parts, Ready&& ready);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::array<int64_t, 3> readers_{};
+  std::array<bool, 3> written_{};
+  std::array<int64_t, 3> waiting_writers_{};
+  std::unordered_map<Id, int64_t> unchanged_;  // by thread, how often it holds the group so
+  Id alone_{};                                 // the thread that holds it alone
+  int64_t alone_depth_ = 0;
+};
+
+}  // namespace torchrec_hkv::runtime

@@ -1,0 +1,40 @@
+// Whether what is launched now goes into a CUDA graph.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#ifdef TORCHREC_HKV_CUDA
+#include <c10/cuda/CUDAStream.h>
+
+#include "common/cuda_check.h"
+#endif
+
+namespace torchrec_hkv::runtime {
+
+// On the device's current stream.
+inline bool is_capturing([[maybe_unused]] c10::Device device) {
+#ifdef TORCHREC_HKV_CUDA
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    HKV_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
+}
+
+// Which graph that is; 0: none.
+inline unsigned long long capture_id([[maybe_unused]] c10::Device device) {
+#ifdef TORCHREC_HKV_CUDA
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    HKV_CUDA_CHECK(
+        cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(device.index()), &status, &id));
+    return status != cudaStreamCaptureStatusNone ? id : 0;
+  }
+#endif
+  return 0;
+}
+
+}  // namespace torchrec_hkv::runtime

@@ -1,0 +1,172 @@
+#include "runtime/group_clock.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+
+#include "hash_table/kernels.h"
+#include "runtime/capture.h"
+#include "runtime/on_device.h"
+
+namespace torchrec_hkv::runtime {
+namespace {
+
+using hash_table::Clock;
+using hash_table::kMaxPins;
+using hash_table::Tick;
+
+constexpr int64_t kLastStep = std::numeric_limits<uint32_t>::max();
+constexpr int64_t kWords = sizeof(Clock) / sizeof(int32_t);
+
+at::Tensor new_clock(at::Device device) {
+  at::Tensor clock = at::zeros({kWords}, at::dtype(at::kInt));
+  auto* first = static_cast<Clock*>(clock.data_ptr());
+  std::fill_n(first->pins, kMaxPins, hash_table::kFreeStep);
+  return clock.to(device);
+}
+
+}  // namespace
+
+Pin::~Pin() { clock_->end(*this, true); }
+
+void Pin::release() {
+  // A captured backward ends its pin in its graph, since the host sees nothing of replays.
+  const bool in_graph = is_capturing(clock_->device_) && clock_->captured(*this);
+#ifdef TORCHREC_HKV_CUDA
+  if (in_graph) {
+    HKV_ON_DEVICE(clock_->device_, (void)0,
+                  hash_table::cuda::release(clock_->data(), place_, generation_, stream));
+  }
+#endif
+  clock_->end(*this, !in_graph);
+}
+
+GroupClock::GroupClock(at::Device device) : device_(device), clock_(new_clock(device)) {}
+
+Clock* GroupClock::data() const { return static_cast<Clock*>(clock_.data_ptr()); }
+
+std::shared_ptr<Pin> GroupClock::pin() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int waiting = 0, captured_before = 0;
+  for (int32_t at = 0; at < kMaxPins; ++at) {
+    Place& place = places_[at];
+    captured_before += place.captured;
+    waiting += place.held && !place.captured;
+    if (place.held || place.captured) continue;
+    place.held = true;
+    ++place.generation;
+    auto pin = std::make_shared<Pin>(shared_from_this(), at, place.generation);
+    place.pin = pin;
+    return pin;
+  }
+  TORCH_CHECK(false, waiting, " lookups of this group wait for their backward, and ",
+              captured_before, " belong to CUDA graphs, but it can keep the rows of at most ",
+              kMaxPins, " in place; run a backward, or drop what needs none.");
+}
+
+std::shared_ptr<Pin> GroupClock::find(int64_t number) {
+  std::shared_ptr<Pin> pin;  // before the lock, which its end takes too
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool held = number >= 0 && places_[number % kMaxPins].held;
+  if (held) pin = places_[number % kMaxPins].pin.lock();
+  TORCH_CHECK_VALUE(pin != nullptr && pin->number() == number, "pin is ", number,
+                    ", but this group holds no such pin; it may have ended with its backward.");
+  return pin;
+}
+
+bool GroupClock::captured(const Pin& pin) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return places_[pin.place_].captured;
+}
+
+void GroupClock::end(const Pin& pin, bool noted) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Place& place = places_[pin.place_];
+  if (!place.held || place.generation != pin.generation_) return;  // has ended before
+  place.held = false;
+  if (!noted) return;
+  released_ |= uint64_t{1} << pin.place_;
+  released_generations_[pin.place_] = pin.generation_;
+}
+
+Tick GroupClock::next(const std::optional<int64_t>& pin, bool counts) {
+  Tick tick{};
+  tick.counts = counts;
+  tick.pin = -1;
+  if (pin) {
+    tick.pin = static_cast<int32_t>(*pin % kMaxPins);
+    tick.generation = static_cast<uint32_t>(*pin / kMaxPins);
+  }
+  const bool capturing = is_capturing(device_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(!counts || counted_ < kLastStep, "a table counts at most 2^32 - 1 calls.");
+  tick.released = released_;
+  std::copy(released_generations_.begin(), released_generations_.end(), tick.generations);
+  if (capturing) {
+    // What is released stays noted: the graph may be replayed late or never.
+    if (pin) places_[tick.pin].captured = true;
+    return tick;
+  }
+  released_ = 0;
+  counted_ += counts;
+  return tick;
+}
+
+int64_t GroupClock::now() {
+  return clock_.select(0, offsetof(Clock, now) / sizeof(int32_t)).item<int64_t>() & kLastStep;
+}
+
+int64_t GroupClock::first_open_step() {
+  // Before the device is asked: a pin that ends meanwhile is taken for one that does not.
+  bool waiting = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Place& place : places_) waiting = waiting || place.held || place.captured;
+  }
+  const at::Tensor copy = clock_.cpu();
+  const auto* clock = static_cast<const Clock*>(copy.const_data_ptr());
+  if (!waiting) return int64_t{clock->now} + 1;
+  return std::min(clock->now, *std::min_element(clock->pins, clock->pins + kMaxPins));
+}
+
+void GroupClock::write(int64_t word, int64_t value) {
+  const at::AutoDispatchBelowADInplaceOrView below;  // also where the clock is an inference tensor
+  clock_.select(0, word).fill_(static_cast<int32_t>(static_cast<uint32_t>(value)));
+}
+
+void GroupClock::write_now(int64_t now) {
+  write(offsetof(Clock, now) / sizeof(int32_t), now);
+  std::lock_guard<std::mutex> lock(mutex_);
+  counted_ = now;
+}
+
+void GroupClock::set(int64_t now) {
+  TORCH_CHECK_VALUE(now >= 0 && now <= kLastStep, "the clock is ", now,
+                    ", but must be from 0 to 2^32 - 1.");
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto waiting = std::count_if(places_.begin(), places_.end(),
+                                       [](const Place& place) { return place.held; });
+    TORCH_CHECK_VALUE(waiting == 0, "a table can't be loaded while the backward of ", waiting,
+                      " lookups is still to come.");
+  }
+  write_now(now);
+}
+
+void GroupClock::set_at_least(int64_t now) { write_now(std::max(now, this->now())); }
+
+void GroupClock::set_epoch(int64_t epoch) {
+  write(offsetof(Clock, epoch) / sizeof(int32_t), epoch);
+}
+
+CountedCall::CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts)
+    : clock_(clock.data()), tick_(clock.next(pin, counts)), on_cpu_(clock.device_.is_cpu()) {
+  if (!on_cpu_) return;
+  std::lock_guard<std::mutex> lock(clock.mutex_);
+  hash_table::cpu::tick(*clock_, tick_);
+  snapshot_ = *clock_;
+}
+
+}  // namespace torchrec_hkv::runtime

@@ -1,0 +1,125 @@
+// The host's side of a group's clock: which pins are taken, and what the next call that counts has
+// to tell the device. The step itself is on the device (csrc/hash_table/clock.h).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "hash_table/clock.h"
+#include "runtime/stream_order.h"
+#include "runtime/tensor.h"
+
+namespace torchrec_hkv::runtime {
+
+class GroupClock;
+
+// Keeps the rows of one lookup where they are, from its find_or_insert to its backward. Ends with
+// release(), or with the last reference.
+class Pin {
+ public:
+  Pin(std::shared_ptr<GroupClock> clock, int32_t place, uint32_t generation)
+      : clock_(std::move(clock)), place_(place), generation_(generation) {}
+  ~Pin();
+  Pin(const Pin&) = delete;
+  Pin& operator=(const Pin&) = delete;
+
+  // How ops name the pin. Never used twice in a group.
+  int64_t number() const {
+    return static_cast<int64_t>(generation_) * hash_table::kMaxPins + place_;
+  }
+  // The work that needs the pin has been enqueued.
+  void release();
+  // TableGroup::growths() when the slots of the lookup were found.
+  int64_t growths() const { return growths_; }
+  void set_growths(int64_t growths) { growths_ = growths; }
+
+ private:
+  friend class GroupClock;
+  const std::shared_ptr<GroupClock> clock_;
+  const int32_t place_;
+  const uint32_t generation_;
+  std::atomic<int64_t> growths_ = 0;
+};
+
+class GroupClock : public std::enable_shared_from_this<GroupClock> {
+ public:
+  explicit GroupClock(at::Device device);
+
+  // A new pin. It holds nothing until a call that counts is given it. Throws where all are taken.
+  std::shared_ptr<Pin> pin();
+  // The pin of a number that is still held; throws ValueError for any other.
+  std::shared_ptr<Pin> find(int64_t number);
+
+  // Reads the device's clock, and waits for it.
+  int64_t now();
+  // The earliest step whose rows may still change without being looked up again: that of the oldest
+  // lookup whose backward is to come, or else the one after the present. Lookups without a pin have
+  // none to come. Waits for the device.
+  int64_t first_open_step();
+  // Throws where a backward is still to come: it would write to slots that others have then.
+  void set(int64_t now);
+  // At least this.
+  void set_at_least(int64_t now);
+  // From 0 to 2^32 - 1. Does not wait for the device.
+  void set_epoch(int64_t epoch);
+
+ private:
+  friend class Pin;
+  friend class CountedCall;
+
+  struct Place {
+    uint32_t generation = 0;
+    std::weak_ptr<Pin> pin;  // expired or released: free
+    bool held = false;
+    bool captured = false;  // a CUDA graph takes the pin at each replay: never free again
+  };
+
+  hash_table::Clock* data() const;
+  void write(int64_t word, int64_t value);
+  void write_now(int64_t now);
+  // The tick of the next call. What it releases is forgotten.
+  hash_table::Tick next(const std::optional<int64_t>& pin, bool counts);
+  bool captured(const Pin& pin);
+  // `noted`: the next call that counts tells the device.
+  void end(const Pin& pin, bool noted);
+
+  const at::Device device_;
+  const at::Tensor clock_;  // the bytes of a Clock
+  mutable std::mutex mutex_;
+  std::array<Place, hash_table::kMaxPins> places_;
+  uint64_t released_ = 0;  // places whose pins ended since the last call that counted
+  std::array<uint32_t, hash_table::kMaxPins> released_generations_{};
+  int64_t counted_ = 0;  // the device's step, but for graphs that were replayed
+};
+
+// One call that counts. Make it when nothing can fail any more but the call itself. On a CPU the
+// clock has been advanced then, and the visit sees it as it was then, whatever other threads do; on
+// a GPU the call's first kernel advances it.
+class CountedCall {
+ public:
+  // counts: otherwise the call takes place in the present step, and only ends pins.
+  CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts = true);
+
+  hash_table::Visit visit(const uint64_t* scores) const {
+    return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
+  }
+  // Where pins end, their rows are free to be replaced: the work that needed them comes first. Rows
+  // of other pins stay as they are, so their lookups and backwards need not wait for the call.
+  Use use(bool inserts) const {
+    return Use{Access::kWrite, inserts ? Access::kWrite : Access::kNone,
+               tick_.released != 0 ? Access::kFollow : Access::kNone};
+  }
+  hash_table::Clock* clock() const { return clock_; }
+  const hash_table::Tick& tick() const { return tick_; }
+
+ private:
+  hash_table::Clock* clock_;
+  hash_table::Tick tick_;
+  hash_table::Clock snapshot_;
+  bool on_cpu_;
+};
+
+}  // namespace torchrec_hkv::runtime

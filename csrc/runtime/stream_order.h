@@ -1,0 +1,114 @@
+// The order of a group's calls in several threads (call_lock.h) and on several CUDA streams. On
+// streams what must not run together is ordered by events, and the host does not wait for the
+// device. Readers run together, writers alone. While a group has seen one stream only, nothing is
+// recorded.
+//
+// Calls that are captured in a CUDA graph are not ordered with those outside: whoever replays the
+// graph orders the replay (docs/concepts/ordering.md).
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "runtime/call_lock.h"
+
+#ifdef TORCHREC_HKV_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace torchrec_hkv::runtime {
+
+class StreamOrder {
+ public:
+  // The group's memory belongs to the stream that is current now, as PyTorch's allocator has it.
+  explicit StreamOrder(c10::Device device);
+  // Whatever the stream of construction does from now on comes after all calls.
+  ~StreamOrder();
+  StreamOrder(const StreamOrder&) = delete;
+  StreamOrder& operator=(const StreamOrder&) = delete;
+
+  // Waits for calls of other threads that conflict with `use`, makes the current stream wait for
+  // what conflicts with it, and calls enqueue(), which launches on that stream. On a GPU threads
+  // take turns, so that the launches of one call stay together. Not to be nested.
+  template <typename Enqueue>
+  auto run(const Use& use, Enqueue&& enqueue) {
+    const CallLock::Call call(calls_, use);
+    if (!device_.is_cuda()) return enqueue();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const c10::OptionalDeviceGuard guard(device_);
+    const Turn turn(*this, use);
+    return enqueue();
+  }
+  // The same for a call that writes the index first and at last moves rows: enqueue(moves_begin)
+  // calls moves_begin() in between. So the next such call, on another stream, may do what comes
+  // before its moves while this one's rows move.
+  template <typename Enqueue>
+  auto run_and_move(const Use& use, Enqueue&& enqueue) {
+    const CallLock::Call call(calls_, use);
+    const std::function<void()> moves_begin = [this] { begin_moves(); };
+    if (!device_.is_cuda()) return enqueue(moves_begin);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const c10::OptionalDeviceGuard guard(device_);
+    const Turn turn(*this, use, /*moves=*/true);
+    return enqueue(moves_begin);
+  }
+
+  // Over several calls of this thread; see CallLock.
+  void hold(Hold kind) { calls_.hold(kind); }
+  void release(Hold kind) { calls_.release(kind); }
+
+ private:
+  // Between its construction and its end a call enqueues its work.
+  class Turn {
+   public:
+    Turn(StreamOrder& order, const Use& use, bool moves = false);
+    ~Turn() noexcept(false);
+
+   private:
+    [[maybe_unused]] StreamOrder& order_;
+    [[maybe_unused]] const Use use_;
+    [[maybe_unused]] const bool moves_;
+    [[maybe_unused]] const int exceptions_;
+  };
+
+  void begin_moves();
+
+  const c10::Device device_;
+  CallLock calls_;
+  std::mutex mutex_;
+#ifdef TORCHREC_HKV_CUDA
+  struct Event;
+  struct Mark {  // the work of a stream up to an event
+    cudaStream_t stream;
+    std::shared_ptr<Event> event;
+    bool moves = false;  // of run_and_move
+  };
+  struct Part {
+    std::vector<Mark> writes;  // the last one, if any
+    std::vector<Mark> reads;   // since then, at most one a stream
+  };
+
+  std::shared_ptr<Event> record(cudaStream_t stream);
+  void wait(const std::vector<Mark>& marks, bool but_for_moves = false);
+  void begin(const Use& use, bool moves);
+  void end(const Use& use, bool moves);
+
+  cudaStream_t first_ = nullptr;
+  bool several_ = false;  // streams have been seen
+  bool moving_ = false;   // the present call's index is written, and marked
+  std::array<Part, 3> parts_;
+  std::vector<std::shared_ptr<Event>> events_;  // used again once no mark refers to them
+#endif
+};
+
+}  // namespace torchrec_hkv::runtime
+
+// Runs one of two calls on a group, in order with its other calls. See HKV_ON_DEVICE.
+#define HKV_ON_GROUP(group, use, cpu_call, cuda_call) \
+  (group).order().run(use, [&] { HKV_ON_DEVICE((group).device(), cpu_call, cuda_call) })

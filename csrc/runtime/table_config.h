@@ -1,0 +1,56 @@
+// What Python says of a table.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "hash_table/table_view.h"
+#include "runtime/group_admission.h"
+#include "runtime/initial_rows.h"
+
+namespace torchrec_hkv::runtime {
+
+struct TableConfig {
+  std::string name;
+  int64_t capacity;
+  int64_t initial_capacity;  // the table grows from this to the capacity
+  int64_t dim;
+  int64_t column_offset;
+  Eviction eviction;
+  double aging;   // under kAgedLfu: AgedLfu::c (hash_table/aged_lfu.h)
+  bool adaptive;  // under kAgedLfu: miniatures choose c (miniatures.h), which begins as `aging`
+  RowType row_type;
+  uint64_t seed;  // already mixed with the table's name
+  InitialConfig initial;
+  int64_t hbm_slots;       // rows and states that are in HBM; where there are more slots, these are
+                           // frames (hash_table/frames.h), or 0. CUDA only
+  bool all_states_in_hbm;  // the states of all slots are, though the rows are not
+  AdmissionConfig admission;
+  int64_t expire_after;      // calls; 0: entries don't expire
+  int64_t remember_evicted;  // ids; 0: none (hash_table/evicted_memory.h)
+  bool restore_counts;       // halves of the counts of these, too; given back to those that return
+  bool deterministic;        // results follow from the calls alone, on a GPU too
+};
+
+// Throws ValueError, naming the table, for a config that makes no sense. cuda: whether it is on a
+// GPU.
+void check_config(const TableConfig& config, bool cuda);
+
+// Whether the ids and last steps of a GPU's group of these tables are packed
+// (hash_table/packed_entries.h): of one large table under LRU that does not grow. Kernels of
+// several tables and plain finds in tables that may grow know nothing of it; there, and where
+// scores decide, it would be slower.
+bool can_be_packed(const std::vector<TableConfig>& configs);
+// For tests: how many slots are large. Returns the number before.
+int64_t set_packed_from(int64_t slots);
+
+// Bytes of the marks that remember evicted ids, and of the miniatures.
+int64_t evicted_bytes(const TableConfig& config);
+int64_t miniature_bytes(const TableConfig& config);
+
+at::ScalarType scalar_type(RowType type);
+
+}  // namespace torchrec_hkv::runtime

@@ -1,0 +1,135 @@
+// The arrays of one table, of as many slots as it has at present.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "hash_table/geometry.h"
+#include "runtime/growing_memory.h"
+#include "runtime/tensor.h"
+
+namespace torchrec_hkv::runtime {
+
+// An array by slot (or bucket). Where it grows, its address stays.
+class SlotArray {
+ public:
+  // Of shape [n, row...], n up to `most`. place: none for PyTorch's memory, which does not grow.
+  SlotArray(at::ScalarType dtype, std::vector<int64_t> row, int64_t most,
+            std::shared_ptr<GrowingMemory> memory);
+  explicit SlotArray(at::Tensor whole) : tensor(std::move(whole)), most_(tensor.size(0)) {}
+
+  // Backs n entries; does not touch them, and `tensor` stays as it is. At most `most`.
+  void back(int64_t n);
+  // `tensor` has n entries from now on; all of them must be backed.
+  void resize(int64_t n);
+  char* data() const;
+  int64_t most() const { return most_; }
+  // What it takes.
+  int64_t bytes() const;
+  // Where it grows, otherwise null.
+  const std::shared_ptr<GrowingMemory>& memory() const { return memory_; }
+
+  at::Tensor tensor;
+
+ private:
+  int64_t bytes_of(int64_t n) const;
+
+  at::ScalarType dtype_ = at::kByte;
+  std::vector<int64_t> row_;
+  int64_t most_ = 0;
+  std::shared_ptr<GrowingMemory> memory_;
+};
+
+// What a table's memory follows from.
+struct TableLayout {
+  hash_table::Geometry geometry;
+  int64_t dim;
+  at::ScalarType row_dtype;
+  int64_t state_width;
+  bool scores;
+  int64_t hbm_slots;  // whose rows and states fit in HBM; where there are more slots, these are
+                      // frames (hash_table/frames.h), or 0. CUDA only
+  bool all_states_in_hbm;  // the states of all slots are in HBM, by slot
+  bool packed;             // ids and last steps are (hash_table/packed_entries.h). CUDA only
+};
+
+struct MemoryBytes {
+  int64_t hbm;
+  int64_t host;
+
+  MemoryBytes& operator+=(const MemoryBytes& other) {
+    hbm += other.hbm;
+    host += other.host;
+    return *this;
+  }
+};
+
+// What a table takes when it has so many buckets, but for rounding to whole pages.
+MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device device);
+
+class TableMemory {
+ public:
+  // Makes an empty table of the initial size. On a CPU pages of memory come when they are touched;
+  // on a GPU a table that grows has memory of its own, one that does not PyTorch's.
+  TableMemory(const TableLayout& layout, at::Device device);
+
+  const hash_table::Geometry& geometry() const { return layout_.geometry; }  // when it has grown
+  int64_t num_buckets() const { return num_buckets_; }                       // at present
+  int64_t num_slots() const { return num_buckets_ * geometry().bucket_slots; }
+  int64_t full_slots() const { return geometry().num_slots(); }
+  bool grows() const { return num_buckets_ < geometry().num_buckets; }
+
+  // Backs the memory of so many buckets. Where that fails the table stays as it is.
+  void back(int64_t num_buckets);
+  // The table has so many buckets, which must be backed, from now on. What they hold is up to the
+  // caller.
+  void resize(int64_t num_buckets);
+  // Frees all slots.
+  void clear();
+
+  int64_t hbm_bytes() const;
+  int64_t host_bytes() const;
+
+  // Whether the rows of the slots that there are at present lie in host memory.
+  bool rows_on_host() const { return rows_on_host(num_slots()); }
+  bool rows_on_host(int64_t slots) const { return device_.is_cuda() && slots > layout_.hbm_slots; }
+  int64_t num_sets() const { return tags.tensor.size(0); }
+  int frames_of_set() const { return static_cast<int>(layout_.hbm_slots / num_sets()); }
+  // The homes of rows and states: by slot.
+  const SlotArray& row_homes() const { return rows_on_host() ? rows_host : rows; }
+  const SlotArray& state_homes() const {
+    return rows_on_host() && states_move() ? states_host : states;
+  }
+  // Whether states are where their rows are, in HBM or in host memory.
+  bool states_move() const { return !layout_.all_states_in_hbm; }
+  // No frame is taken any more. step: what `crowded` of each set becomes.
+  void empty_frames(int64_t step);
+
+  SlotArray digests;  // int16 [num_buckets, 64]
+  // Where they are packed both lie in `entries`.
+  SlotArray ids;         // int64 [num_slots]
+  SlotArray last_steps;  // int32 [num_slots]
+  SlotArray entries;     // int32 [num_buckets, words of its sectors], packed
+  SlotArray oldest;      // int32 [num_buckets, 4], packed
+  SlotArray scores;      // int64 [num_slots] or empty
+  SlotArray rows;        // [slots or frames in HBM, dim]
+  SlotArray states;      // the same, or [num_slots, width] where all are in HBM
+  SlotArray rows_host;   // [num_slots, dim] where they don't fit in HBM, otherwise empty
+  SlotArray states_host;
+  SlotArray tags;     // int64 [sets of frames]
+  SlotArray crowded;  // int32 [sets of frames]
+
+ private:
+  int64_t in_hbm(int64_t slots) const { return std::min(slots, layout_.hbm_slots); }
+  int64_t states_in_hbm(int64_t slots) const { return states_move() ? in_hbm(slots) : slots; }
+  int64_t on_host(int64_t slots) const { return rows_on_host(slots) ? slots : 0; }
+  int64_t states_on_host(int64_t slots) const { return states_move() ? on_host(slots) : 0; }
+
+  TableLayout layout_;
+  at::Device device_;
+  int64_t num_buckets_ = 0;
+};
+
+}  // namespace torchrec_hkv::runtime

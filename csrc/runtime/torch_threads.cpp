@@ -1,0 +1,34 @@
+#include "runtime/torch_threads.h"
+
+#include <ATen/TensorIterator.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "common/parallel.h"
+#include "runtime/tensor.h"
+
+namespace torchrec_hkv::runtime {
+namespace {
+
+// at::parallel_for would be compiled into this library, and work on threads of an OpenMP of its
+// own. A loop over a tensor runs in torch's library, on torch's threads: here one over as many
+// elements as there are to be threads, none of which is read or written.
+void run_on_torch_threads(int threads, const std::function<void()>& work) {
+  constexpr int64_t kMost = 4096;
+  static char elements[kMost];
+  const int64_t n = std::min<int64_t>(threads, kMost);
+  at::Tensor tensor = at::from_blob(elements, {n}, at::dtype(at::kByte));
+  at::TensorIterator loop = at::TensorIterator::nullary_op(tensor);
+  loop.for_each([&work](char**, const int64_t*, int64_t, int64_t) { work(); }, 1);
+}
+
+}  // namespace
+
+void use_torch_threads() {
+#ifndef __SANITIZE_THREAD__  // which does not see what orders the threads of OpenMP
+  run_on(run_on_torch_threads);
+#endif
+}
+
+}  // namespace torchrec_hkv::runtime

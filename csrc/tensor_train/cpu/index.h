@@ -1,0 +1,61 @@
+// Which distinct ids and prefixes a batch has: an order of positions, and where runs in it begin.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tensor_train/cpu/tables.h"
+
+namespace torchrec_hkv::tensor_train::cpu {
+
+// Of each position its bag: feature * batch_size + sample. Of each table its part of `order`.
+struct Places {
+  std::vector<int64_t> bags;          // [n]
+  std::vector<int64_t> table_starts;  // [tables + 1]
+  std::vector<int64_t> columns;  // [features]: first column of the feature's rows in the output
+  int64_t stride;                // columns of the output
+};
+Places places_of(const TableCpu* tables, const BatchCpu& batch);
+
+// What multiplies the row of a position in the output.
+inline float factor_of(const BatchCpu& batch, const Places& places, int64_t position) {
+  float factor = batch.weights != nullptr ? batch.weights[position] : 1.0f;
+  if (batch.mean && batch.pooled) {
+    const int64_t bag = places.bags[position];
+    factor /= static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+  }
+  return factor;
+}
+
+// Where the row of a position goes in the output.
+inline int64_t target_of(const BatchCpu& batch, const Places& places, int64_t position) {
+  if (!batch.pooled) return position * places.stride;
+  const int64_t bag = places.bags[position];
+  return bag % batch.batch_size * places.stride + places.columns[bag / batch.batch_size];
+}
+
+// The distinct ids of one table, in order of (middle, head, last).
+struct Directory {
+  std::vector<int64_t> starts;    // of each distinct id, its first place in `order`; one more
+  std::vector<int64_t> lasts;     // of each distinct id, the slice of the last core
+  std::vector<int64_t> prefixes;  // of each prefix, its first distinct id; one more
+  std::vector<int64_t> heads;     // of each prefix
+  std::vector<int64_t> middles;   // of each prefix, not decreasing
+  int64_t ids() const { return static_cast<int64_t>(lasts.size()); }
+};
+Directory directory_of(const TableCpu& table, const BatchCpu& batch, const int64_t* order,
+                       int64_t begin, int64_t end);
+
+// Ranges of prefixes of one middle slice, at most so many each.
+struct Tile {
+  int64_t begin;
+  int64_t end;
+};
+std::vector<Tile> tiles_of(const std::vector<int64_t>& middles, int64_t most);
+
+// Splits [0, costs.size()) into at most `parts` ranges of about equal cost, which begin only where
+// may_begin says so. The result depends on nothing else.
+std::vector<int64_t> split_evenly(const std::vector<int64_t>& costs,
+                                  const std::vector<uint8_t>& may_begin, int64_t parts);
+
+}  // namespace torchrec_hkv::tensor_train::cpu

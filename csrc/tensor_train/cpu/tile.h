@@ -1,0 +1,109 @@
+// Products of heads and middle slices for a few prefixes at a time, and their gradients.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "tensor_train/cpu/gemm.h"
+#include "tensor_train/cpu/tables.h"
+
+namespace torchrec_hkv::tensor_train::cpu {
+
+// Zeros that take memory only where they are touched.
+class Zeros {
+ public:
+  explicit Zeros(int64_t size)
+      : data_(static_cast<float*>(std::calloc(std::max<int64_t>(size, 1), sizeof(float)))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float[], Free> data_;
+};
+
+// n elements of a core from `offset` on, as floats.
+void widen(RowType type, const char* core, int64_t offset, int64_t n, float* out);
+
+// One multiplication by a core: prefix = head [head_q][head_r] x middle slice
+// [head_r][middle_q][middle_r].
+struct Step {
+  RowType head_type;
+  const char* heads;  // slices by number
+  int32_t head_q;
+  int32_t head_r;
+  RowType middle_type;
+  const char* middles;  // null: there is none, a prefix is its head
+  int32_t middle_q;     // 1 without a middle
+  int32_t middle_r;     // head_r without a middle
+
+  int64_t head_size() const { return static_cast<int64_t>(head_q) * head_r; }
+  int64_t middle_size() const { return static_cast<int64_t>(head_r) * middle_q * middle_r; }
+  int64_t product_size() const { return static_cast<int64_t>(head_q) * middle_q * middle_r; }
+  // Floats of a row of products, middle_q times the padded rank.
+  int64_t width() const { return static_cast<int64_t>(middle_q) * padded(middle_r); }
+  // Prefixes that are worth taking together: their products stay in the cache.
+  int64_t tile_prefixes() const { return std::clamp<int64_t>(65536 / (head_q * width()), 1, 16); }
+};
+
+// The step to the prefixes of a table: from its first core, or, with four cores, from the products
+// of the first two, given as floats.
+Step last_step(const TableCpu& table, const float* products);
+// The step from the first core to the products of the first two, of four.
+Step first_step(const TableCpu& table);
+
+// Buffers for one thread.
+class PrefixTile {
+ public:
+  PrefixTile(const Step& step, bool backward);
+
+  // Computes the products of `count` heads, at most tile_prefixes(), with one middle slice; zeroes
+  // their gradients.
+  void load(const int64_t* heads, int64_t count, int64_t middle);
+
+  // Of prefix i of the tile: [head_q * middle_q][padded(middle_r)], contiguous.
+  const float* product(int64_t i) const { return products_.data() + i * step_.head_q * width_; }
+  float* gradient(int64_t i) { return gradients_.data() + i * step_.head_q * width_; }
+
+  // From the gradients of the products: adds those of the heads to head_gradients, by number, and
+  // gathers those of the middle slice, which add_middle adds.
+  void finish(const int64_t* heads, float* head_gradients);
+  // Adds what has gathered since the last call to a middle slice's gradient.
+  void add_middle(float* middle_gradient);
+
+ private:
+  void load_middle(int64_t middle);
+
+  const Step step_;
+  const int64_t width_;
+  const int32_t head_padded_;
+  const bool backward_;
+  int64_t count_ = 0;
+  int64_t middle_ = -1;
+  std::vector<float> heads_;            // [count * head_q][head_r]
+  std::vector<float> slice_;            // [head_r][width]
+  std::vector<float> transposed_;       // [width][padded(head_r)]
+  std::vector<float> products_;         // [count * head_q][width]
+  std::vector<float> gradients_;        // likewise
+  std::vector<float> head_gradients_;   // [count * head_q][padded(head_r)]
+  std::vector<float> middle_gradient_;  // [head_r][width]
+};
+
+// Distinct heads of four cores: pairs (i_1, i_2), sorted by (i_2, i_1).
+struct HeadPairs {
+  std::vector<int64_t> firsts;   // i_1 of each pair
+  std::vector<int64_t> seconds;  // i_2, not decreasing
+  std::vector<int64_t> numbers;  // of each prefix, the number of its pair
+};
+HeadPairs head_pairs(const TableCpu& table, const std::vector<int64_t>& heads);
+
+// The products of pairs, [pairs][q_1 q_2][r_2].
+Zeros pair_products(const TableCpu& table, const HeadPairs& pairs, int threads);
+
+}  // namespace torchrec_hkv::tensor_train::cpu

@@ -1,0 +1,188 @@
+// The distinct ids of one prefix where each block keeps the last core, or its gradient, in shared
+// memory: gradients of the prefix from those of rows and the last core, and gradients of the last
+// core from those of rows and the prefix. Four ids at a time; eight further are on their way.
+#pragma once
+
+#include "tensor_train/cuda/contract/ids_ahead.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// Gradients of the rows of four distinct ids, of which those behind `limit` are the last one's.
+// (head column, middle column) by row, of the id of this lane's column.
+struct FourRowsByColumn {
+  float4 low, high;
+
+  template <typename Config>
+  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+                                       const IdLane& id, int from, int limit) {
+    const int column = threadIdx.x % 4;
+    const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + column, limit - 1));
+    const RowPlace<Config> place(piece);
+    const int32_t last_q = piece.last_q();
+    const float* const at = unit_row(in, source) + place.first;
+    low = load_row<Config>(at, place.width, place.has_first ? last_q : 0);
+    high = load_row<Config>(at + place.step, place.width, place.has_second ? last_q : 0);
+  }
+  // Of the first of the four, `left` exist; others are set to zero. first: its distinct id.
+  __device__ __forceinline__ void finish(const float* factors, int first, int left) {
+    const int column = threadIdx.x % 4;
+    if (left < 4 && column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (factors == nullptr) return;
+    const float factor = factors[first + min(column, left - 1)];
+    low = scaled(low, factor);
+    high = scaled(high, factor);
+  }
+};
+
+// The same with two columns of the id of row / 2, middle column by column.
+struct FourRowsByRow {
+  float2 other[4];
+
+  template <typename Config>
+  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+                                       const IdLane& id, int from, int limit) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + row / 2, limit - 1));
+    const float* const at = unit_row(in, source) + (column * piece.middle_step() + row % 2 * 2);
+    const int left = piece.has_middle(column) ? piece.last_q() - row % 2 * 2 : 0;
+    const int width = Config::kKnownRanks ? 4 : piece.row_width;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      other[e] =
+          load_row_pair<Config>(at + e * piece.head_step(), width, piece.has_head(e) ? left : 0);
+    }
+  }
+  __device__ __forceinline__ void finish(const float* factors, int first, int left) {
+    const int row = threadIdx.x % 32 / 4;
+    if (left < 4 && row / 2 >= left) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) other[e] = make_float2(0.0f, 0.0f);
+    }
+    if (factors == nullptr) return;
+    const float factor = factors[first + min(row / 2, left - 1)];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      other[e].x *= factor;
+      other[e].y *= factor;
+    }
+  }
+};
+
+// The first eight distinct ids of a prefix on their way, and those behind them.
+template <typename Config, typename Rows>
+struct RowsAhead {
+  const Piece<Config>& piece;
+  Rows first, second;
+
+  __device__ __forceinline__ explicit RowsAhead(const Piece<Config>& of) : piece(of) {}
+
+  // count: ids of the prefix, of which the first 32 are in `id`.
+  __device__ __forceinline__ void start(const TileInput& in, const IdLane& id, int count) {
+    const int limit = min(32, count);
+    if (limit > 0) first.read(in, piece, id, 0, limit);
+    if (limit > 4) second.read(in, piece, id, 4, limit);
+  }
+
+  // Runs `use` on the distinct ids [begin, end), four at a time, after start.
+  // use(rows, ids, from, limit): the four are those from `from` on among the `limit` of `ids`.
+  template <typename Use>
+  __device__ __forceinline__ void each_four(const TileInput& in, IdLane id, int begin, int end,
+                                            const Use& use) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int base = begin; base < end; base += 32) {
+      const int limit = min(32, end - base);
+      if (base > begin) {
+        id.read(in, UnstagedIds{}, base + lane, lane < limit);
+        start(in, id, limit);
+      }
+#pragma unroll 1
+      for (int from = 0; from < limit; from += 8) {
+        first.finish(in.factors, base + from, limit - from);
+        use(first, id, from, limit);
+        if (from + 8 < limit) first.read(in, piece, id, from + 8, limit);
+        if (from + 4 >= limit) break;
+        second.finish(in.factors, base + from + 4, limit - from - 4);
+        use(second, id, from + 4, limit);
+        if (from + 12 < limit) second.read(in, piece, id, from + 12, limit);
+      }
+    }
+  }
+};
+
+// A slice of ranks of the last core in shared memory, [lasts][4][32]; columns that do not exist are
+// 0. 16-byte units are swizzled by the last column, and lanes of different columns read different
+// last columns at a time, so that they read different banks whatever their ids are.
+template <typename Config>
+struct LastSlice {
+  static constexpr int kUnits = Config::kSlice;  // of 4 values, in a slice of the core
+  const float* values;
+  int32_t count;  // ranks of the slice
+
+  __device__ __forceinline__ static int place_of(int unit) {
+    return unit ^ (unit / (Config::kSlice / 4) % 4 * 2);
+  }
+  // to[e]: four ranks by row of last column e ^ column.
+  __device__ __forceinline__ void read(int32_t slice, float4 (&to)[4]) const {
+    static_assert(Config::kSlice == 32);
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+    const int at = slice * 128 + (column * 32 | (row ^ column * 2) * 4);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (Config::kExact || 4 * row < count) {
+        to[e] = *reinterpret_cast<const float4*>(values + (at ^ (e * 32 | e * 8)));
+      }
+    }
+  }
+};
+
+// v[e ^ column] in the place of v[e].
+__device__ __forceinline__ float4 by_column(float4 v) {
+  const int column = threadIdx.x % 4;
+  if (column % 2 != 0) v = make_float4(v.y, v.x, v.w, v.z);
+  if (column / 2 != 0) v = make_float4(v.z, v.w, v.x, v.y);
+  return v;
+}
+
+// The gradient of a prefix, [4 head columns][4 middle columns][32], from its ids into shared
+// memory.
+template <typename Config>
+__device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& id, int begin,
+                                            int end, const LastSlice<Config>& last,
+                                            RowsAhead<Config, FourRowsByColumn>& rows,
+                                            float* prefix) {
+  constexpr int kProducts = Config::kProducts;
+  const int column = threadIdx.x % 4;
+  float sums[4][4] = {};
+  rows.each_four(in, id, begin, end,
+                 [&](const FourRowsByColumn& four, const IdLane& ids, int from, int limit) {
+                   float4 lasts[4];
+                   last.read(__shfl_sync(kAllLanes, ids.last, min(from + column, limit - 1)),
+                             lasts);
+                   const float4 low = by_column(four.low), high = by_column(four.high);
+                   add_prefix_grad<kProducts>(sums, low, high, lasts);
+                 });
+  store_prefix_grad<Config>(sums, prefix);
+}
+
+// Adds the gradients of slices of the last core that the ids of a prefix have.
+template <typename Config, typename LastGrad>
+__device__ __forceinline__ void last_grads(const TileInput& in, const IdLane& id, int begin,
+                                           int end, const float* prefix,
+                                           RowsAhead<Config, FourRowsByRow>& rows,
+                                           const LastGrad& last_grad) {
+  constexpr int kProducts = Config::kProducts;
+  const int row = threadIdx.x % 32 / 4;
+  float4 values[4];
+  read_columns<Config>(prefix, values);
+  rows.each_four(in, id, begin, end,
+                 [&](const FourRowsByRow& four, const IdLane& ids, int from, int limit) {
+                   float d[4][4] = {};
+                   last_grad_of<kProducts>(d, four.other, values);
+                   const int at = from + row / 2;
+                   last_grad.add(at < limit, __shfl_sync(kAllLanes, ids.last, at), row % 2 * 2, d);
+                 });
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,204 @@
+// Lookup and gradients where prefixes have few ids: each block has an equal share of the sorted
+// prefixes, so that all blocks run at the same time and a middle slice is read, and its gradient
+// added in memory, once for each block that has it. A warp has a prefix of a tile. What the next
+// tile needs is read while this one is worked on: what takes the time of a tile is a chain of reads
+// and products, not their number.
+#pragma once
+
+#include <type_traits>
+
+#include "tensor_train/cuda/contract/half_pairs.cuh"
+#include "tensor_train/cuda/contract/ids_ahead.cuh"
+#include "tensor_train/cuda/contract/resident_kernel.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// In single precision all products are of halves: half_tile.cuh.
+template <typename Config>
+constexpr bool kOfHalves = Config::kProducts == 3;
+
+// All tables are of the class. Gradients follow sum_repeated_grads, which lets them start when the
+// index is there: they wait for sums of repeated ids when their first prefixes are multiplied.
+// kPairs: distinct ids are taken two at a time instead of four.
+template <typename Config, bool kBackward, bool kPairs>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_kernel(TileInput in) {
+  static_assert(Config::kVectors && Config::kRank == 32 && Config::kSlices == 1);
+  static_assert(Config::kPrefixes == Config::kWarps);
+  static_assert(MiddleGrad<Config>::kTiles == MiddleGrad<Config>::kAllTiles);
+  constexpr bool kHalf = kOfHalves<Config>;
+  static_assert(kPairs || !kHalf);
+  using Half = HalfTile<Config>;
+  extern __shared__ float4 memory[];
+  __shared__ PrefixList list;
+  __shared__ NextIds<Config::kWarps> next_ids;
+  __shared__ TableView table;
+  __shared__ int bounds[2];
+  float* middle = reinterpret_cast<float*>(memory);
+  float* heads = middle + Config::kMiddleValues;
+  float* products = heads + Config::kHeadValues;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  // The same in halves.
+  __shared__ std::conditional_t<kHalf, typename Half::Scales, int> scales;
+  [[maybe_unused]] __half* const half_middle = reinterpret_cast<__half*>(memory);
+  [[maybe_unused]] __half* const half_heads = half_middle + Half::kMiddleHalves;
+  [[maybe_unused]] __half* const half_products = half_heads + Half::kHeadHalves;
+  [[maybe_unused]] __half* const half_product = half_products + warp * Half::kPrefixStep;
+  [[maybe_unused]] int middle_exponent = 0;
+
+  copy_view(in.tables[0], &table);
+  bool waits = kBackward;
+  if (!waits) wait_for_kernel_before();
+  let_next_kernel_start();  // behind a lookup it may read the index
+  const Counts counts = *in.counts;
+  if (counts.prefixes == 0 || (in.leaves_dense && counts.dense != 0)) {
+    if (waits) wait_for_kernel_before();
+    return;
+  }
+  const bool gather = in.always_gather || counts.gather != 0;
+  find_share<Config, false>(in, counts, blockIdx.x, gridDim.x, thread, bounds);
+  __syncthreads();
+  if (bounds[0] >= bounds[1]) {
+    if (waits) wait_for_kernel_before();
+    return;
+  }
+  Piece<Config> piece;
+  piece.table = &table;
+  piece.middle = -1;
+  piece.first_head_column = 0;
+  piece.first_middle_column = 0;
+  piece.find_row_width(in.unit);
+  std::conditional_t<kHalf, typename Half::MiddleGrad, MiddleGrad<Config>> middle_grad;
+  if constexpr (kBackward) middle_grad.clear();
+  auto wait = [] { __syncthreads(); };
+  TileWalk<Config> walk{in, piece, list, next_ids, thread};
+  int number = 0;  // of the table whose view is here
+  walk.start(bounds[0], bounds[1], false, number, wait);
+#pragma unroll 1
+  while (walk.run > 0) {
+    const int4* const prefixes = walk.prefixes();
+    const int run = walk.run;
+    if (prefixes[0].y != number) {  // the same in all threads, as what follows
+      if constexpr (kBackward) {
+        if (piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
+        middle_grad.clear();
+      }
+      piece.middle = -1;
+      number = prefixes[0].y;
+      __syncthreads();
+      copy_view(in.tables[number], &table);
+      __syncthreads();
+      piece.find_row_width(in.unit);
+      walk.read_heads();
+    }
+    if (prefixes[0].z != piece.middle) {
+      if constexpr (kBackward) {
+        if (piece.middle >= 0) {
+          middle_grad.flush(thread, piece, 0, 0);
+          middle_grad.clear();
+        }
+      }
+      piece.middle = prefixes[0].z;
+      if constexpr (kHalf) {
+        middle_exponent = Half::load_middle(thread, piece, scales, half_middle);
+      } else {
+        load_middle<Config>(thread, piece, 0, middle);
+      }
+    }
+    if constexpr (kHalf) {
+      Half::store_heads(thread, walk.head_load, scales, half_heads);
+    } else {
+      walk.head_load.store(thread, heads);
+    }
+    wait_for_copies();
+    __syncthreads();
+    const bool mine = walk.mine();
+    const int begin = walk.begin(), stop = walk.stop();
+    const IdLane id = next_ids.get(warp);
+    auto multiply = [&] {
+      if constexpr (kHalf) {
+        Half::multiply_prefixes(thread, half_heads, half_middle, half_products, run);
+      } else {
+        multiply_prefixes<Config>(thread, piece, heads, middle, products, run);
+      }
+    };
+    if constexpr (kBackward) {
+      std::conditional_t<kPairs, TwoIds<Config>, FourIds<Config>> first;
+      auto read = [&] {
+        if (mine) first.read(in, piece, id, 0, min(32, stop - begin));
+      };
+      if (!waits) read();
+      multiply();
+      if (waits) {
+        wait_for_kernel_before();
+        waits = false;
+        read();
+      }
+      __syncthreads();
+      if (mine) {
+        if constexpr (kHalf) {
+          const int e = gradient_pairs(in, piece, id, half_product,
+                                       Half::prefix_exponent(scales, warp, middle_exponent), begin,
+                                       stop, first);
+          if (lane == 0) scales.grads[warp] = e;
+        } else if constexpr (kPairs) {
+          gradient_pairs(in, piece, id, products + warp * Config::kPrefixStep, begin, stop, first);
+        } else {
+          gradient_ids_ahead(in, piece, id, products + warp * Config::kPrefixStep, begin, stop,
+                             LastGradInMemory<Config>{}, 0, first);
+        }
+      }
+      walk.move_on(number);
+      __syncthreads();
+      if constexpr (kHalf) {
+        middle_grad.add(thread, scales, half_heads, half_products, run);
+        Half::add_head_grad(thread, piece, prefixes, run, scales, middle_exponent, half_middle,
+                            half_products);
+      } else {
+        middle_grad.add(thread, 0, heads, products, run);
+        add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
+      }
+      __syncthreads();
+    } else {
+      std::conditional_t<kPairs, LastPair, LastValues> values;
+      const LastInMemory<Config> last;
+      if (mine) {
+        if constexpr (kPairs) {
+          values.read(piece, id, 0, min(32, stop - begin));
+        } else {
+          last.read(piece, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
+                    &values);
+        }
+      }
+      multiply();
+      __syncthreads();
+      walk.move_on(number);
+      if (mine) {
+        if constexpr (kHalf) {
+          lookup_pairs(in, id, piece, half_product,
+                       Half::prefix_exponent(scales, warp, middle_exponent), begin, stop, gather,
+                       values);
+        } else if constexpr (kPairs) {
+          lookup_pairs(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
+                       values);
+        } else {
+          lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop,
+                           gather, last, values);
+        }
+      }
+    }
+    walk.refill(number, wait);
+  }
+  if (kBackward && piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
+}
+
+// As many blocks as run at the same time.
+template <typename Config, bool kBackward, bool kPairs>
+void launch_shares(const TileRun& run, const TileInput& in) {
+  auto kernel = share_kernel<Config, kBackward, kPairs>;
+  constexpr size_t kBytes =
+      kOfHalves<Config> ? HalfTile<Config>::kBytes : Config::shared_bytes(kBackward);
+  const auto blocks = static_cast<unsigned>(run.multiprocessors * Config::kMinBlocks);
+  launch_chained(kernel, {dim3(blocks), Config::kThreads, kBytes}, run.stream, in);
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

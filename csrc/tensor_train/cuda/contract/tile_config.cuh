@@ -1,0 +1,314 @@
+// How a block of threads is laid out that works on a tile: prefixes of one middle slice.
+//
+// The columns of a row are cut into blocks of 4 x 4 x 4, of head, middle and last columns; a block
+// of threads has one block of head and middle columns and all of the last ones. A prefix is then a
+// matrix of 16 rows, (head column, middle column), and last_r columns. Ranks are padded to kRank;
+// where last_r is large it is cut into slices of kSlice.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "tensor_train/cuda/contract/tensor_core.cuh"
+#include "tensor_train/cuda/index/index.cuh"
+#include "tensor_train/cuda/kernels.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// What a kernel takes for granted. kAny: nothing. kVectors: cores are float32 and ranks are
+// multiples of 4, at most kRank, so that cores are read 4 values at a time. kRanks: also head_r =
+// last_r = kRank, the last q is a multiple of 4 and rows are aligned. kNarrow: as kRanks, and q =
+// 4, 2, 4, which 32 columns have. kWhole: as kRanks, but all q are multiples of 4 and cores are of
+// type kType, so that there are no bounds to check. kFours: as kWhole, and all q are 4. Known
+// shapes save registers.
+enum class Fit { kAny, kVectors, kRanks, kNarrow, kWhole, kFours };
+
+template <int kRank_, int kSlice_, int kPrefixes_, int kWarps_, int kProducts_, Fit kFit_,
+          RowType kType_, int kMinBlocks_, bool kFixedPoint_ = false>
+struct TileConfig {
+  static constexpr int kRank = kRank_;
+  static constexpr int kSlice = kSlice_;
+  static constexpr int kPrefixes = kPrefixes_;  // of a tile
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kProducts = kProducts_;  // of a multiply-add, see tensor_core.cuh
+  static constexpr bool kVectors = kFit_ != Fit::kAny;
+  static constexpr bool kFours = kFit_ == Fit::kFours;
+  static constexpr bool kNarrow = kFit_ == Fit::kNarrow;
+  static constexpr bool kExact = kFours || kFit_ == Fit::kWhole;
+  static constexpr bool kKnownRanks = kExact || kNarrow || kFit_ == Fit::kRanks;
+  static constexpr bool kKnownQ = kFours || kNarrow;  // 4, kMiddleQ, 4
+  static constexpr int kMiddleQ = kNarrow ? 2 : 4;
+  static constexpr RowType kType = kType_;
+  static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor
+  // Gradients are added up as integers, which gives the same bits in any order: see FixedPoint.
+  static constexpr bool kFixedPoint = kFixedPoint_;
+
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kSlices = kRank / kSlice;
+  static constexpr int kRows = kPrefixes * 4;  // (prefix, head column)
+  static constexpr int kColumns = 4 * kSlice;  // (middle column, r) of a slice
+  // Steps in shared memory, in values: chosen so that fragments touch different banks.
+  static constexpr int kMiddleStep = kColumns + 4;  // of r_1 in the middle
+  static constexpr int kHeadStep = kRank + 4;       // of a row of heads
+  static constexpr int kColumnStep = kSlice + 4;    // of a middle column
+  static constexpr int kRowStep = 4 * kColumnStep + (kSlice == 32 ? 4 : 20);  // of a row
+  static constexpr int kPrefixStep = 4 * kRowStep;
+  static constexpr int kSliceStep = kRows * kRowStep;  // of a slice of the prefixes
+
+  static constexpr int kMiddleValues = kRank * kMiddleStep;
+  static constexpr int kHeadValues = kRows * kHeadStep;
+  // A lookup keeps all slices of its prefixes, gradients one at a time.
+  static constexpr size_t shared_bytes(bool backward) {
+    return sizeof(float) * (kMiddleValues + kHeadValues + kSliceStep * (backward ? 1 : kSlices));
+  }
+
+  static_assert(kRank % kSlice == 0 && (kSlice == 32 || kSlice == 64));
+  static_assert(kPrefixes % 4 == 0 && kPrefixes <= 16);
+};
+
+// Gradients in deterministic mode: an element at grads + i is sums[i] over its scale.
+struct FixedPoint {
+  const float* grads;
+  unsigned long long* sums;  // as int64
+  const double* scales;      // [tables][3] of heads, middles and lasts; null: floats are added
+};
+enum Part { kHeadPart, kMiddlePart, kLastPart };
+
+struct TileInput {
+  const TableView* tables;
+  bool one_table;
+  int32_t kernel;  // class whose tables are run
+  const Counts* counts;
+  const int4* prefixes;
+  int64_t most_prefixes;  // room is for one more
+  const int32_t* lasts;
+  const uint32_t* sources;
+  const float* factors;  // null: all 1
+  int32_t unit;
+  int32_t widest;           // step of slots
+  bool store;               // rows into the output, which has a row an id, instead of adding them
+  float* out;               // of a lookup: output,
+  float* slot_rows;         // and rows of slots, or of distinct ids
+  bool always_gather;       // rows of distinct ids are stored by number, for bags to gather
+  bool early;               // the index is there before the kernel before has ended
+  bool leaves_dense;        // batches with many ids a prefix to a resident kernel
+  const float* grad;        // of gradients: of the output,
+  const float* slot_grads;  // and of slots
+  FixedPoint fixed_point;
+};
+
+// The table and the block of columns that threads work on.
+template <typename Config>
+struct Piece {
+  const TableView* table;
+  const FixedPoint* fixed_point;  // of a configuration that adds so,
+  int32_t number;                 // with the table's number
+  int32_t middle;
+  int32_t first_head_column;    // of 4
+  int32_t first_middle_column;  // likewise
+  // How many neighbouring values of a row are aligned to their size: 4, 2 or 1.
+  int32_t row_width;
+
+  // rows_unit: TileInput::unit.
+  __device__ __forceinline__ void find_row_width(int32_t rows_unit) {
+    const int32_t last_q = table->last_q;
+    row_width = rows_unit == 1 ? 1 : last_q % 4 == 0 ? 4 : last_q % 2 == 0 ? 2 : 1;
+  }
+  __device__ __forceinline__ int32_t head_q() const { return Config::kKnownQ ? 4 : table->head_q; }
+  __device__ __forceinline__ int32_t middle_q() const {
+    return Config::kKnownQ ? Config::kMiddleQ : table->middle_q;
+  }
+  __device__ __forceinline__ int32_t last_q() const { return Config::kKnownQ ? 4 : table->last_q; }
+  __device__ __forceinline__ int32_t head_r() const {
+    return Config::kKnownRanks ? Config::kRank : table->head_r;
+  }
+  __device__ __forceinline__ int32_t last_r() const {
+    return Config::kKnownRanks ? Config::kRank : table->last_r;
+  }
+  // Ranks up to the next multiple of 8: behind them, heads and the middle are not read.
+  __device__ __forceinline__ int32_t head_depth() const {
+    return Config::kKnownRanks ? Config::kRank : (table->head_r + 7) / 8 * 8;
+  }
+  __device__ __forceinline__ int32_t head_column() const {
+    return Config::kKnownQ ? 0 : first_head_column;
+  }
+  __device__ __forceinline__ int32_t middle_column() const {
+    return Config::kKnownQ ? 0 : first_middle_column;
+  }
+  // Values between neighbouring head columns, and middle columns, in a row of the table.
+  __device__ __forceinline__ int32_t head_step() const { return middle_q() * last_q(); }
+  __device__ __forceinline__ int32_t middle_step() const { return last_q(); }
+  __device__ __forceinline__ bool has_head(int32_t column) const {
+    return Config::kExact || Config::kKnownQ || head_column() + column < head_q();
+  }
+  __device__ __forceinline__ bool has_middle(int32_t column) const {
+    return Config::kExact || middle_column() + column < middle_q();
+  }
+};
+
+// Four neighbouring values of a core, of which `count` exist; the others are 0.
+template <typename Config>
+__device__ __forceinline__ float4 load_four(const void* core, RowType type, size_t index,
+                                            int count) {
+  if constexpr (Config::kVectors) {
+    if (!Config::kExact && count <= 0) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if constexpr (Config::kType == RowType::kFloat32) {
+      return __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(core) + index));
+    } else {
+      const uint2 raw =
+          __ldg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(core) + index));
+      return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u),
+                         __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u));
+    }
+  } else {
+    const char* values = static_cast<const char*>(core);
+    const char* first = values + index * sizeof(float);
+    if (type == RowType::kFloat32 && count >= 4 && reinterpret_cast<uintptr_t>(first) % 16 == 0) {
+      return __ldg(reinterpret_cast<const float4*>(first));
+    }
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = i < count ? load_element(type, values, static_cast<int64_t>(index) + i) : 0.0f;
+    }
+    return make_float4(v[0], v[1], v[2], v[3]);
+  }
+}
+
+// Adds to four neighbouring values of the gradient of a core, of which `count` exist.
+template <typename Config>
+__device__ __forceinline__ void add_to_core(float* to, float4 v, int count) {
+  if constexpr (Config::kVectors) {
+    if (Config::kExact || count > 0) add_four(to, v);
+  } else {
+    if (count >= 4 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+      add_four(to, v);
+      return;
+    }
+    if (count > 0) add_one(to, v.x);
+    if (count > 1) add_one(to + 1, v.y);
+    if (count > 2) add_one(to + 2, v.z);
+    if (count > 3) add_one(to + 3, v.w);
+  }
+}
+
+// Adds to a value of the gradient of a part.
+template <typename Config>
+__device__ __forceinline__ void add_fixed(const Piece<Config>& piece, Part part, const float* to,
+                                          float value) {
+  const FixedPoint& fixed = *piece.fixed_point;
+  const double scaled = static_cast<double>(value) * fixed.scales[3 * piece.number + part];
+  atomicAdd(fixed.sums + (to - fixed.grads),
+            static_cast<unsigned long long>(__double2ll_rn(scaled)));
+}
+
+// Adds to four neighbouring values of the gradient of a part, of which `count` exist.
+template <typename Config>
+__device__ __forceinline__ void add_to_four([[maybe_unused]] const Piece<Config>& piece,
+                                            [[maybe_unused]] Part part, float* to, float4 v,
+                                            int count) {
+  if constexpr (Config::kFixedPoint) {
+    if (count > 0) add_fixed(piece, part, to, v.x);
+    if (count > 1) add_fixed(piece, part, to + 1, v.y);
+    if (count > 2) add_fixed(piece, part, to + 2, v.z);
+    if (count > 3) add_fixed(piece, part, to + 3, v.w);
+  } else {
+    add_to_core<Config>(to, v, count);
+  }
+}
+template <typename Config>
+__device__ __forceinline__ void add_to_two([[maybe_unused]] const Piece<Config>& piece,
+                                           [[maybe_unused]] Part part, float* to, float a, float b,
+                                           int count) {
+  if constexpr (Config::kFixedPoint) {
+    if (count > 0) add_fixed(piece, part, to, a);
+    if (count > 1) add_fixed(piece, part, to + 1, b);
+  } else if constexpr (Config::kVectors) {
+    if (Config::kExact || count > 0) add_two(to, a, b);
+  } else {
+    if (count > 0) add_one(to, a);
+    if (count > 1) add_one(to + 1, b);
+  }
+}
+
+// Four neighbouring values of the output's gradient, or of a row, of which `count` exist; the
+// others are 0. width: Piece::row_width. Where it is 2, count is even.
+template <typename Config>
+__device__ __forceinline__ float4 load_row(const float* from, int width, int count) {
+  if constexpr (Config::kExact) return *reinterpret_cast<const float4*>(from);
+  float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (width == 4) {
+    if (count > 0) v = *reinterpret_cast<const float4*>(from);
+  } else if (width == 2) {
+    if (count > 0) *reinterpret_cast<float2*>(&v.x) = *reinterpret_cast<const float2*>(from);
+    if (count > 2) *reinterpret_cast<float2*>(&v.z) = *reinterpret_cast<const float2*>(from + 2);
+  } else {
+    if (count > 0) v.x = from[0];
+    if (count > 1) v.y = from[1];
+    if (count > 2) v.z = from[2];
+    if (count > 3) v.w = from[3];
+  }
+  return v;
+}
+template <typename Config>
+__device__ __forceinline__ float2 load_row_pair(const float* from, int width, int count) {
+  if constexpr (Config::kExact) return *reinterpret_cast<const float2*>(from);
+  float2 v = make_float2(0.0f, 0.0f);
+  if (width >= 2) {
+    if (count > 0) v = *reinterpret_cast<const float2*>(from);
+  } else {
+    if (count > 0) v.x = from[0];
+    if (count > 1) v.y = from[1];
+  }
+  return v;
+}
+template <typename Config>
+__device__ __forceinline__ void store_row(float* to, float4 v, int width, int count) {
+  if (Config::kExact || width == 4) {
+    if (Config::kExact || count > 0) *reinterpret_cast<float4*>(to) = v;
+  } else if (width == 2) {
+    if (count > 0) *reinterpret_cast<float2*>(to) = make_float2(v.x, v.y);
+    if (count > 2) *reinterpret_cast<float2*>(to + 2) = make_float2(v.z, v.w);
+  } else {
+    if (count > 0) to[0] = v.x;
+    if (count > 1) to[1] = v.y;
+    if (count > 2) to[2] = v.z;
+    if (count > 3) to[3] = v.w;
+  }
+}
+template <typename Config>
+__device__ __forceinline__ void store_row_pair(float* to, float2 v, int width, int count) {
+  if (Config::kExact || width >= 2) {
+    if (count > 0) *reinterpret_cast<float2*>(to) = v;
+  } else {
+    if (count > 0) to[0] = v.x;
+    if (count > 1) to[1] = v.y;
+  }
+}
+// Adds to values of the output.
+template <typename Config>
+__device__ __forceinline__ void add_row_pair(float* to, float2 v, int width, int count) {
+  if (Config::kExact || width >= 2) {
+    if (count > 0) add_two(to, v.x, v.y);
+  } else {
+    if (count > 0) add_one(to, v.x);
+    if (count > 1) add_one(to + 1, v.y);
+  }
+}
+template <typename Config>
+__device__ __forceinline__ void add_row(float* to, float4 v, int width, int count) {
+  if (Config::kExact || width == 4) {
+    if (Config::kExact || count > 0) add_four(to, v);
+  } else if (width == 2) {
+    if (count > 0) add_two(to, v.x, v.y);
+    if (count > 2) add_two(to + 2, v.z, v.w);
+  } else {
+    if (count > 0) add_one(to, v.x);
+    if (count > 1) add_one(to + 1, v.y);
+    if (count > 2) add_one(to + 2, v.z);
+    if (count > 3) add_one(to + 3, v.w);
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

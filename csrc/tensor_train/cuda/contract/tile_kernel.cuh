@@ -1,0 +1,222 @@
+// Lookup and gradients of tiles. Prefix products are computed here each time, and nothing of a
+// prefix goes through memory.
+#pragma once
+
+#include <type_traits>
+
+#include "tensor_train/cuda/contract/tile_gemm.cuh"
+#include "tensor_train/cuda/contract/tile_ids.cuh"
+#include "tensor_train/cuda/contract/tile_walk.cuh"
+#include "tensor_train/tiles.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// Whole words of a table's view into shared memory.
+__device__ __forceinline__ void copy_view(const TableView& from, TableView* to) {
+  static_assert(sizeof(TableView) % 4 == 0);
+  constexpr int kWords = sizeof(TableView) / 4;
+  for (int i = threadIdx.x; i < kWords; i += blockDim.x) {
+    reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(&from)[i];
+  }
+}
+
+// Block x has tiles x, x + grid, ... of Config::kPrefixes prefixes, whatever their middle slices,
+// which are worked on one after the other; block y is the block of head and middle columns. kFew: a
+// batch of few ids, most of which have a prefix of their own.
+template <typename Config, bool kBackward, bool kFew>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
+  constexpr int kMostStaged = kFew ? 1 : 16 * Config::kPrefixes;
+  extern __shared__ float4 memory[];
+  __shared__ int4 prefixes[Config::kPrefixes + 1];
+  __shared__ int2 staged_ids[kMostStaged];
+  __shared__ std::conditional_t<kFew, UnstagedIds, StagedIds> ids;
+  __shared__ TableView table;
+  __shared__ int next;  // prefix of the tile that no warp has taken yet
+  float* middle = reinterpret_cast<float*>(memory);
+  float* heads = middle + Config::kMiddleValues;
+  float* products = heads + Config::kHeadValues;
+
+  copy_view(in.tables[0], &table);  // views are not written by kernels: no need to wait
+  bool waits = in.early;            // as late as there is need
+  if (!waits) wait_for_kernel_before();
+  let_next_kernel_start();  // which may read the index
+  const int thread = threadIdx.x;
+  auto read_prefix = [&](int first) {
+    int4 prefix = make_int4(0, -1, -1, -1);
+    if (thread <= Config::kPrefixes && first + thread <= in.most_prefixes) {
+      prefix = in.prefixes[first + thread];
+    }
+    return prefix;
+  };
+  // Read beside the counts; what is behind them is not used.
+  int4 prefix = read_prefix(blockIdx.x * Config::kPrefixes);
+  const Counts counts = *in.counts;
+  const bool gather = in.always_gather || counts.gather != 0;
+  const int all = in.leaves_dense && counts.dense != 0 ? 0 : counts.prefixes;
+  int loaded = 0;
+  int run;
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile * Config::kPrefixes < all; tile += gridDim.x) {
+    const int first_prefix = static_cast<int>(tile) * Config::kPrefixes;
+    const int count = min(Config::kPrefixes, all - first_prefix);
+    if (tile != blockIdx.x) {
+      prefix = read_prefix(first_prefix);
+      __syncthreads();  // what was in shared memory is done with
+    }
+    if (thread <= count) prefixes[thread] = prefix;
+    __syncthreads();
+    if constexpr (!kFew) {
+      const int begin = prefixes[0].x;
+      const int staged = min(kMostStaged, prefixes[count].x - begin);
+      if (thread == 0) ids = {staged_ids, begin, staged};
+      for (int i = thread; i < staged; i += Config::kThreads) {
+        staged_ids[i] = make_int2(in.lasts[begin + i], static_cast<int>(in.sources[begin + i]));
+      }
+    }
+#pragma unroll 1
+    for (int first = 0; first < count; first += run) {
+      run = run_length(prefixes, first, count);
+      const int number = prefixes[first].y;
+      if (number != loaded) {
+        __syncthreads();
+        copy_view(in.tables[number], &table);
+        loaded = number;
+        __syncthreads();
+      }
+      if (table.kernel != in.kernel || static_cast<int>(blockIdx.y) >= table.blocks) continue;
+      Piece<Config> piece;
+      piece.table = &table;
+      if constexpr (Config::kFixedPoint) {
+        piece.fixed_point = &in.fixed_point;
+        piece.number = number;
+      }
+      piece.middle = prefixes[first].z;
+      piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
+      piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
+      piece.find_row_width(in.unit);
+      const int4* mine = prefixes + first;
+      const bool has_middle = Config::kKnownRanks || table.middle != nullptr;
+      const int slices = Config::kKnownRanks ? Config::kSlices
+                                             : (table.last_r + Config::kSlice - 1) / Config::kSlice;
+#pragma unroll 1
+      for (int slice = 0; slice < slices; ++slice) {
+        __syncthreads();  // what was in shared memory is done with
+        float* to = products + (kBackward ? 0 : slice * Config::kSliceStep);
+        if (thread == 0) next = 0;
+        if (has_middle) {
+          HeadLoad<Config> head_load;
+          if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+          load_middle<Config>(thread, piece, slice, middle);
+          if (slice == 0) {
+            if constexpr (!HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+            head_load.store(thread, heads);
+          }
+          __syncthreads();
+          multiply_prefixes<Config>(thread, piece, heads, middle, to, run);
+        } else {
+          HeadPrefixes<Config>::load(thread, piece, slice, mine, run, to);
+        }
+        if (!kBackward && slice + 1 < slices) continue;
+        if (waits) wait_for_kernel_before();
+        waits = false;
+        __syncthreads();
+        for (;;) {
+          int at = 0;
+          if (thread % 32 == 0) at = atomicAdd(&next, 1);
+          at = __shfl_sync(kAllLanes, at, 0);
+          if (at >= run) break;
+          float* product = products + at * Config::kPrefixStep;
+          const int begin = mine[at].x;
+          const int end = mine[at + 1].x;
+          if constexpr (kBackward) {
+            gradient_ids(in, ids, piece, slice, product, begin, end, LastGradInMemory<Config>{});
+          } else {
+            lookup_ids<Config>(in, ids, piece, product, slices * (Config::kSlice / 32), begin, end,
+                               gather, LastInMemory<Config>{});
+          }
+        }
+        if constexpr (kBackward) {
+          __syncthreads();
+          if (has_middle) {
+            add_middle_grad<Config>(thread, piece, slice, heads, products, run);
+            add_head_grad<Config, 2>(thread, piece, mine, run, middle, products);
+          } else {
+            HeadPrefixes<Config>::add_grads(thread, piece, slice, mine, run, products);
+          }
+        }
+      }
+    }
+  }
+  if (waits) wait_for_kernel_before();
+}
+
+template <typename Config, bool kBackward, bool kFew>
+void launch_tiles(const TileRun& run, const TileInput& in) {
+  auto kernel = tile_kernel<Config, kBackward, kFew>;
+  constexpr size_t kBytes = Config::shared_bytes(kBackward);
+  int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
+  // Where they may all have nothing to do, there are fewer blocks, with several tiles each.
+  const int64_t most = 3 * int64_t{Config::kMinBlocks} * run.multiprocessors;
+  if (in.leaves_dense && tiles > most) tiles = most;
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks));
+  launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
+}
+
+// Gradients that are the same bits in every run; of any shape.
+template <template <int> typename Config>
+void run_fixed_point(const TileRun& run, const TileInput& in) {
+  if (run.precision == Precision::kTf32) {
+    launch_tiles<Config<1>, true, false>(run, in);
+  } else {
+    launch_tiles<Config<3>, true, false>(run, in);
+  }
+}
+
+// Shapes<kProducts, kFit, kType> names the configurations of a rank: Few and Many, of prefixes, and
+// FewBackward and ManyBackward.
+template <typename Shapes>
+void run_shapes(const TileRun& run, const TileInput& in) {
+  if (run.backward) {
+    if (run.few) {
+      launch_tiles<typename Shapes::FewBackward, true, true>(run, in);
+    } else {
+      launch_tiles<typename Shapes::ManyBackward, true, false>(run, in);
+    }
+  } else {
+    if (run.few) {
+      launch_tiles<typename Shapes::Few, false, true>(run, in);
+    } else {
+      launch_tiles<typename Shapes::Many, false, false>(run, in);
+    }
+  }
+}
+
+template <template <int, Fit, RowType> typename Shapes, int kProducts>
+void run_class(const TileRun& run, const TileInput& in) {
+  if (!run.kernel.exact) {
+    if (run.kernel.ranks) {
+      run_shapes<Shapes<kProducts, Fit::kRanks, RowType::kFloat32>>(run, in);
+    } else if (run.kernel.vectors) {
+      run_shapes<Shapes<kProducts, Fit::kVectors, RowType::kFloat32>>(run, in);
+    } else {
+      run_shapes<Shapes<kProducts, Fit::kAny, RowType::kFloat32>>(run, in);
+    }
+  } else if (run.kernel.type == RowType::kBFloat16) {
+    run_shapes<Shapes<kProducts, Fit::kWhole, RowType::kBFloat16>>(run, in);
+  } else if (run.kernel.fours) {
+    run_shapes<Shapes<kProducts, Fit::kFours, RowType::kFloat32>>(run, in);
+  } else {
+    run_shapes<Shapes<kProducts, Fit::kWhole, RowType::kFloat32>>(run, in);
+  }
+}
+
+template <template <int, Fit, RowType> typename Shapes>
+void run_rank(const TileRun& run, const TileInput& in) {
+  if (run.precision == Precision::kTf32) {
+    run_class<Shapes, 1>(run, in);
+  } else {
+    run_class<Shapes, 3>(run, in);
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

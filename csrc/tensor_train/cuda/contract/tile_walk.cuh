@@ -1,0 +1,154 @@
+// The tiles of a share of the sorted prefixes, one after the other: prefixes of one middle slice,
+// of which a warp has one.
+//
+// Warps of a tile wait for each other, so its prefixes should have about as many ids: those of one
+// middle slice are taken by their number of ids, most first.
+#pragma once
+
+#include "tensor_train/cuda/contract/ids_ahead.cuh"
+#include "tensor_train/cuda/contract/tile_gemm.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// How many prefixes from `first` on are of the same table and middle slice, out of `count`; to all
+// lanes of a warp.
+__device__ __forceinline__ int run_length(const int4* prefixes, int first, int count) {
+  const int at = first + threadIdx.x % 32;
+  const bool same =
+      at < count && prefixes[at].y == prefixes[first].y && prefixes[at].z == prefixes[first].z;
+  return __ffs(~__ballot_sync(kAllLanes, same)) - 1;
+}
+
+// Some of the sorted prefixes in shared memory.
+struct PrefixList {
+  static constexpr int kMost = 128;
+  static constexpr int kWarps = kMost / 32;
+  int4 items[kMost];  // as Index::prefixes
+  union {
+    int32_t ends[kMost];               // behind the last of their distinct ids
+    alignas(16) uint32_t keys[kMost];  // while they are ordered
+  };
+  unsigned starts[kWarps];  // where another middle slice begins
+  int32_t first, count;     // of the list,
+  int32_t end;              // and of all that it goes through
+  bool ordered;
+
+  // Prefixes from `from` on, as many as there is room for, by a group of threads that `wait` waits
+  // for. by_ids: those of a middle slice by their number of ids. The list was done with before.
+  template <typename Wait>
+  __device__ __forceinline__ void load(const int4* prefixes, int from, int to, int thread,
+                                       bool by_ids, const Wait& wait) {
+    const int room = min(kMost, to - from);
+    if (thread == 0) {
+      first = from;
+      count = room;
+      end = to;
+      ordered = by_ids;
+    }
+    const bool mine = thread < room;
+    int4 prefix = make_int4(0, 0, 0, 0);
+    int32_t behind = 0;
+    bool begins = false;
+    if (mine) {
+      prefix = prefixes[from + thread];
+      behind = prefixes[from + thread + 1].x;
+      if (by_ids && thread > 0) {
+        const int4 before = prefixes[from + thread - 1];
+        begins = before.y != prefix.y || before.z != prefix.z;
+      }
+    }
+    int place = thread;
+    if (by_ids) {
+      const int warp = thread / 32, lane = thread % 32;
+      const unsigned of_warp = __ballot_sync(kAllLanes, begins);
+      if (warp < kWarps && lane == 0) starts[warp] = of_warp;
+      wait();
+      constexpr uint32_t kMostIds = (1u << 16) - 1;
+      uint32_t key = 0xffffffffu;
+      if (mine) {
+        int run = __popc(of_warp & (2u << lane) - 1);
+        for (int w = 0; w < warp; ++w) run += __popc(starts[w]);
+        const uint32_t ids = min(static_cast<uint32_t>(behind - prefix.x), kMostIds);
+        static_assert(kMost <= 256);
+        key = static_cast<uint32_t>(run) << 24 | (kMostIds - ids) << 8 |
+              static_cast<uint32_t>(thread);
+      }
+      if (thread < kMost) keys[thread] = key;
+      wait();
+      place = 0;
+      if (mine) {
+#pragma unroll 4
+        for (int i = 0; i < room; i += 4) {
+          const uint4 four = *reinterpret_cast<const uint4*>(keys + i);
+          place += (four.x < key) + (four.y < key) + (four.z < key) + (four.w < key);
+        }
+      }
+      wait();
+    }
+    if (mine) {
+      items[place] = prefix;
+      ends[place] = behind;
+    }
+    wait();
+  }
+};
+
+// Of one group of threads, whose `wait` waits for all of it. The heads and ids of the next tile are
+// read while this one is worked on.
+template <typename Config>
+struct TileWalk {
+  const TileInput& in;
+  const Piece<Config>& piece;
+  PrefixList& list;
+  NextIds<Config::kWarps>& next_ids;
+  int thread;
+  int at = 0, run = 0;  // of the tile, in the list
+  HeadLoad<Config> head_load = {};
+
+  __device__ __forceinline__ const int4* prefixes() const { return list.items + at; }
+  __device__ __forceinline__ int warp() const { return thread / 32; }
+  __device__ __forceinline__ bool mine() const { return warp() < run; }
+  // Of the ids of this warp's prefix; none where it has none.
+  __device__ __forceinline__ int begin() const { return mine() ? prefixes()[warp()].x : 0; }
+  __device__ __forceinline__ int stop() const { return mine() ? list.ends[at + warp()] : 0; }
+
+  // number: of the table whose view is there; heads of others are not read.
+  __device__ __forceinline__ void read_heads() { head_load.read(thread, piece, prefixes(), run); }
+  __device__ __forceinline__ void read_tile(int number) {
+    run = run_length(list.items, at, min(list.count, at + Config::kPrefixes));
+    if (prefixes()[0].y == number) read_heads();
+    if (mine()) next_ids.start(in, warp(), begin(), stop());
+  }
+  // The prefixes [first, end), and the first tile of them; none where there are none.
+  template <typename Wait>
+  __device__ __forceinline__ void start(int first, int end, bool ordered, int number,
+                                        const Wait& wait) {
+    at = run = 0;
+    if (first >= end) return;
+    list.load(in.prefixes, first, end, thread, ordered, wait);
+    read_tile(number);
+  }
+  // To the next tile of the list, if there is one: otherwise the run is 0, and `refill` goes on
+  // when what is read of this tile's prefixes is read.
+  __device__ __forceinline__ void move_on(int number) {
+    at += run;
+    run = 0;
+    if (at < list.count) read_tile(number);
+  }
+  template <typename Wait>
+  __device__ __forceinline__ void refill(int number, const Wait& wait) {
+    if (run > 0) return;
+    wait();
+    const int first = list.first + list.count, end = list.end;
+    const bool ordered = list.ordered;
+    wait();
+    start(first, end, ordered, number, wait);
+  }
+};
+
+// Whether prefixes have so few ids that their order is all the same.
+__device__ __forceinline__ bool few_a_prefix(const Counts& counts) {
+  return counts.distinct <= 2 * int64_t{counts.prefixes};
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,78 @@
+// How often each digit occurs in a block of threads, an item a thread: what both index_small.cu and
+// index_medium.cu sort by.
+#pragma once
+
+#include <cstdint>
+
+#include "tensor_train/cuda/contract/tensor_core.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+constexpr int kDigits = 256;
+constexpr int kMostWarps = 32;
+
+struct BlockDigits {
+  uint16_t before[kMostWarps][kDigits];  // of earlier warps, so many items have the digit
+  int32_t all[kDigits];
+};
+
+__device__ __forceinline__ int32_t inclusive_sum(int32_t value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t other = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+// Counts the digits of the items that are here, of several kinds at once, each in memory of its
+// own; ranks: how many lanes before this one have its digit. The counts are there after the next
+// barrier. At least kDigits threads.
+template <int kKinds>
+__device__ __forceinline__ void count_digits(BlockDigits* shared, const uint32_t (&digits)[kKinds],
+                                             bool here, int (&ranks)[kKinds]) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int warps = blockDim.x / 32;
+#pragma unroll
+  for (int kind = 0; kind < kKinds; ++kind) {
+    for (int i = thread; i < warps * kDigits / 2; i += blockDim.x) {
+      reinterpret_cast<uint32_t*>(shared[kind].before)[i] = 0;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int kind = 0; kind < kKinds; ++kind) {
+    const uint32_t digit = digits[kind];
+    // Which lanes of the warp have the same digit.
+    unsigned same = __ballot_sync(kAllLanes, here);
+#pragma unroll
+    for (int bit = 0; bit < 8; ++bit) {
+      const unsigned set = __ballot_sync(kAllLanes, digit >> bit & 1);
+      same &= (digit >> bit & 1) ? set : ~set;
+    }
+    ranks[kind] = __popc(same & ((1u << lane) - 1));
+    if (here && ranks[kind] == 0) {
+      shared[kind].before[warp][digit] = static_cast<uint16_t>(__popc(same));
+    }
+  }
+  __syncthreads();
+  for (int i = thread; i < kKinds * kDigits; i += blockDim.x) {
+    BlockDigits& mine = shared[i / kDigits];
+    const int digit = i % kDigits;
+    uint16_t counts[kMostWarps];  // all loads come before the stores
+#pragma unroll
+    for (int w = 0; w < kMostWarps; ++w) counts[w] = w < warps ? mine.before[w][digit] : 0;
+    int32_t sum = 0;
+#pragma unroll
+    for (int w = 0; w < kMostWarps; ++w) {
+      if (w < warps) {
+        mine.before[w][digit] = static_cast<uint16_t>(sum);
+        sum += counts[w];
+      }
+    }
+    mine.all[digit] = sum;
+  }
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

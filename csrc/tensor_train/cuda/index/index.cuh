@@ -1,0 +1,322 @@
+// What index_batch leaves for lookup and gradients, and what its kernels share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tensor_train/cuda/kernels.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+// Sorted positions that one warp walks to add up repeated ids.
+constexpr int kChunk = 32;
+
+// Positions are sorted by (table, middle, head, last). Ids that occur once are read from and
+// written to the batch's rows; of those that occur more often the gradients are added up first, and
+// their rows spread afterwards, by a slot each: at most num_ids / 2.
+constexpr uint32_t kSlotBit = 0x80000000u;
+constexpr int32_t kNoSlot = -1;   // occurs once
+constexpr int32_t kOutside = -2;  // of its table
+
+// Ids that occur so many times may be taken as as many ids that occur once: at rank 32, sums of two
+// gradients and rows that are added twice would pass through memory once more for less work.
+constexpr int kShortRun = 2;
+
+// Distinct ids a prefix from which on gradients of the last core are summed in shared memory.
+constexpr int kDensePrefix = 8;
+
+struct Counts {
+  int32_t distinct;
+  int32_t prefixes;
+  int32_t slots;
+  int32_t gather;  // so many repeats that bags gather the rows of distinct ids
+  int32_t dense;   // many distinct ids a prefix
+};
+
+struct Index {
+  Counts* counts;
+  int4* prefixes;        // [.. + 1] first distinct id, table, middle, head
+  int32_t* lasts;        // of each distinct id: its slice of the last core
+  uint32_t* sources;     // of each distinct id: kSlotBit | slot, or the place of its only row
+  float* factors;        // of each distinct id, where rows are scaled; 1 for slots
+  int32_t* distinct_of;  // of each position in the batch: its distinct id, -1 outside of the table
+  uint32_t* places;      // of each sorted position: where its row begins, in units
+  int32_t* slots;        // of each sorted position: its slot, kNoSlot or kOutside
+  float* place_factors;  // of each sorted position, where rows are scaled
+  int32_t* slot_dims;    // of each slot, where dims differ
+};
+
+// Takes pieces of a buffer, or only counts their bytes where it is null.
+struct Carver {
+  char* base;
+  size_t used = 0;
+
+  template <typename T>
+  T* take(int64_t count) {
+    constexpr size_t kAlignment = 256;
+    T* piece = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
+    used += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return piece;
+  }
+};
+
+inline bool is_scaled(const Batch& batch) {
+  return batch.weights != nullptr || (batch.mean && batch.pooled);
+}
+// Places count in units of so many values.
+inline int32_t unit_of(const Plan& plan, const Batch& batch) {
+  return plan.vectors && batch.aligned ? 4 : 1;
+}
+inline int64_t most_prefixes(const Plan& plan, const Batch& batch) {
+  return plan.num_prefixes < batch.num_ids ? plan.num_prefixes : batch.num_ids;
+}
+inline int64_t most_slots(const Batch& batch) { return batch.num_ids / 2 + 1; }
+// Up to here one cluster sorts, and rows that repeat are always spread by slots.
+constexpr int64_t kSmallBatch = 16384;
+inline bool is_small(const Plan& plan, const Batch& batch) {
+  return plan.clusters && batch.num_ids <= kSmallBatch && plan.num_keys < 0xffffffffu;
+}
+// Whether bags may gather the rows of distinct ids; the device decides by the number of repeats.
+inline bool gathers(const Plan& plan, const Batch& batch) { return !is_small(plan, batch); }
+// Whether they do so whatever that number is: in a small batch launches cost more than traffic, and
+// the output need not be cleared; and where results are to be the same bits in every run.
+inline bool always_gathers(const Batch& batch) {
+  return batch.num_ids <= kSmallBatch || batch.deterministic;
+}
+
+// Takes the pieces out of memory, or counts their bytes.
+inline Index carve_index(const Plan& plan, const Batch& batch, void* memory, size_t* bytes) {
+  Carver carver{static_cast<char*>(memory)};
+  const int64_t n = batch.num_ids;
+  const bool scaled = is_scaled(batch);
+  Index index = {};
+  index.counts = carver.take<Counts>(1);
+  index.prefixes = carver.take<int4>(most_prefixes(plan, batch) + 1);
+  index.lasts = carver.take<int32_t>(n);
+  index.sources = carver.take<uint32_t>(n);
+  index.factors = scaled ? carver.take<float>(n) : nullptr;
+  index.distinct_of = carver.take<int32_t>(n);
+  index.places = carver.take<uint32_t>(n);
+  index.slots = carver.take<int32_t>(n);
+  index.place_factors = scaled ? carver.take<float>(n) : nullptr;
+  index.slot_dims = plan.one_dim ? nullptr : carver.take<int32_t>(most_slots(batch));
+  if (bytes != nullptr) *bytes = carver.used;
+  return index;
+}
+
+// A batch as index kernels see it.
+struct IndexInput {
+  Batch batch;
+  const TableView* tables;
+  int32_t num_tables;
+  int32_t unit;
+  bool may_gather;
+  bool splits_short;  // runs, of up to kShortRun positions; only large batches
+  uint64_t num_keys;  // also the key of ids outside of their tables, which sorts last
+  unsigned long long* invalid;
+  float* cleared;  // set to zero on the way; null: nothing
+  int64_t cleared_values;
+};
+
+// By all threads of the grid.
+__device__ __forceinline__ void clear_on_the_way(const IndexInput& in) {
+  if (in.cleared == nullptr) return;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const bool quads =
+      in.cleared_values % 4 == 0 && reinterpret_cast<uintptr_t>(in.cleared) % 16 == 0;
+  if (quads) {
+    for (int64_t i = thread; i < in.cleared_values / 4; i += threads) {
+      reinterpret_cast<float4*>(in.cleared)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  } else {
+    for (int64_t i = thread; i < in.cleared_values; i += threads) in.cleared[i] = 0.0f;
+  }
+}
+
+// Where the row of a position goes, and what multiplies it there.
+struct Place {
+  uint32_t row;
+  float factor;
+};
+
+__device__ __forceinline__ uint32_t feature_of(const Batch& batch, int64_t bag) {
+  if (batch.num_features == 1) return 0;
+  return static_cast<uint32_t>(bag) / static_cast<uint32_t>(batch.batch_size);
+}
+
+__device__ __forceinline__ Place place_of(const IndexInput& in, int64_t at, int64_t bag) {
+  const Batch& batch = in.batch;
+  Place place;
+  place.factor = batch.weights != nullptr ? batch.weights[at] : 1.0f;
+  if (!batch.pooled) {
+    place.row = static_cast<uint32_t>(in.unit == 4 ? at * batch.stride >> 2 : at * batch.stride);
+    return place;
+  }
+  const uint32_t feature = feature_of(batch, bag);
+  const int64_t sample = bag - static_cast<int64_t>(feature) * batch.batch_size;
+  const int64_t first = sample * batch.stride + batch.feature_columns[feature];
+  // Units are 1 or 4 values.
+  place.row = static_cast<uint32_t>(in.unit == 4 ? first >> 2 : first);
+  if (batch.mean) {
+    place.factor /= static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+  }
+  return place;
+}
+
+// number / by in fewer instructions than a division. inverse: 2^32 / by, rounded down, of which no
+// more than one is missing in the product.
+__device__ __forceinline__ uint32_t quotient(uint32_t number, int64_t by, uint32_t inverse) {
+  const uint32_t low = __umulhi(number, inverse);
+  const auto of = static_cast<uint32_t>(by);
+  return number - low * of >= of ? low + 1 : low;
+}
+
+// The sort key of an id of a bag. Counts ids outside of their tables.
+__device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t id, int64_t bag) {
+  const TableView& table = in.tables[in.batch.feature_tables[feature_of(in.batch, bag)]];
+  if (id < 0 || id >= table.rows) {
+    if (in.invalid != nullptr) atomicAdd(in.invalid, 1ull);
+    return in.num_keys;
+  }
+  if (table.rows <= 0xffffffffll) {
+    const uint32_t lasts = static_cast<uint32_t>(table.lasts);
+    const uint32_t middles = static_cast<uint32_t>(table.middles);
+    const uint32_t prefix = quotient(static_cast<uint32_t>(id), lasts, table.lasts_inverse);
+    const uint32_t head = quotient(prefix, middles, table.middles_inverse);
+    const uint64_t number = static_cast<uint64_t>(prefix - head * middles) * table.heads + head;
+    return table.first_key + number * table.lasts + (static_cast<uint32_t>(id) - prefix * lasts);
+  }
+  const int64_t prefix = id / table.lasts;
+  const int64_t head = prefix / table.middles;
+  const int64_t number = (prefix - head * table.middles) * table.heads + head;
+  return table.first_key + number * table.lasts + (id - prefix * table.lasts);
+}
+
+// What a key says: its table, and (middle * heads + head) there. Number: uint32_t where all keys
+// are below 2^32.
+template <typename Number>
+struct KeyParts {
+  int32_t table;
+  Number prefix;
+  Number last;
+
+  __device__ __forceinline__ bool same_prefix(const KeyParts& other) const {
+    return table == other.table && prefix == other.prefix;
+  }
+};
+
+// The quotient, in 32 bits where that is all there is. by: slices of a core.
+template <typename Number>
+__device__ __forceinline__ Number divided(Number number, int64_t by, uint32_t inverse) {
+  if (sizeof(Number) == 4 || number <= 0xffffffffull) {
+    return quotient(static_cast<uint32_t>(number), by, inverse);
+  }
+  return static_cast<Number>(number / static_cast<uint64_t>(by));
+}
+
+template <typename Number>
+__device__ __forceinline__ KeyParts<Number> parts_of(const IndexInput& in, Number key) {
+  int32_t low = 0;
+  int32_t high = in.num_tables;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) >> 1;
+    if (in.tables[middle].first_key <= key) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const TableView& table = in.tables[low];
+  const Number number = key - static_cast<Number>(table.first_key);
+  const Number prefix = divided(number, table.lasts, table.lasts_inverse);
+  return {low, prefix, number - prefix * static_cast<Number>(table.lasts)};
+}
+
+// The bag of a position: the last one in [low, high) that begins there or before.
+__device__ __forceinline__ int64_t bag_between(const int64_t* __restrict__ offsets, int64_t low,
+                                               int64_t high, int64_t at) {
+  while (high - low > 1) {
+    const int64_t middle = (low + high) >> 1;
+    if (offsets[middle] <= at) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// One sorted position, with what is known of its neighbours and of those before it.
+struct Sorted {
+  int64_t at;        // among the sorted
+  int32_t position;  // in the batch
+  int32_t distinct;  // its distinct id,
+  int32_t prefix;    // its prefix
+  int32_t slot;      // and its slot, if it repeats
+  bool first;        // of its id
+  bool first_of_prefix;
+  bool repeats;
+};
+
+// Where the row of a distinct id goes, or its slot.
+__device__ __forceinline__ uint32_t source_of(const Sorted& s, uint32_t place) {
+  return s.repeats ? kSlotBit | static_cast<uint32_t>(s.slot) : place;
+}
+
+// What the first position of an id says, but for its last core and its source.
+template <typename Number>
+__device__ __forceinline__ void write_first(const IndexInput& in, const Index& index,
+                                            const Sorted& s, const KeyParts<Number>& parts,
+                                            float factor) {
+  if (index.factors != nullptr) index.factors[s.distinct] = s.repeats ? 1.0f : factor;
+  const TableView& table = in.tables[parts.table];
+  if (s.repeats && index.slot_dims != nullptr) index.slot_dims[s.slot] = table.dim;
+  if (s.first_of_prefix) {
+    const Number middle = divided(parts.prefix, table.heads, table.heads_inverse);
+    index.prefixes[s.prefix] =
+        make_int4(s.distinct, parts.table, static_cast<int>(middle),
+                  static_cast<int>(parts.prefix - middle * static_cast<Number>(table.heads)));
+  }
+}
+
+template <typename Number>
+__device__ __forceinline__ void write_sorted(const IndexInput& in, const Index& index,
+                                             const Sorted& s, const KeyParts<Number>& parts,
+                                             uint32_t place, float factor) {
+  index.distinct_of[s.position] = s.distinct;
+  index.places[s.at] = place;
+  index.slots[s.at] = s.repeats ? s.slot : kNoSlot;
+  if (index.place_factors != nullptr) index.place_factors[s.at] = factor;
+  if (!s.first) return;
+  index.lasts[s.distinct] = static_cast<int32_t>(parts.last);
+  index.sources[s.distinct] = source_of(s, place);
+  write_first(in, index, s, parts, factor);
+}
+
+// A position outside of its table.
+__device__ __forceinline__ void write_outside(const Index& index, int64_t at, int32_t position,
+                                              uint32_t place) {
+  index.distinct_of[position] = -1;
+  index.places[at] = place;
+  index.slots[at] = kOutside;
+}
+
+__device__ __forceinline__ void write_counts(const IndexInput& in, const Index& index,
+                                             int32_t distinct, int32_t prefixes, int32_t slots) {
+  const bool gather = in.may_gather && static_cast<int64_t>(distinct) <= in.batch.num_ids / 2;
+  *index.counts = {distinct, prefixes, slots, gather ? 1 : 0,
+                   distinct / kDensePrefix >= prefixes ? 1 : 0};
+  index.prefixes[prefixes] = make_int4(distinct, -1, -1, -1);
+}
+
+void index_small(const IndexInput& in, const Index& index, cudaStream_t stream);
+// Whether one launch sorts the batch though it is not small.
+bool is_medium(const Plan& plan, const Batch& batch);
+size_t medium_scratch_bytes(const Plan& plan, const Batch& batch);
+void index_medium(const Plan& plan, const IndexInput& in, const Index& index, void* scratch,
+                  cudaStream_t stream);
+size_t large_scratch_bytes(const Plan& plan, const Batch& batch);
+void index_large(const IndexInput& in, const Index& index, void* scratch, cudaStream_t stream);
+
+}  // namespace torchrec_hkv::tensor_train::cuda

@@ -1,0 +1,196 @@
+// What the pass over sorted keys in index_large.cu is made of: the keys of a thread with those
+// around them, what begins at each of them, and a scan over tiles with decoupled look-back (Merrill
+// and Garland, 2016).
+#pragma once
+
+#include "tensor_train/cuda/contract/tensor_core.cuh"
+#include "tensor_train/cuda/index/index.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+
+constexpr int kItems = 4;  // of a thread
+
+// What a tile has told its successors: two words, each with how far it is in its upper bits.
+struct TileState {
+  unsigned long long ids;    // state << 62 | prefixes << 31 | distinct
+  unsigned long long slots;  // state << 62 | slots
+};
+constexpr unsigned long long kOwn = 1ull << 62;    // the sum of this tile alone
+constexpr unsigned long long kTotal = 2ull << 62;  // the sum up to this tile
+constexpr unsigned long long kValue = kOwn - 1;
+
+// How many distinct ids, prefixes and slots begin in some sorted positions.
+struct Begins {
+  int32_t ids = 0;
+  int32_t prefixes = 0;
+  int32_t slots = 0;
+
+  __device__ __forceinline__ void add(const Begins& other) {
+    ids += other.ids;
+    prefixes += other.prefixes;
+    slots += other.slots;
+  }
+};
+// The same of so few positions that each has 10 bits.
+__device__ __forceinline__ Begins unpacked(uint32_t packed) {
+  constexpr uint32_t kMask = (1u << 10) - 1;
+  return {static_cast<int32_t>(packed & kMask), static_cast<int32_t>(packed >> 10 & kMask),
+          static_cast<int32_t>(packed >> 20)};
+}
+
+__device__ __forceinline__ unsigned long long read_state(const unsigned long long* state) {
+  return *const_cast<const volatile unsigned long long*>(state);
+}
+
+// The sums of all tiles before this one, by one warp; tells the successors.
+__device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileState own) {
+  const int lane = threadIdx.x % 32;
+  TileState before = {0, 0};
+  volatile unsigned long long* mine_ids = &tiles[tile].ids;
+  volatile unsigned long long* mine_slots = &tiles[tile].slots;
+  if (tile > 0) {
+    if (lane == 0) {
+      *mine_ids = kOwn | own.ids;
+      *mine_slots = kOwn | own.slots;
+    }
+    for (int64_t end = tile;; end -= 32) {
+      const int64_t other = end - 1 - lane;
+      unsigned long long ids = kTotal;
+      unsigned long long slots = kTotal;
+      if (other >= 0) {
+        do {
+          ids = read_state(&tiles[other].ids);
+          slots = read_state(&tiles[other].slots);
+        } while (ids >> 62 == 0 || ids >> 62 != slots >> 62);
+      }
+      // Lane 0 has the nearest tile. All up to the first total count.
+      const unsigned totals = __ballot_sync(kAllLanes, (ids & kTotal) != 0);
+      const int first = totals != 0 ? __ffs(totals) - 1 : 31;
+      unsigned long long sum_ids = lane <= first ? ids & kValue : 0;
+      unsigned long long sum_slots = lane <= first ? slots & kValue : 0;
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        sum_ids += __shfl_xor_sync(kAllLanes, sum_ids, step);
+        sum_slots += __shfl_xor_sync(kAllLanes, sum_slots, step);
+      }
+      before.ids += sum_ids;
+      before.slots += sum_slots;
+      if (totals != 0) break;
+    }
+  }
+  if (lane == 0) {
+    *mine_ids = kTotal | (before.ids + own.ids);
+    *mine_slots = kTotal | (before.slots + own.slots);
+  }
+  return before;
+}
+
+// Four neighbouring values of an array of `n` from `begin` on; those behind its end are `missing`.
+template <typename Value>
+__device__ __forceinline__ void load_items(const Value* __restrict__ from, int64_t begin, int64_t n,
+                                           Value missing, Value (&values)[kItems]) {
+  struct alignas(16) Items {
+    Value v[kItems];
+  };
+  if (begin + kItems <= n) {
+    const Items items = *reinterpret_cast<const Items*>(from + begin);
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) values[k] = items.v[k];
+  } else {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) values[k] = begin + k < n ? from[begin + k] : missing;
+  }
+}
+
+template <typename Value>
+__device__ __forceinline__ void store_items(Value* to, int64_t begin, int64_t n,
+                                            const Value (&values)[kItems]) {
+  struct alignas(16) Items {
+    Value v[kItems];
+  };
+  if (begin + kItems <= n) {
+    Items items;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) items.v[k] = values[k];
+    *reinterpret_cast<Items*>(to + begin) = items;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (begin + k < n) to[begin + k] = values[k];
+    }
+  }
+}
+
+// The sorted keys of a thread, with those around them.
+template <typename Key>
+struct SortedKeys {
+  Key keys[kItems];
+  Key before[kShortRun];  // the nearest last
+  Key behind[kShortRun];
+
+  // `outside` stands for keys that do not exist.
+  __device__ __forceinline__ void load(const Key* sorted, int64_t begin, int64_t n, Key outside) {
+    static_assert(kShortRun == 2 && kItems >= 2);
+    const int lane = threadIdx.x % 32;
+    load_items(sorted, begin, n, outside, keys);
+#pragma unroll
+    for (int i = 0; i < kShortRun; ++i) {
+      before[i] = __shfl_up_sync(kAllLanes, keys[kItems - kShortRun + i], 1);
+      behind[i] = __shfl_down_sync(kAllLanes, keys[i], 1);
+    }
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < kShortRun; ++i) {
+        const int64_t at = begin - kShortRun + i;
+        before[i] = at >= 0 && at < n ? sorted[at] : outside;
+      }
+    }
+    if (lane == 31) {
+#pragma unroll
+      for (int i = 0; i < kShortRun; ++i) {
+        const int64_t at = begin + kItems + i;
+        behind[i] = at < n ? sorted[at] : outside;
+      }
+    }
+  }
+  __device__ __forceinline__ Key at(int k) const {
+    return k < 0 ? before[kShortRun + k] : k < kItems ? keys[k] : behind[k - kItems];
+  }
+};
+
+// What the sorted positions of a thread are, as bits.
+template <typename Key>
+struct Firsts {
+  unsigned ids = 0;
+  unsigned prefixes = 0;
+  unsigned repeats = 0;
+  KeyParts<Key> parts[kItems];
+
+  __device__ __forceinline__ Firsts(const IndexInput& in, const SortedKeys<Key>& sorted,
+                                    Key outside) {
+    const KeyParts<Key> none = {-1, 0, 0};
+    const Key previous = sorted.at(-1);
+    KeyParts<Key> before = previous != outside ? parts_of(in, previous) : none;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      const Key key = sorted.at(k);
+      const bool inside = key != outside;
+      const bool same[4] = {sorted.at(k - 2) == key, sorted.at(k - 1) == key,
+                            sorted.at(k + 1) == key, sorted.at(k + 2) == key};
+      // Of more positions than a short run has.
+      const bool many = (same[0] && same[1]) || (same[1] && same[2]) || (same[2] && same[3]);
+      const bool repeat = inside && (in.splits_short ? many : same[1] || same[2]);
+      const bool first = inside && !(repeat && same[1]);
+      parts[k] = same[1] ? before : inside ? parts_of(in, key) : none;
+      ids |= static_cast<unsigned>(first) << k;
+      prefixes |= static_cast<unsigned>(first && !parts[k].same_prefix(before)) << k;
+      repeats |= static_cast<unsigned>(repeat) << k;
+      before = parts[k];
+    }
+  }
+  __device__ __forceinline__ uint32_t packed() const {
+    return __popc(ids) | __popc(prefixes) << 10 | __popc(ids & repeats) << 20;
+  }
+};
+
+}  // namespace torchrec_hkv::tensor_train::cuda

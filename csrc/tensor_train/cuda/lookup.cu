@@ -1,0 +1,153 @@
+// Lookup and gradients of a batch: which kernels run, in which order, over what memory.
+#include <algorithm>
+
+#include "common/cuda_check.h"
+#include "tensor_train/cuda/contract/tile_config.cuh"
+#include "tensor_train/cuda/index/index.cuh"
+#include "tensor_train/cuda/index/repeats.cuh"
+#include "tensor_train/tiles.h"
+
+namespace torchrec_hkv::tensor_train::cuda {
+namespace {
+
+// Below, a launch that finds the batch not to be dense costs more than one that does could save.
+constexpr int64_t kMaybeDense = int64_t{1} << 18;
+
+// Up to so many ids of several tables equal shares of the prefixes pay: the most they were measured
+// with.
+constexpr int64_t kMostShared = int64_t{1} << 18;
+
+// Whether all blocks get equal shares of the prefixes, in share_kernel.cuh, instead of tiles.
+bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
+  const KernelClass& kernel = plan.classes[0];
+  // Where ranks are known but q is not, tiles of known ranks are as fast.
+  const bool faster = kernel.fours || kernel.narrow || !kernel.ranks;
+  const bool has_kernel = kernel.rank == 32 && kernel.small && faster;
+  if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
+  if (plan.num_tables != 1 && batch.num_ids > kMostShared) return false;
+  return !(backward && batch.deterministic);
+}
+
+// Whether gradients have a kernel for many ids a prefix, which may find that there are fewer.
+bool has_dense_gradients(const Plan& plan, const Batch& batch) {
+  const KernelClass& kernel = plan.classes[0];
+  if (batch.num_ids < kMaybeDense || batch.deterministic || plan.num_classes != 1) return false;
+  if (!kernel.small || unit_of(plan, batch) != 4) return false;
+  return (kernel.rank == 32 && has_dense_gradients_32(plan.only_lasts)) ||
+         (kernel.rank == 64 && has_dense_gradients_64(plan.only_lasts));
+}
+
+size_t slots_bytes(const Plan& plan, const Batch& batch) {
+  constexpr size_t kAlignment = 256;  // of what follows
+  const size_t bytes = static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
+  TileInput in = {};
+  in.tables = plan.tables;
+  in.one_table = plan.num_tables == 1;
+  in.counts = index.counts;
+  in.prefixes = index.prefixes;
+  in.most_prefixes = most_prefixes(plan, batch);
+  in.lasts = index.lasts;
+  in.sources = index.sources;
+  in.factors = index.factors;
+  in.unit = unit_of(plan, batch);
+  in.widest = plan.widest;
+  in.store = !batch.pooled;
+  return in;
+}
+
+void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool backward,
+                 TileInput in, cudaStream_t stream) {
+  TileRun run;
+  run.precision = precision;
+  run.backward = backward;
+  run.few = batch.num_ids <= kSmallBatch;
+  run.shares = by_shares(plan, batch, backward);
+  run.deterministic = batch.deterministic;
+  run.may_be_dense = batch.num_ids >= kMaybeDense;
+  run.most_prefixes = most_prefixes(plan, batch);
+  run.only_lasts = plan.only_lasts;
+  run.multiprocessors = plan.multiprocessors;
+  run.stream = stream;
+  for (int32_t i = 0; i < plan.num_classes; ++i) {
+    run.kernel = plan.classes[i];
+    if (in.unit != 4) {  // rows are not aligned
+      run.kernel.vectors = run.kernel.whole = run.kernel.ranks = run.kernel.narrow = false;
+      run.kernel.exact = run.kernel.fours = run.kernel.small = false;
+    }
+    run.blocks = plan.blocks[i];
+    in.kernel = i;
+    switch (run.kernel.rank) {
+      case 32:
+        run_tiles_32(run, in);
+        break;
+      case 64:
+        run_tiles_64(run, in);
+        break;
+      case 128:
+        run_tiles_128(run, in);
+        break;
+      default:
+        run_tiles_256(run, in);
+    }
+  }
+}
+
+}  // namespace
+
+size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch) {
+  if (!always_gathers(batch)) return slots_bytes(plan, batch);
+  return static_cast<size_t>(batch.num_ids) * plan.widest * sizeof(float);
+}
+
+void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+            void* scratch, float* out, bool cleared, cudaStream_t stream) {
+  const bool always = always_gathers(batch);
+  const int64_t values = batch.num_rows() * batch.stride;
+  if (batch.num_ids == 0) {
+    if (batch.pooled && !cleared) {
+      HKV_CUDA_CHECK(cudaMemsetAsync(out, 0, static_cast<size_t>(values) * sizeof(float), stream));
+    }
+    return;
+  }
+  const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
+  const bool clears = batch.pooled && !cleared && !always && values > 0;
+  if (clears) clear_output(parts, values, plan.multiprocessors, out, stream);
+  auto* slot_rows = static_cast<float*>(scratch);
+  TileInput in = tile_input(plan, batch, parts);
+  in.out = out;
+  in.slot_rows = slot_rows;
+  in.always_gather = always;
+  in.early = clears;
+  run_classes(plan, batch, precision, false, in, stream);
+  pool_rows(plan, batch, parts, slot_rows, always, out, stream);
+  if (!always && !batch.pooled) clear_outside(repeats_of(plan, batch, parts), out, stream);
+}
+
+size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch) {
+  return slots_bytes(plan, batch) + partial_grads_bytes(plan, batch);
+}
+
+void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+               void* scratch, const float* grad, const FixedPointSums& sums, int64_t* steps,
+               cudaStream_t stream) {
+  if (batch.num_ids == 0) return;
+  const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
+  auto* slot_grads = static_cast<float*>(scratch);
+  void* const partials = static_cast<char*>(scratch) + slots_bytes(plan, batch);
+  const TouchInput touch = {plan.tables, parts.counts, parts.prefixes, parts.lasts,
+                            has_dense_gradients(plan, batch)};
+  sum_repeated_grads(repeats_of(plan, batch, parts), grad, slot_grads, partials, steps, touch,
+                     stream);
+  TileInput in = tile_input(plan, batch, parts);
+  in.grad = grad;
+  in.fixed_point = {sums.grads, reinterpret_cast<unsigned long long*>(sums.sums), sums.scales};
+  in.slot_grads = slot_grads;
+  in.early = true;
+  run_classes(plan, batch, precision, true, in, stream);
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

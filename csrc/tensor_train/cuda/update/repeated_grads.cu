@@ -1,0 +1,287 @@
+// Gradients of ids that occur more than once are added up before the contraction. Sorted positions
+// are walked in chunks of 32, a chunk a warp. Sums of runs that cross the ends of chunks are put
+// together by the block, and those that cross the ends of blocks by a second kernel, or in a small
+// batch by the cluster of all blocks; all in one order, so that two runs give the same bits, and in
+// sums that are too short to lose digits.
+#include <cooperative_groups.h>
+
+#include <algorithm>
+#include <climits>
+
+#include "common/cuda_check.h"
+#include "tensor_train/cuda/index/repeats.cuh"
+
+namespace torchrec_hkv::tensor_train::cuda {
+namespace {
+
+constexpr int kJoinThreads = 256;
+constexpr int kJoinWarps = kJoinThreads / 32;
+constexpr int kJoinColumns = 64;       // at a time
+constexpr int kCluster = 16;           // blocks that add up a small batch
+constexpr int kFlagBlocks = kCluster;  // and those that set flags beside them
+constexpr int kMostSmallWarps = static_cast<int>(kSmallBatch) / kChunk / kCluster;
+constexpr int kTouching = 2;  // blocks of a multiprocessor that set flags
+
+// What a block leaves for join_runs.
+struct BlockEnds {
+  int32_t slot;     // whose run begins here and goes on; kNoSlot: none
+  int32_t through;  // 1: all of the block is of one run that came and goes on
+};
+
+struct Partials {
+  BlockEnds* ends;  // [blocks]
+  float* rows;      // [blocks][2][widest]: of the run that came, of the one that goes on
+};
+
+constexpr int kSumWarps = 16;  // of a block of sum_runs
+
+// At least as many as sum_small has.
+int64_t blocks_of(int64_t num_ids) {
+  constexpr int64_t kPositions = kSumWarps * kChunk;
+  return std::max<int64_t>((num_ids + kPositions - 1) / kPositions, kCluster);
+}
+
+size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) {
+  Carver carver{static_cast<char*>(memory)};
+  const int64_t blocks = blocks_of(num_ids);
+  partials->ends = carver.take<BlockEnds>(blocks);
+  partials->rows = carver.take<float>(blocks * 2 * widest);
+  return carver.used;
+}
+
+// What the warps of a block tell each other. A lane has kWidth neighbouring columns.
+template <int kWidth, int kWarps>
+struct SumShared {
+  alignas(16) float sides[kWarps][2][32 * kWidth];  // of runs that cross a chunk's ends
+  int32_t slots_before[kWarps];                     // of the run that came into a chunk, or kNoSlot
+  int32_t slots_behind[kWarps];                     // of the one that goes on
+  bool passes[kWarps];                              // a chunk is of one run that came and goes on
+};
+
+// Adds up the runs in the chunks of a block of `warps` warps; what comes into the block or goes on
+// behind it is left in `partials`.
+template <int kWidth, int kWarps>
+__device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* __restrict__ grad,
+                                           float* slot_grads, const Partials& partials, int warps,
+                                           SumShared<kWidth, kWarps>& shared) {
+  constexpr int kColumns = 32 * kWidth;  // at a time
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Chunk chunk(in, (static_cast<int64_t>(blockIdx.x) * warps + warp) * kChunk);
+  const bool came = (chunk.repeats & ~chunk.heads & 1) != 0;
+  const bool goes_on = (chunk.repeats & ~chunk.tails) >> 31 != 0;
+  if (lane == 0) {
+    shared.slots_before[warp] = came ? chunk.slot : kNoSlot;
+    shared.passes[warp] = came && chunk.tails == 0;
+  }
+  if (lane == 31) shared.slots_behind[warp] = goes_on ? chunk.slot : kNoSlot;
+  const bool crosses = __syncthreads_or(came || goes_on) != 0;
+  if (!crosses) {
+    if (threadIdx.x == 0) partials.ends[blockIdx.x] = {kNoSlot, 0};
+    if (chunk.repeats == 0) return;
+  }
+  const bool scaled = in.place_factors != nullptr;
+  float* const rows = partials.rows + static_cast<size_t>(blockIdx.x) * 2 * in.widest;
+  for (int base = 0; base < in.widest; base += kColumns) {
+    const int column = base + lane * kWidth;
+    bool open = came;  // the run began in an earlier chunk
+    for (unsigned left = chunk.repeats; left != 0;) {
+      const int first = __ffs(static_cast<int>(left)) - 1;
+      const unsigned tails = chunk.tails >> first;
+      const bool ends = tails != 0;
+      const int last = ends ? first + __ffs(static_cast<int>(tails)) - 1 : kChunk - 1;
+      const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, first);
+      Columns<kWidth> sum = {};
+      for (int at = first; at <= last; at += kRowsAhead) {
+        Columns<kWidth> ahead[kRowsAhead];
+#pragma unroll
+        for (int j = 0; j < kRowsAhead; ++j) {
+          const uint32_t place = __shfl_sync(kAllLanes, chunk.place, at + j);
+          const float factor = scaled ? __shfl_sync(kAllLanes, chunk.factor, at + j) : 1.0f;
+          ahead[j] = {};
+          if (at + j <= last && column < dim) {
+            ahead[j].load(grad + static_cast<size_t>(place) * in.unit + column, factor);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kRowsAhead; ++j) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) sum.v[i] += ahead[j].v[i];
+        }
+      }
+      const int32_t slot = __shfl_sync(kAllLanes, chunk.slot, first);
+      if (!ends || open) {
+        sum.store(&shared.sides[warp][open ? 0 : 1][lane * kWidth]);
+      } else if (column < in.widest) {
+        sum.store(slot_grads + static_cast<size_t>(slot) * in.widest + column);
+      }
+      open = false;
+      left = last == kChunk - 1 ? 0 : left & ~0u << (last + 1);
+    }
+    if (!crosses) continue;
+    __syncthreads();
+    const int mine = base + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kColumns && mine < in.widest) {
+      double run = 0.0;
+      bool began = false;  // in this block
+      for (int w = 0; w < warps; ++w) {
+        if (shared.slots_before[w] != kNoSlot) {
+          run += shared.sides[w][0][threadIdx.x];
+          if (shared.passes[w]) continue;
+          const auto value = static_cast<float>(run);
+          if (began) {
+            slot_grads[static_cast<size_t>(shared.slots_before[w]) * in.widest + mine] = value;
+          } else {
+            rows[mine] = value;
+          }
+        }
+        run = 0.0;
+        began = false;
+        if (shared.slots_behind[w] != kNoSlot) {
+          run = shared.sides[w][1][threadIdx.x];
+          began = true;
+        }
+      }
+      const int32_t behind = shared.slots_behind[warps - 1];
+      if (behind != kNoSlot) rows[(began ? in.widest : 0) + mine] = static_cast<float>(run);
+      if (mine == 0) {
+        partials.ends[blockIdx.x] = {behind != kNoSlot && began ? behind : kNoSlot,
+                                     behind != kNoSlot && !began ? 1 : 0};
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// All chunks of the grid. join_runs follows.
+template <int kWidth, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32)
+    sum_runs(RepeatsInput in, const float* __restrict__ grad, float* slot_grads, Partials partials,
+             int64_t* steps) {
+  __shared__ SumShared<kWidth, kWarps> shared;
+  wait_for_kernel_before();
+  let_next_kernel_start();  // kernels that follow read the index before they wait
+  if (steps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *steps += 1;
+  sum_chunks(in, grad, slot_grads, partials, kWarps, shared);
+}
+
+struct JoinShared {
+  int last;  // block of the run
+  double sums[kJoinWarps][kJoinColumns];
+};
+
+// By a block: puts together the run that begins in block `first` of sum_chunks and goes on, if
+// there is one.
+__device__ __forceinline__ void join_run(const Partials& partials, int first, int blocks,
+                                         int32_t widest, float* slot_grads, JoinShared& shared) {
+  constexpr int kColumns = kJoinColumns;
+  const int threads = static_cast<int>(blockDim.x), warps = min(threads / 32, kJoinWarps);
+  const int32_t slot = partials.ends[first].slot;
+  if (slot == kNoSlot) return;
+  if (threadIdx.x == 0) shared.last = INT_MAX;
+  __syncthreads();
+  for (int base = first + 1;; base += threads) {
+    const int at = base + static_cast<int>(threadIdx.x);
+    if (at >= blocks || partials.ends[at].through == 0) atomicMin(&shared.last, at);
+    __syncthreads();
+    const int found = shared.last;
+    __syncthreads();
+    if (found != INT_MAX) break;
+  }
+  const int terms = shared.last - first + 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int base = 0; base < widest; base += kColumns) {
+    const int column = base + 2 * lane;  // widest is a multiple of 4
+    double sum[2] = {};
+    if (warp < warps && column < widest) {
+#pragma unroll 8
+      for (int i = warp; i < terms; i += warps) {
+        const size_t row = static_cast<size_t>(first + i) * 2 + (i == 0 ? 1 : 0);
+        const float2 pair = *reinterpret_cast<const float2*>(partials.rows + row * widest + column);
+        sum[0] += pair.x;
+        sum[1] += pair.y;
+      }
+    }
+    if (warp < warps) {
+      shared.sums[warp][2 * lane] = sum[0];
+      shared.sums[warp][2 * lane + 1] = sum[1];
+    }
+    __syncthreads();
+    const int mine = base + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kColumns && mine < widest) {
+      double all = 0.0;
+      for (int w = 0; w < warps; ++w) all += shared.sums[w][threadIdx.x];
+      slot_grads[static_cast<size_t>(slot) * widest + mine] = static_cast<float>(all);
+    }
+    __syncthreads();
+  }
+}
+
+// Block b puts together the run that begins in block b of sum_runs and goes on. While that kernel
+// runs, flags of slices are set by the first of the blocks.
+__global__ void __launch_bounds__(kJoinThreads)
+    join_runs(TouchInput touch, int touching, Partials partials, int blocks, int32_t widest,
+              float* slot_grads) {
+  __shared__ JoinShared shared;
+  __shared__ TouchedSlices touched;
+  let_next_kernel_start();
+  if (static_cast<int>(blockIdx.x) < touching) touched.set(touch, blockIdx.x, touching);
+  wait_for_kernel_before();
+  join_run(partials, blockIdx.x, blocks, widest, slot_grads, shared);
+}
+
+// A small batch in one launch: a cluster of blocks adds up runs, others set flags of slices.
+template <int kWidth>
+__global__ void __launch_bounds__(kMostSmallWarps * 32)
+    sum_small(RepeatsInput in, TouchInput touch, const float* __restrict__ grad, float* slot_grads,
+              Partials partials, int64_t* steps) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  __shared__ union {
+    SumShared<kWidth, kMostSmallWarps> sums;
+    JoinShared join;
+    TouchedSlices touched;
+  } shared;
+  wait_for_kernel_before();
+  let_next_kernel_start();  // kernels that follow read the index before they wait
+  if (steps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *steps += 1;
+  if (blockIdx.x >= kCluster) {
+    shared.touched.set(touch, static_cast<int>(blockIdx.x) - kCluster, kFlagBlocks);
+    return;
+  }
+  sum_chunks(in, grad, slot_grads, partials, static_cast<int>(blockDim.x) / 32, shared.sums);
+  cooperative_groups::this_cluster().sync();
+  join_run(partials, blockIdx.x, kCluster, in.widest, slot_grads, shared.join);
+#endif
+}
+
+}  // namespace
+
+size_t partial_grads_bytes(const Plan& plan, const Batch& batch) {
+  Partials partials;
+  return carve(batch.num_ids, plan.widest, nullptr, &partials);
+}
+
+void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads, void* memory,
+                        int64_t* steps, const TouchInput& touch, cudaStream_t stream) {
+  Partials partials;
+  carve(in.num_ids, in.widest, memory, &partials);
+  if (in.clusters && in.num_ids <= kSmallBatch) {
+    constexpr int64_t kOfWarps = kCluster * kChunk;
+    const int warps = std::max<int>((in.num_ids + kOfWarps - 1) / kOfWarps, 2);
+    auto run = [&](auto kernel) {
+      launch_chained(kernel, {dim3(kCluster + kFlagBlocks), warps * 32, 0, kCluster}, stream, in,
+                     touch, grad, slot_grads, partials, steps);
+    };
+    return in.unit == 4 ? run(sum_small<2>) : run(sum_small<1>);
+  }
+  const auto blocks = static_cast<unsigned>(blocks_of(in.num_ids));
+  auto run = [&](auto kernel) {
+    launch_chained(kernel, {dim3(blocks), kSumWarps * 32}, stream, in, grad, slot_grads, partials,
+                   steps);
+  };
+  in.unit == 4 ? run(sum_runs<2, kSumWarps>) : run(sum_runs<1, kSumWarps>);
+  const int touching = std::min(static_cast<int>(blocks), kTouching * in.multiprocessors);
+  launch_chained(join_runs, {dim3(blocks), kJoinThreads}, stream, touch, touching, partials,
+                 static_cast<int>(blocks), in.widest, slot_grads);
+}
+
+}  // namespace torchrec_hkv::tensor_train::cuda

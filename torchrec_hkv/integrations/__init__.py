@@ -1,0 +1,1 @@
+"""What users of other libraries know from there."""

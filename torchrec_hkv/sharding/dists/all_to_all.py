@@ -1,0 +1,331 @@
+"""The exchange of a batch's ids between ranks, in two collectives and with one wait for the device.
+
+The ranks first send one another how many ids they will send, by feature, and then one block of
+words each: the lengths of the bags and the ids in them (``csrc/routing/blocks.h``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.dist_data import (
+    KJTAllToAll,
+    KJTAllToAllTensorsAwaitable,
+    _get_recat,
+)
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_hkv.sharding.dists.awaitables import Ready, Unlogged
+
+_ops = torch.ops.torchrec_hkv
+
+
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """A batch with the features of all ranks, in the order of the ranks.
+
+    Attributes:
+        keys: of the features that this rank looks up.
+        stride: bags of each feature.
+        lengths: integers ``[features * stride]``.
+        values: the int64 ids; None where ``blocks`` are given.
+        weights: float32 ``[ids]``, or float64 for scores
+            (:mod:`torchrec_hkv.sharding.dists.scores`); or None.
+        blocks: what is sent to each rank, if it has been made already.
+    """
+
+    keys: list[str]
+    stride: int
+    lengths: Tensor
+    values: Tensor | None
+    weights: Tensor | None
+    blocks: Tensor | None = None
+
+
+class CountedAllToAll(KJTAllToAll):
+    """TorchRec's exchange of ids in fewer steps.
+
+    TorchRec asks the device how many ids go to each rank, sends that, asks how many come, sends
+    lengths and ids apart, and asks the finished batch how many ids each feature has. Each question
+    drains the device's queue, which then stands idle while the host launches what follows. Here
+    the device counts the ids of each feature and sends the counts itself, one question gets all of
+    it, and lengths travel with the ids.
+
+    A batch whose features have sizes of their own takes TorchRec's way, and so does one of which
+    ranks have different numbers of samples, once the counts are there. A rank that is alone keeps
+    its batch as it is.
+
+    An input distribution must not have it as its attribute ``_dist``: train pipelines put their own
+    function in the place of the ``forward`` of what they find there.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        splits: list[int],
+        stagger: int,
+        device: torch.device | None,
+        *,
+        needs_counts: bool = True,
+    ) -> None:
+        """
+        Args:
+            pg: the ranks.
+            splits: number of features that each rank gets, in the order of the features.
+            stagger: as TorchRec's ``_get_recat`` has it.
+            device: of the ids.
+            needs_counts: whether the number of ids of each feature will be asked for. Of several
+                ranks it is known; a rank that is alone has to wait for the device to know it.
+        """
+        super().__init__(pg, splits, stagger)
+        self._is_alone = pg.size() == 1
+        self._needs_counts = needs_counts
+        self._plan = None if self._is_alone else _Plan(pg, splits, stagger, device)
+
+    def forward(self, input: KeyedJaggedTensor) -> Awaitable[KJTAllToAllTensorsAwaitable]:
+        """Starts the exchange.
+
+        Args:
+            input: bags of the features of all ranks, in the order of the ranks.
+        """
+        if self._plan is None:
+            return Ready(Stayed(input, self._needs_counts))
+        if input.variable_stride_per_key():
+            return super().forward(input)
+        return self.send(
+            Outgoing(
+                self._plan.local_keys(input.keys()),
+                input.stride(),
+                input.lengths(),
+                input.values(),
+                input.weights_or_none(),
+            )
+        )
+
+    def send(self, batch: Outgoing) -> Awaitable[KJTAllToAllTensorsAwaitable]:
+        """As :meth:`forward`, of a batch with as many bags of all features; for several ranks."""
+        with torch.no_grad():
+            return _Counts(self._plan, batch)
+
+
+class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
+    """A batch that stays on its rank: as TorchRec has one that has been sent."""
+
+    def __init__(self, features: KeyedJaggedTensor, needs_counts: bool) -> None:
+        """
+        Args:
+            features: of the batch.
+            needs_counts: whether the number of ids of each feature will be asked for.
+        """
+        Awaitable.__init__(self)  # TorchRec's starts collectives
+        self._workers = 1
+        # Lookups put other weights into the batch that they are given.
+        self._input = features if features.weights_or_none() is None else copy.copy(features)
+        self._needs_counts = needs_counts
+        self._input_splits = self._output_splits = {"values": [features.values().numel()]}
+        self._recat = None
+        self._stride_per_rank = None if features.variable_stride_per_key() else [features.stride()]
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        return self._input.sync() if self._needs_counts else self._input
+
+
+class _Plan:
+    """What all exchanges of one kind have in common."""
+
+    def __init__(
+        self, pg: dist.ProcessGroup, splits: list[int], stagger: int, device: torch.device | None
+    ) -> None:
+        self.pg, self.splits, self.stagger = pg, splits, stagger
+        self.world_size, self.rank = pg.size(), pg.rank()
+        self.local = splits[self.rank]
+        first = sum(splits[: self.rank])
+        self._local_features = slice(first, first + self.local)
+        # In which order the features that have come, rank by rank, are put together.
+        order = _get_recat(self.local, self.world_size, stagger, device)
+        self.order: Tensor = (
+            torch.empty(0, dtype=torch.int32, device=device) if order is None else order
+        )
+        # Behind the counts for each rank comes the number of samples.
+        self.num_sent = sum(splits) + self.world_size
+        self.num_received = self.world_size * (self.local + 1)
+        self.sent_splits = [features + 1 for features in splits]
+        self.received_splits = [self.local + 1] * self.world_size
+        ends = list(itertools.accumulate(self.sent_splits))
+        self.spans = list(zip([0, *ends], [end - 1 for end in ends], strict=False))
+        of_counts = [at for begin, end in self.spans for at in range(begin, end)]
+        self._of_counts = torch.tensor(of_counts, dtype=torch.int64, device=device)
+        self._of_samples = torch.tensor([end for _, end in self.spans], device=device)
+
+    def local_keys(self, keys: list[str]) -> list[str]:
+        """Selects the features that this rank looks up from those of all ranks."""
+        return keys[self._local_features]
+
+    def counts(self, batch: Outgoing) -> Tensor:
+        """int64 ``[num_sent + num_received]``, the first part filled."""
+        places = (self._of_counts, self._of_samples)
+        return _ops.count_ids(
+            batch.lengths, *places, batch.stride, self.num_sent + self.num_received
+        )
+
+
+class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
+    """How many ids and samples go to each rank and come from it: on their way."""
+
+    def __init__(self, plan: _Plan, batch: Outgoing) -> None:
+        super().__init__()
+        self._plan, self._batch = plan, batch
+        self._counts = plan.counts(batch)
+        self._received = self._counts[plan.num_sent :]
+        self._work = dist.all_to_all_single(
+            self._received,
+            self._counts[: plan.num_sent],
+            output_split_sizes=plan.received_splits,
+            input_split_sizes=plan.sent_splits,
+            group=plan.pg,
+            async_op=True,
+        )
+
+    def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:
+        plan, batch = self._plan, self._batch
+        self._work.wait()
+        numbers = self._counts.tolist()
+        sent = [sum(numbers[begin:end]) for begin, end in plan.spans]
+        width = plan.local + 1
+        came = [numbers[at : at + width] for at in range(plan.num_sent, len(numbers), width)]
+        samples = [counts.pop() for counts in came]
+        received = [sum(counts) for counts in came]
+        with torch.no_grad():
+            if samples == [batch.stride] * plan.world_size:
+                return _Ids(plan, batch, self._received, sent, received, came)
+            return _uneven(plan, batch, sent, received, samples)
+
+
+class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
+    """Lengths, ids and weights on their way, where all ranks have as many samples."""
+
+    def __init__(
+        self,
+        plan: _Plan,
+        batch: Outgoing,
+        counts: Tensor,
+        sent: list[int],
+        received: list[int],
+        came: list[list[int]],
+    ) -> None:
+        Awaitable.__init__(self)  # TorchRec's starts collectives
+        self._plan, self._batch, self._counts = plan, batch, counts
+        self._workers = plan.world_size
+        stride, world_size = batch.stride, plan.world_size
+        # What sharding contexts are told of.
+        self._input_splits, self._output_splits = {"values": sent}, {"values": received}
+        self._recat = plan.order if plan.local else None
+        self._stride_per_rank = [stride] * world_size
+        self._length_per_key = [sum(of_feature) for of_feature in zip(*came, strict=True)]
+
+        lengths_sent = [features * stride for features in plan.splits]
+        lengths_received = plan.local * stride
+        blocks = batch.blocks
+        if blocks is None:
+            blocks = _ops.pack_blocks(batch.lengths, batch.values, lengths_sent, sent)
+        self._input_tensors = [blocks]
+        self._output_tensors: list[Tensor] = []
+        self._awaitables: list[dist.Work] = []
+        self._exchange(
+            blocks,
+            [lengths + ids for lengths, ids in zip(lengths_sent, sent, strict=True)],
+            [lengths_received + ids for ids in received],
+        )
+        if batch.weights is not None:
+            self._input_tensors.append(batch.weights)
+            self._exchange(batch.weights, sent, received)
+
+    def _exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> None:
+        arriving = tensor.new_empty(sum(received))
+        self._output_tensors.append(arriving)
+        self._awaitables.append(
+            dist.all_to_all_single(
+                arriving,
+                tensor,
+                output_split_sizes=received,
+                input_split_sizes=sent,
+                group=self._plan.pg,
+                async_op=True,
+            )
+        )
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        for work in self._awaitables:
+            work.wait()
+        plan, batch = self._plan, self._batch
+        blocks, weights = self._output_tensors[0], None
+        if batch.weights is not None:
+            weights = self._output_tensors[1]
+        lengths, offsets, values, merged_weights = _merge_blocks(
+            blocks,
+            weights,
+            self._counts,
+            plan.order,
+            plan.world_size,
+            batch.stride,
+            batch.lengths.dtype,
+        )
+        return KeyedJaggedTensor(
+            keys=batch.keys,
+            values=values,
+            weights=None if weights is None else merged_weights,
+            lengths=lengths,
+            offsets=offsets,
+            stride=plan.world_size * batch.stride,
+            length_per_key=self._length_per_key,
+            offset_per_key=[0, *itertools.accumulate(self._length_per_key)],
+        )
+
+
+def _merge_blocks(words: Tensor, weights: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    """The op, for weights of 64 bits too: their positions go through it, in the bits of weights."""
+    if weights is None or weights.dtype == torch.float32:
+        return _ops.merge_blocks(words, weights, *args)
+    count = weights.numel()
+    positions = torch.arange(count, dtype=torch.int32, device=weights.device)
+    *merged, order = _ops.merge_blocks(words, positions.view(torch.float32), *args)
+    return *merged, weights.index_select(0, order.view(torch.int32))
+
+
+def _uneven(
+    plan: _Plan, batch: Outgoing, sent: list[int], received: list[int], samples: Sequence[int]
+) -> KJTAllToAllTensorsAwaitable:
+    """TorchRec's exchange, of which the counts are known, where ranks differ in their samples."""
+    stride, values = batch.stride, batch.values
+    if values is None:  # what is in the blocks between the lengths
+        sizes = [
+            n for pair in zip([f * stride for f in plan.splits], sent, strict=True) for n in pair
+        ]
+        values = torch.cat(batch.blocks.split(sizes)[1::2])
+    tensors = [batch.lengths, values] + ([] if batch.weights is None else [batch.weights])
+    labels = ["lengths", "values", "weights"][: len(tensors)]
+    like_ids = len(tensors) - 1
+    whole = KeyedJaggedTensor(
+        keys=batch.keys, values=values, lengths=batch.lengths, weights=batch.weights, stride=stride
+    )
+    return KJTAllToAllTensorsAwaitable(
+        pg=plan.pg,
+        input=whole,
+        splits=plan.splits,
+        input_splits=[[features * stride for features in plan.splits], *[sent] * like_ids],
+        output_splits=[[plan.local * n for n in samples], *[received] * like_ids],
+        input_tensors=tensors,
+        labels=labels,
+        keys=batch.keys,
+        device=values.device,
+        stagger=plan.stagger,
+        stride_per_rank=list(samples),
+    )

@@ -1,0 +1,224 @@
+"""Scores of ids that come with a batch, and how they travel with the ids.
+
+They travel as the weights of the KeyedJaggedTensor. Where all scores are weights, these are the
+float32 weights themselves. Otherwise they are float64 numbers that are never read as numbers: the
+64 bits of a score, or, in a weighted collection, those of a float32 weight and an int32 score.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.batched_embedding_kernel import (
+    BaseBatchedEmbedding,
+    BaseBatchedEmbeddingBag,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_hkv.backends.specs import BackendOptions
+from torchrec_hkv.hash_table import scores_of_weights
+from torchrec_hkv.sharding.kernels.kernel import BackendKernel
+
+_INT32 = torch.iinfo(torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredTable:
+    """A table that takes scores.
+
+    Attributes:
+        name: the table's.
+        features: that it looks up.
+        score_features: of the same bags, whose values are the scores; empty: weights are.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    score_features: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreWire:
+    """The scores of a collection's batches.
+
+    Attributes:
+        tables: that take scores.
+        is_weighted: whether the collection is.
+    """
+
+    tables: tuple[ScoredTable, ...]
+    is_weighted: bool
+
+    @classmethod
+    def of(
+        cls, tables: Iterable[tuple[str, Sequence[str], BackendOptions]], is_weighted: bool
+    ) -> ScoreWire | None:
+        """That of a collection; None where no table takes scores.
+
+        Args:
+            tables: names, features and options.
+            is_weighted: whether the collection is.
+        """
+        scored = tuple(
+            ScoredTable(name, tuple(features), source.features)
+            for name, features, options in tables
+            if (source := options.score_source) is not None
+        )
+        return cls(scored, is_weighted) if scored else None
+
+    @property
+    def are_weights(self) -> bool:
+        """Whether all scores are weights."""
+        return not any(table.score_features for table in self.tables)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether some are."""
+        return not all(table.score_features for table in self.tables)
+
+    def attach(self, features: KeyedJaggedTensor) -> Tensor:
+        """The weights to send.
+
+        Where scores are values of features, it asks for the number of ids of each, for which a GPU
+        is waited for.
+
+        Args:
+            features: of the batch, with weights where they are needed.
+
+        Returns:
+            float32 or float64 ``[ids]``.
+
+        Raises:
+            ValueError: a feature of scores is missing, or has other bags than the feature whose
+                scores it has; or, on a CPU, a score that has only 32 bits to travel in needs more.
+        """
+        weights = features.weights_or_none()
+        if self.are_weights:
+            return weights.float()
+        values = features.values()
+        if self.needs_weights:
+            scores = scores_of_weights(weights)
+        else:
+            scores = torch.zeros(values.numel(), dtype=torch.int64, device=values.device)
+        ends = features.offset_per_key()
+        at = {key: slice(ends[i], ends[i + 1]) for i, key in enumerate(features.keys())}
+        for table in self.tables:
+            for feature, source in zip(table.features, table.score_features, strict=False):
+                _check_bags(features, table.name, feature, source)
+                scores[at[feature]] = values[at[source]].long()
+        if not self.is_weighted:
+            return scores.view(torch.float64)
+        if scores.device.type == "cpu" and scores.numel() > 0:
+            self._check_range(scores)
+        narrow = scores.clamp(_INT32.min, _INT32.max).int()
+        return torch.stack([weights.float().view(torch.int32), narrow], 1).view(torch.float64)[:, 0]
+
+    def without_scores(
+        self, features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]
+    ) -> KeyedJaggedTensor:
+        """A batch without the features that have scores alone: so that TorchRec, which keeps the
+        order of the first batch's features, sees the same in evaluations without them.
+
+        Args:
+            features: of the batch.
+            configs: of all tables of the collection.
+        """
+        looked_up = {feature for config in configs for feature in config.feature_names}
+        scores = {feature for table in self.tables for feature in table.score_features}
+        kept = [i for i, key in enumerate(features.keys()) if key not in scores - looked_up]
+        if len(kept) == len(features.keys()):
+            return features
+        others = features.permute(kept)
+        others._inverse_indices = features.inverse_indices_or_none()
+        return others
+
+    def _check_range(self, scores: Tensor) -> None:
+        lowest, highest = scores.aminmax()
+        for score in (int(lowest), int(highest)):
+            if not _INT32.min <= score <= _INT32.max:
+                names = ", ".join(repr(table.name) for table in self.tables)
+                raise ValueError(
+                    f"A score of the tables {names} is {score}, but scores in a weighted "
+                    "collection must be from -2^31 to 2^31 - 1, as they are sent beside weights."
+                )
+
+    def unpack(self, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Weights and scores of what has been sent.
+
+        Args:
+            weights: what :meth:`attach` gave; None, or float32 weights that are no scores, where a
+                batch was sent without scores.
+
+        Returns:
+            float32 weights of a weighted collection, else None; and int64 scores or None.
+        """
+        if weights is None:
+            return None, None
+        if weights.dtype == torch.float64:
+            if not self.is_weighted:
+                return None, weights.view(torch.int64)
+            pairs = weights.contiguous().view(torch.int32).view(-1, 2)
+            return pairs[:, 0].contiguous().view(torch.float32), pairs[:, 1].long()
+        scores = scores_of_weights(weights) if self.are_weights else None
+        return weights if self.is_weighted else None, scores
+
+    def install(self, lookups: Iterable[nn.Module]) -> None:
+        """Has kernels take apart what has been sent: those of backends get scores, stock ones
+        weights alone."""
+        for lookup in lookups:
+            for kernel in lookup.modules():
+                if isinstance(kernel, BackendKernel):
+                    kernel.score_wire = self
+                elif isinstance(kernel, BaseBatchedEmbedding | BaseBatchedEmbeddingBag):
+                    kernel.register_forward_pre_hook(functools.partial(_without_scores, self))
+
+
+def check_score_source(table: str, features: Sequence[str], options: BackendOptions) -> None:
+    """Refuses features of scores that don't match those of a table.
+
+    Raises:
+        ValueError: naming the table and both.
+    """
+    source = options.score_source
+    if source is None or not source.features or len(source.features) == len(features):
+        return
+    raise ValueError(
+        f"Table {table!r} has score_feature={list(source.features)} and looks up {list(features)}: "
+        "it must have one feature of scores for each feature, in their order."
+    )
+
+
+def _check_bags(features: KeyedJaggedTensor, table: str, feature: str, source: str) -> None:
+    """Refuses scores that are not one for each id."""
+    told = f"Table {table!r} takes the scores of feature {feature!r} from feature {source!r}"
+    if source not in features.keys():  # noqa: SIM118
+        raise ValueError(f"{told}, which the batch lacks: it has {features.keys()}.")
+    ids, scores = features[feature], features[source]
+    own, its = ids.lengths(), scores.lengths()
+    if own.shape != its.shape or ids.values().numel() != scores.values().numel():
+        raise ValueError(
+            f"{told}, which has {scores.values().numel()} values in {its.numel()} bags, but must "
+            f"have one for each of {ids.values().numel()} ids in {own.numel()} bags."
+        )
+    if own.device.type == "cuda":
+        torch._assert_async((own == its).all(), f"{told}: its bags must have the same lengths.")
+    elif not torch.equal(own, its):
+        bag = int((own != its).nonzero()[0])
+        raise ValueError(
+            f"{told}, whose bag {bag} has {int(its[bag])} values, but must have one for each of "
+            f"{int(own[bag])} ids."
+        )
+
+
+def _without_scores(wire: ScoreWire, _kernel: nn.Module, arguments: tuple[Any, ...]) -> Any:
+    features, *others = arguments
+    stripped = copy.copy(features)
+    stripped._weights, _ = wire.unpack(features.weights_or_none())
+    return (stripped, *others)

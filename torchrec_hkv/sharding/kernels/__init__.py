@@ -1,0 +1,1 @@
+"""The compute kernels that TorchRec's lookups call, and their optimizers."""

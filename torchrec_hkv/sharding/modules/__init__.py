@@ -1,0 +1,1 @@
+"""Sharded collections and the sharders that make them."""

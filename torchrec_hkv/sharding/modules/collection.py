@@ -1,0 +1,354 @@
+"""What sharded collections of bags and of sequences share where backends serve tables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.types import ShardingType
+
+from torchrec_hkv.backends import registry
+from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.compat import to_keyed_jagged_tensor
+from torchrec_hkv.sharding.dists.exchange_groups import Exchange, ExchangeGroup, has_ours
+from torchrec_hkv.sharding.dists.scores import ScoreWire
+from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
+from torchrec_hkv.sharding.kernels.kernel import BackendKernel
+from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
+from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
+from torchrec_hkv.sharding.state.sharded_state import TableState
+from torchrec_hkv.sharding.state.state_exchange import exchange_state
+from torchrec_hkv.sharding.validation import PlannedTable
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundTable:
+    """A table of ours in a model.
+
+    Attributes:
+        collection: that it is in.
+        name: the table's.
+        planned: as it was planned.
+        state: how it lies over the ranks.
+        has_files: whether checkpoints have files of its own (:meth:`Backend.saves_files`).
+    """
+
+    collection: BackendCollection
+    name: str
+    planned: PlannedTable
+    state: TableState
+    has_files: bool
+
+
+_aside: ContextVar[bool] = ContextVar("tables aside", default=False)
+
+
+@contextlib.contextmanager
+def tables_with_files_aside() -> Iterator[None]:
+    """Within it, ``state_dict`` and ``load_state_dict`` pass over tables that have files of their
+    own in checkpoints."""
+    token = _aside.set(True)
+    try:
+        yield
+    finally:
+        _aside.reset(token)
+
+
+_NO_COPY = (
+    "model can't be copied or pickled, since its process groups can't: save it with "
+    "torchrec_hkv.checkpoint.save, shard a second one, and load that with "
+    "torchrec_hkv.checkpoint.load."
+)
+
+
+class BackendCollection:
+    """Closes what TorchRec's sharded collections leave open for kernels from outside.
+
+    A mixin, to stand before TorchRec's class. Its own attributes are set before TorchRec's
+    ``__init__`` runs, which calls back into methods that need them; none is a module or parameter.
+    """
+
+    #: TorchRec's attribute that holds the modules of tables, and the part of their names.
+    tables_attribute: ClassVar[str]
+    #: TorchRec's attribute that holds the configs.
+    configs_attribute: ClassVar[str]
+
+    #: Sharding types of which TorchRec asks for all tables by name.
+    whole_types: ClassVar[tuple[str, ...]] = ()
+    #: Those whose groups are parts of one sharding, where a table of ours is among them.
+    parted_types: ClassVar[tuple[str, ...]] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(f"A sharded {_NO_COPY}")
+
+    def __copy__(self) -> Any:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"A sharded {_NO_COPY}")
+
+    def __init__(
+        self,
+        *args: Any,
+        planned: dict[str, PlannedTable],
+        exchange: Exchange,
+        uniqueness: Uniqueness,
+        score_wire: ScoreWire | None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            args: TorchRec's.
+            planned: the tables of ours, by name, already checked.
+            exchange: how tables are put together.
+            uniqueness: of ids.
+            score_wire: how scores travel; None where no table takes any.
+            kwargs: TorchRec's.
+        """
+        self._planned = planned
+        self._exchange = exchange
+        self._uniqueness = uniqueness
+        self._score_wire = score_wire
+        self._is_split = exchange.is_plain and score_wire is None
+        self._is_built = False
+        # What looks up tables that have all their rows: feature, table and its number of rows.
+        self._row_numbers = [
+            (feature, name, table.shards[0].num_embeddings)
+            for name, table in planned.items()
+            if registry.get(table.backend).is_dense(table.shards[0].options)
+            for feature in table.features
+        ]
+        super().__init__(*args, **kwargs)
+        self._is_built = True
+        if not self._is_split:
+            raise ValueError(
+                "num_groups, wire_dtype and eviction 'customized' need a TorchRec whose "
+                "collections have create_grouped_sharding_infos, which this one lacks: leave them "
+                "out."
+            )
+        if score_wire is not None:
+            score_wire.install(self._lookups)
+        features = {
+            config.name: list(config.feature_names)
+            for config in getattr(self, self.configs_attribute)
+        }
+        uniqueness.check_tables(features, planned, getattr(self, "_use_index_dedup", False))
+        self._unique_features = {
+            table: names for table, names in features.items() if uniqueness.has_unique(table)
+        }
+
+    def _check_unique(self, features: Any) -> None:
+        """Refuses a batch that has ids twice of a table that was said to have none."""
+        if self._uniqueness.is_checked and self._unique_features:
+            check_batch(
+                to_keyed_jagged_tensor(features), self._unique_features, "in a batch of a rank"
+            )
+
+    def create_grouped_sharding_infos(self, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
+        """TorchRec's hook: the tables that are exchanged together."""
+        by_type = super().create_grouped_sharding_infos(*args, **kwargs)
+        self._is_split = True
+        groups = by_type if self._exchange.is_plain else self._split(by_type)
+        if self._score_wire is not None:
+            # TorchRec's own shardings can't send scores.
+            groups = {key: ExchangeGroup.ours(infos) for key, infos in groups.items()}
+        return groups
+
+    def _split(self, by_type: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """The tables of each sharding type, in groups."""
+        infos = [info for own in by_type.values() for info in own]
+        configs = {id(info): info.embedding_config for info in infos}
+        self._exchange.check_tables([config.name for config in configs.values()])
+        return self._exchange.split(
+            by_type,
+            {key: config.name for key, config in configs.items()},
+            {
+                key: config.embedding_dim * len(config.feature_names)
+                for key, config in configs.items()
+            },
+            self.whole_types,
+            [key for key in self.parted_types if has_ours(by_type.get(key, ()))],
+        )
+
+    def reset_parameters(self) -> None:
+        """Initialises the stock tables. Rows of ours are initialised when they come."""
+        with self._without_our_configs():
+            super().reset_parameters()
+
+    @contextlib.contextmanager
+    def _without_our_configs(self) -> Iterator[None]:
+        """Hides the tables of ours from code of the base class that takes all tables for stock."""
+        configs = getattr(self, self.configs_attribute)
+        stock = [config for config in configs if config.name not in self._planned]
+        setattr(self, self.configs_attribute, stock)
+        try:
+            yield
+        finally:
+            setattr(self, self.configs_attribute, configs)
+
+    @property
+    def has_backends(self) -> bool:
+        """Whether backends serve tables of the collection, on whatever rank."""
+        return bool(self._planned)
+
+    def group_lookups(self) -> dict[str, GroupLookup]:
+        """The lookup of each shard of ours that this rank holds, by its key.
+
+        The key of a shard is its table's name, with ``/`` and the first column behind it where that
+        is not 0 (:attr:`torchrec_hkv.backends.TableShard.key`).
+        """
+        return {
+            shard.key: kernel.emb_module
+            for lookup in self._lookups
+            for kernel in lookup.modules()
+            if isinstance(kernel, BackendKernel)
+            for shard in kernel.shards
+        }
+
+    def _initialize_torch_state(self, *args: bool, **kwargs: bool) -> None:
+        # TorchRec's ``skip_registering``, which its EmbeddingCollection of 1.6 does not take.
+        super()._initialize_torch_state(*args, **kwargs)
+        skip_registering = next(iter([*args, *kwargs.values()]), False)
+        self._register_absent_tables()
+        self._table_states: dict[str, TableState] = {}
+        for name, table in self._planned.items():
+            backend = registry.get(table.backend)
+            self._table_states[name] = (
+                ReplicatedState.of_table(backend, table.shards[0], table.optimizer)
+                if table.sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+                else TableState.of(backend, table.sharding, table.shards, table.optimizer)
+            )
+        if not skip_registering:
+            self._register_state_dict_hook(_export_tables)
+
+    def _register_absent_tables(self) -> None:
+        """Registers the parameters of tables that have no shard, hence no kernel, on this rank."""
+        device = self._device or torch.device("cpu")
+        absent: dict[OptimizerSpec, list[str]] = {}
+        for name, table in self._planned.items():
+            if not hasattr(self._table_module(name), "weight"):
+                absent.setdefault(table.optimizer, []).append(name)
+        for optimizer, names in absent.items():
+            notice = clip_notice(names, optimizer)
+            for name in names:
+                shard = self._planned[name].shards[0]
+                parameter = placeholder(shard.dim, shard.dtype, device, notice)
+                self._table_module(name).register_parameter("weight", parameter)
+
+    def found_tables(self) -> dict[str, FoundTable]:
+        """The tables of ours, on whatever rank, by name."""
+        return {name: self._found(name) for name in self._planned}
+
+    def _found(self, name: str) -> FoundTable:
+        planned = self._planned[name]
+        backend = registry.get(planned.backend)
+        return FoundTable(
+            self,
+            name,
+            planned,
+            self._table_states[name],
+            backend.saves_files(planned.shards[0].options),
+        )
+
+    def _table_module(self, name: str) -> nn.Module:
+        return getattr(self, self.tables_attribute)[name]
+
+    def _load_tables(
+        self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]
+    ) -> None:
+        """Takes the tables of ours out of a state dict and loads them, all checked before.
+
+        Args:
+            state_dict: loses the entries of our tables, but for their placeholders.
+            prefix: of this module.
+            missing_keys: gets the names of tensors that are not there.
+        """
+        loads: list[tuple[str, dict[str, torch.Tensor]]] = []
+        exchanged: dict[str, dict[str, torch.Tensor]] = {}
+        taken: list[str] = []
+        for name, state in self._table_states.items():
+            table_prefix = f"{prefix}{self.tables_attribute}.{name}."
+            present = {key: f"{table_prefix}{key}" for key in state.keys}
+            present = {key: path for key, path in present.items() if path in state_dict}
+            taken.extend(present.values())
+            if _aside.get() and self._found(name).has_files:
+                continue
+            if not self._is_built and not state.is_dense:
+                # TorchRec copies the rows of the unsharded module here; ours start empty.
+                continue
+            if present:
+                tensors = {key: state_dict[path] for key, path in present.items()}
+                if state.layout is None:
+                    loads.extend(state.local_states(dist.get_rank(), tensors).items())
+                else:
+                    exchanged[name] = tensors
+            else:
+                missing_keys.extend(f"{table_prefix}{key}" for key in state.keys)
+        lookups = self.group_lookups()
+        if exchanged or loads:
+            # A lookup pins its rows until its graph is gone, which may be garbage by now.
+            gc.collect()
+        if exchanged:
+            self._exchange_tensors(exchanged)
+        for key, local in loads:
+            lookups[key].load_table(key, local)
+        for path in taken:
+            del state_dict[path]
+        # The placeholder is not in a state dict; nn.Module would miss it.
+        for name in self._table_states:
+            parameter = self._table_module(name).weight
+            state_dict[f"{prefix}{self.tables_attribute}.{name}.weight"] = parameter.detach()
+
+    def _exchange_tensors(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Loads tables of which ranks may have each other's places, all checked before."""
+        pg, rank, lookups = self._env.process_group, dist.get_rank(), self.group_lookups()
+        local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+
+        def check() -> None:
+            for name, its in tensors.items():
+                local[name] = self._table_states[name].local_states(rank, its)
+
+        on_every_rank(check, pg)
+        table_states: dict[GroupLookup, dict[str, torch.Tensor]] = {}
+        for name, shards in local.items():
+            state = self._table_states[name]
+            loads = {
+                shard.key: lookups[shard.key].open_entries(shard.key, state.owners(shard))
+                for shard, holder in zip(state.shards, state.ranks, strict=True)
+                if holder == rank
+            }
+            device = self._device or torch.device("cpu")
+            table_state = exchange_state(state, shards, loads, device, pg)
+            for key in loads:
+                table_states.setdefault(lookups[key], {})[key] = table_state
+        for lookup, of_keys in table_states.items():
+            lookup.entries_loaded(of_keys)
+
+
+def _export_tables(
+    module: BackendCollection,
+    destination: dict[str, Any],
+    prefix: str,
+    _local_metadata: dict[str, Any],
+) -> None:
+    lookups = module.group_lookups()
+    rank = dist.get_rank()
+    for name, state in module._table_states.items():
+        if _aside.get() and module._found(name).has_files:
+            destination.pop(f"{prefix}{module.tables_attribute}.{name}.weight", None)
+            continue
+        exported = {key: lookups[key].export_table(key) for key in state.keys_on(rank)}
+        table_prefix = f"{prefix}{module.tables_attribute}.{name}."
+        destination.pop(f"{table_prefix}weight", None)
+        for key, tensor in state.sharded_tensors(rank, exported).items():
+            destination[f"{table_prefix}{key}"] = tensor

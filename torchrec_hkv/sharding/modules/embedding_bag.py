@@ -1,0 +1,214 @@
+"""The sharded EmbeddingBagCollection: TorchRec's, where some tables are served by backends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchrec_hkv.compat import input_dist_has_more_to_do, to_keyed_jagged_tensor
+from torchrec_hkv.sharding.dists.awaitables import BatchAwaitable
+from torchrec_hkv.sharding.dists.exchange_groups import codecs_of, needs_ours
+from torchrec_hkv.sharding.dists.features import check_row_numbers, in_order, prepare_features
+from torchrec_hkv.sharding.dists.means import Means, divide
+from torchrec_hkv.sharding.dists.streams import BagContext, FollowsExchange
+from torchrec_hkv.sharding.modules.collection import BackendCollection
+from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS
+from torchrec_hkv.sharding.modules.parts import PartedLookup
+from torchrec_hkv.sharding.validation import PlannedTable
+
+# Column shards of a feature come back in the order of ranks; these put them in that of columns.
+_PERMUTED = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+
+
+class BackendEmbeddingBagCollection(
+    BackendCollection, FollowsExchange, ShardedEmbeddingBagCollection
+):
+    """TorchRec's sharded collection, closing what it leaves open for kernels from outside."""
+
+    tables_attribute = "embedding_bags"
+    configs_attribute = "_embedding_bag_configs"
+    parted_types = (ShardingType.ROW_WISE.value,)
+
+    def __init__(self, *args: Any, planned: dict[str, PlannedTable], **kwargs: Any) -> None:
+        """
+        Args:
+            args: TorchRec's.
+            planned: the tables of ours, by name, already checked.
+            kwargs: TorchRec's.
+        """
+        super().__init__(*args, planned=planned, **kwargs)
+        self._means = Means(
+            self._embedding_bag_configs,
+            {name: sharding.sharding_type for name, sharding in self.module_sharding_plan.items()},
+        )
+        # TorchRec's way of dividing is not right where tables are sharded in several ways.
+        self._has_mean_pooling_callback = False
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
+        """TorchRec's hook: the sharding of all tables of one sharding type, stock and ours."""
+        qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
+        if not needs_ours(sharding_infos):
+            return super().create_embedding_bag_sharding(
+                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            )
+        sharding_type = sharding_infos[0].param_sharding.sharding_type
+        keywords: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+        if sharding_type in _PERMUTED:
+            keywords["permute_embeddings"] = permute_embeddings
+        return POOLED_SHARDINGS[sharding_type](sharding_infos, env, device, **keywords)
+
+    def create_context(self) -> BagContext:
+        """What a batch carries from its exchange to its outputs."""
+        return BagContext()
+
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Starts the distribution of a batch.
+
+        Args:
+            ctx: TorchRec's.
+            features: ids of any integer dtype; widened to int64 so that all ranks send the same.
+
+        Raises:
+            ValueError: ids that are no integers, weights, scores or features that are missing, or
+                batch sizes that differ between features. Nothing has been sent then.
+        """
+        features = to_keyed_jagged_tensor(features)
+        if self._planned:
+            features = prepare_features(
+                features,
+                self._embedding_bag_configs,
+                is_weighted=self._is_weighted,
+                score_wire=self._score_wire,
+                is_training=self.training,
+            )
+            check_row_numbers(features, self._row_numbers)
+        self._check_unique(features)
+        if (
+            self._has_uninitialized_input_dist
+            or features.variable_stride_per_key()
+            or input_dist_has_more_to_do(self)
+        ):
+            # TorchRec warns of ids outside of num_embeddings in the first batch. Ours may be any.
+            with self._without_our_configs():
+                begun = super().input_dist(ctx, features)
+        else:
+            self._note_stream(ctx)
+            with torch.no_grad():
+                begun = self._begin(ctx, features)
+        if self._means:
+            with torch.no_grad():
+                names, dims = self._embedding_names, self._dim_per_key
+                ctx.divisor = self._means.divisor(features, names, dims, sum(self._embedding_dims))
+        return begun
+
+    def _begin(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """What TorchRec's ``input_dist`` does with a batch that has as many bags of all features,
+        once it has seen one. Where there is one sharding it asks the device nothing: TorchRec's
+        splits the features by sharding, for which it asks how many ids each has."""
+        if self._has_features_permute:
+            features = in_order(features, self._features_order, self._features_order_tensor)
+        parts = [features]
+        if len(self._input_dists) > 1:
+            parts = features.split(self._feature_splits)
+        exchanges = [
+            exchange(part) for exchange, part in zip(self._input_dists, parts, strict=True)
+        ]
+        ctx.sharding_contexts.extend(
+            EmbeddingShardingContext(batch_size_per_feature_pre_a2a=part.stride_per_key())
+            for part in parts
+        )
+        return BatchAwaitable(exchanges, ctx)
+
+    def compute(
+        self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList
+    ) -> list[torch.Tensor]:
+        """TorchRec's; tables in parts begin to send."""
+        self._expect(ctx)
+        return super().compute(ctx, dist_input)
+
+    def output_dist(
+        self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        """TorchRec's, with means."""
+        return self._with_means(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingBagCollectionContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        """TorchRec's, with means."""
+        self._expect(ctx)
+        return self._with_means(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _expect(self, ctx: EmbeddingBagCollectionContext) -> None:
+        """Tells lookups that send by themselves how the batch has come."""
+        for lookup, context in zip(self._lookups, ctx.sharding_contexts, strict=True):
+            if isinstance(lookup, PartedLookup):
+                lookup.expect(context)
+
+    def _with_means(
+        self, ctx: EmbeddingBagCollectionContext, outputs: LazyAwaitable[KeyedTensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        if self._means:
+            # First of all, so that what orders streams has the outputs that are taken.
+            outputs.callbacks.insert(0, functools.partial(divide, divisor=ctx.divisor))
+        return outputs
+
+    def update_shards(
+        self,
+        changed_sharding_params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None,
+    ) -> None:
+        """TorchRec's dynamic resharding.
+
+        Raises:
+            ValueError: the collection holds tables of ours.
+        """
+        if self._planned:
+            raise ValueError(
+                f"Tables {sorted(self._planned)} are served by backends and can't be resharded "
+                "while training: only collections of stock tables can."
+            )
+        super().update_shards(changed_sharding_params, env, device)
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: BackendEmbeddingBagCollection,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *args: Any,
+    ) -> None:
+        # nn.Module passes (local_metadata, strict, missing_keys, unexpected_keys, error_msgs).
+        self._load_tables(state_dict, prefix, args[2] if len(args) > 2 else [])
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)

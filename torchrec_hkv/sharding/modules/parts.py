@@ -1,0 +1,183 @@
+"""Row-wise pooled tables whose rows are exchanged in parts.
+
+Groups of tables as TorchRec has them are shardings of their own: each exchanges its ids by itself,
+and the host takes as long for each as for all. Parts are of one sharding, whose ids are exchanged
+at once. Its lookups go part by part, and the rows of one part travel while the next is looked up;
+in the backward the gradients of one part arrive while the rows of another are updated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_hkv.sharding.dists.exchange_groups import Part
+from torchrec_hkv.sharding.dists.output_dist import RowWiseOutputDist
+from torchrec_hkv.sharding.dists.variable_batch import merged_groups
+from torchrec_hkv.sharding.kernels.lookups import PooledLookup
+
+
+def groups_of_parts(
+    groups: Sequence[GroupedEmbeddingConfig], parts: Sequence[Part]
+) -> list[list[GroupedEmbeddingConfig]]:
+    """The groups of each part: TorchRec's groups of tables that one kernel serves, cut.
+
+    Args:
+        groups: of all tables of a sharding on one rank.
+        parts: whose tables they are.
+    """
+    return [
+        [
+            dataclasses.replace(group, embedding_tables=tables)
+            for group in groups
+            if (tables := [table for table in group.embedding_tables if table.name in part.tables])
+        ]
+        for part in parts
+    ]
+
+
+class PartsOnTheirWay(Awaitable[Tensor]):
+    """Pooled rows of all parts, side by side once they have come."""
+
+    def __init__(self, parts: Sequence[Awaitable[Tensor]]) -> None:
+        """
+        Args:
+            parts: under way.
+        """
+        super().__init__()
+        self._parts = parts
+
+    def _wait_impl(self) -> Tensor:
+        # Batches of variable size come flat, feature by feature.
+        return torch.cat([part.wait() for part in self._parts], dim=-1)
+
+
+class PartedOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Any, Tensor]):
+    """What is left to do for the exchange of rows when :class:`PartedLookup` has begun it."""
+
+    def __init__(self, dists: Iterable[RowWiseOutputDist]) -> None:
+        """
+        Args:
+            dists: of the parts.
+        """
+        super().__init__()
+        self._dists = nn.ModuleList(dists)
+
+    def forward(
+        self, local_embs: PartsOnTheirWay, sharding_ctx: EmbeddingShardingContext | None = None
+    ) -> Awaitable[Tensor]:
+        """Nothing."""
+        return local_embs
+
+
+class PartedLookup(PooledLookup):
+    """A lookup that sends the rows of each part as soon as it has them."""
+
+    def __init__(
+        self, *args: Any, parts: Sequence[int], dists: Sequence[RowWiseOutputDist], **kwargs: Any
+    ) -> None:
+        """
+        Args:
+            args: TorchRec's.
+            parts: the number of groups of each part.
+            dists: that send them.
+            kwargs: TorchRec's.
+        """
+        super().__init__(*args, **kwargs)
+        self._sender = _Sender(parts, self._feature_splits, dists)
+        for kernel in self._emb_modules:
+            kernel.register_forward_hook(self._sender.looked_up)
+
+    def expect(self, context: EmbeddingShardingContext) -> None:
+        """Says how the batch was exchanged that will be looked up next."""
+        self._sender.context = context
+
+    def _forward(self, features_by_group: list[KeyedJaggedTensor]) -> list[Any]:
+        with self._sender.batch(None):
+            super()._forward(features_by_group)
+        return [self._sender.sent()]
+
+    def _forward_with_vbe_merging(
+        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
+    ) -> Any:
+        with self._sender.batch(self._vbe_splits(features_by_group)):
+            super()._forward(features_by_group)
+        return self._sender.sent()
+
+
+class _Sender:
+    """Is told of each group that was looked up, and sends a part when all of it was."""
+
+    def __init__(
+        self, parts: Sequence[int], num_features: Sequence[int], dists: Sequence[RowWiseOutputDist]
+    ) -> None:
+        self._spans = list(itertools.pairwise(itertools.accumulate(parts, initial=0)))
+        self._num_features = num_features
+        self._first_feature = list(itertools.accumulate(num_features, initial=0))
+        self._dists = tuple(dists)
+        self.context: EmbeddingShardingContext | None = None
+        self._is_looking_up = False
+
+    @contextlib.contextmanager
+    def batch(self, sizes: list[list[int]] | None) -> Iterator[None]:
+        """While a batch is looked up; the sizes of its outputs by group where they are flat."""
+        self._sizes = sizes
+        self._outputs: list[Tensor] = []
+        self._sent: list[Awaitable[Tensor]] = []
+        self._is_looking_up = True
+        try:
+            yield
+        finally:
+            self._is_looking_up = False
+
+    def looked_up(self, kernel: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        """A hook of kernels: the lookup calls them group by group. What others call them for is
+        theirs, and not sent."""
+        if not self._is_looking_up:
+            return
+        self._outputs.append(output)
+        begin, end = self._spans[len(self._sent)]
+        if len(self._outputs) == end:
+            of_part = slice(begin, end)
+            self._sent.append(
+                self._dists[len(self._sent)](
+                    self._side_by_side(of_part),
+                    self._context_of(self._first_feature[begin], self._first_feature[end]),
+                )
+            )
+
+    def sent(self) -> PartsOnTheirWay:
+        """All parts."""
+        sent, self._sent, self._outputs, self.context = self._sent, [], [], None
+        return PartsOnTheirWay(sent)
+
+    def _side_by_side(self, groups: slice) -> Tensor:
+        outputs = self._outputs[groups]
+        if len(outputs) == 1:
+            return outputs[0]
+        if self._sizes is None:
+            return torch.cat(outputs, dim=1)
+        return merged_groups(outputs, self._sizes[groups], self._num_features[groups])
+
+    def _context_of(self, begin: int, end: int) -> EmbeddingShardingContext | None:
+        """Of some features."""
+        context = self.context
+        if context is None or not context.variable_batch_per_feature:
+            return context
+        part = copy.copy(context)  # TorchRec 1.6 has it as a class of its own, later as a dataclass
+        part.batch_size_per_rank_per_feature = [
+            of_rank[begin:end] for of_rank in context.batch_size_per_rank_per_feature
+        ]
+        part.batch_size_per_feature_pre_a2a = context.batch_size_per_feature_pre_a2a[begin:end]
+        return part

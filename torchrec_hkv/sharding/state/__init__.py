@@ -1,0 +1,1 @@
+"""The ``state_dict`` of sharded tables, and loading it on other ranks."""

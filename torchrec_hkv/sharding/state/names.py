@@ -1,0 +1,108 @@
+"""Full names of tables: their keys in the ``state_dict`` of a model, without ``.weight``.
+
+Two collections of a model may each have a table of the same name. Full names differ, so they are
+what results are keyed by. Where a function takes the name of a table, the table's own name does,
+too, if no other table has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+
+# DistributedModelParallel takes the first such prefix off the keys of its state_dict, which
+# DistributedDataParallel puts there.
+_WRAPPED = "module"
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model, with the prefix of their keys in its ``state_dict``.
+
+    As ``model.named_modules()``, but wrappers that leave no trace in a ``state_dict``
+    (``DistributedModelParallel``, what it wraps around dense parameters, and
+    ``FullyShardedDataParallel``) add nothing to a path.
+
+    Args:
+        model: sharded or not.
+
+    Yields:
+        Path, ``""`` for the model itself, and module; each module once.
+    """
+    yield from _walk("", model, set())
+
+
+def _walk(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if isinstance(module, DistributedModelParallel):
+        for child in module.children():
+            for below, found in _walk("", child, seen):
+                first, _, rest = below.partition(".")
+                yield joined(path, rest if first == _WRAPPED else below), found
+        return
+    yield path, module
+    for name, child in module.named_children():
+        is_wrapper = isinstance(module, FullyShardedDataParallel)
+        yield from _walk(path if is_wrapper else joined(path, name), child, seen)
+
+
+def named_collections(model: nn.Module) -> Iterator[tuple[str, BackendCollection]]:
+    """The sharded collections of a model, with what the full names of their tables begin with.
+
+    Args:
+        model: sharded.
+
+    Yields:
+        Such as ``"ebc.embedding_bags"``, and the collection.
+    """
+    for path, module in named_modules(model):
+        if isinstance(module, BackendCollection):
+            yield joined(path, module.tables_attribute), module
+
+
+def named_tables(model: nn.Module) -> dict[str, FoundTable]:
+    """The tables on backends of a model, on whatever rank, by full name.
+
+    Args:
+        model: sharded.
+    """
+    return {
+        joined(prefix, name): table
+        for prefix, collection in named_collections(model)
+        for name, table in collection.found_tables().items()
+    }
+
+
+def find_name(table: str, full_names: Iterable[str]) -> str:
+    """The full name of a table.
+
+    Args:
+        table: the full name, or the table's own name where only one table has it.
+        full_names: of all tables.
+
+    Raises:
+        ValueError: there is no such table, or several have that name.
+    """
+    names = list(full_names)
+    if table in names:
+        return table
+    found = [name for name in names if name.rpartition(".")[2] == table]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(
+            f"The model has {len(found)} tables {table!r}: use one of their full names, "
+            f"{', '.join(map(repr, sorted(found)))}."
+        )
+    raise ValueError(f"The model has no table {table!r}: name one of {sorted(names)}.")
+
+
+def joined(path: str, name: str) -> str:
+    """Two parts of a key in a ``state_dict``, of which either may be empty."""
+    return ".".join(filter(None, (path, name)))

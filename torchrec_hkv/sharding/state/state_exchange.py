@@ -1,0 +1,182 @@
+"""Loading the state of tables that are routed by hash, whatever ranks it was saved from.
+
+``torch.distributed.checkpoint`` gives every rank some places of a saved table. Where the table lies
+over the ranks as it did, these are its own. Otherwise every entry is shown to all ranks, in
+batches, and each takes those that it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.collective import on_every_rank
+from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, TableState
+
+# Entries that are shown at a time, and bytes of counts.
+_BATCH = 1 << 16
+_BYTES = 1 << 24
+
+
+def exchange_state(
+    state: TableState,
+    local: Mapping[str, Mapping[str, Tensor]],
+    loads: Mapping[str, EntriesLoad],
+    device: torch.device,
+    pg: dist.ProcessGroup,
+) -> Tensor:
+    """Loads one table; a collective call.
+
+    Args:
+        state: how the table lies over the ranks.
+        local: the tensors of each shard that this rank holds, by the shard's key.
+        loads: of the same shards.
+        device: of the tables.
+        pg: the ranks.
+
+    Returns:
+        Its ``table_state``, in host memory.
+
+    Raises:
+        ValueError: the state doesn't match, or entries found no place; the same on all ranks.
+    """
+    table = _Table(state, local, device, pg)
+    table_state = table.of_whole("table_state")
+    layout = int(table.of_whole(LAYOUT_KEY))
+    on_every_rank(lambda: [load.check(table_state) for load in loads.values()], pg)
+    if layout == state.layout:
+        table.load_same(loads, table_state)
+    else:
+        table.load_other(loads, table_state)
+    return table_state
+
+
+class _Table:
+    def __init__(
+        self,
+        state: TableState,
+        local: Mapping[str, Mapping[str, Tensor]],
+        device: torch.device,
+        pg: dist.ProcessGroup,
+    ) -> None:
+        self._state, self._local, self._device, self._pg = state, local, device, pg
+        self._rank = dist.get_rank(pg)
+        # Indices of shards: by rows, and in each of these by columns.
+        offsets = sorted({shard.row_offset for shard in state.shards})
+        self._rows = [
+            sorted(
+                (i for i, shard in enumerate(state.shards) if shard.row_offset == offset),
+                key=lambda i: state.shards[i].column_offset,
+            )
+            for offset in offsets
+        ]
+
+    def _from_holder(self, key: str, index: int, tensor: Tensor | None, shape: Any) -> Tensor:
+        """A tensor of a shard's holder, on every rank."""
+        if tensor is None:
+            spec = self._state.specs[index][key]
+            tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
+        else:
+            tensor = tensor.to(self._device).contiguous()
+        if dist.get_world_size(self._pg) > 1:
+            dist.broadcast(tensor, group=self._pg, group_src=self._state.ranks[index])
+        return tensor
+
+    def _held(self, key: str, index: int) -> Tensor | None:
+        if self._state.ranks[index] != self._rank:
+            return None
+        return self._local[self._state.shards[index].key][key]
+
+    def of_whole(self, key: str) -> Tensor:
+        """A tensor that the first shard has for the whole table."""
+        index = self._rows[0][0]
+        shape = self._state.specs[index][key].shape
+        return self._from_holder(key, index, self._held(key, index), shape).cpu()
+
+    def _keys_of_entries(self) -> list[str]:
+        """Tensors of one dimension, which are with the first column."""
+        spec = self._state.specs[self._rows[0][0]]
+        whole = ("table_state", LAYOUT_KEY)
+        keys = [key for key in spec if len(spec[key].shape) == 1 and key not in whole]
+        return [key for key in keys if not key.startswith(COUNTS)]
+
+    def _keys_of_counts(self, index: int) -> list[str]:
+        """Of a shard of the first column."""
+        return [key for key in self._state.specs[index] if key.startswith(COUNTS)]
+
+    def load_same(self, loads: Mapping[str, EntriesLoad], table_state: Tensor) -> None:
+        """Every entry stays in its place; shards of other columns lack its id."""
+        for indices in self._rows:
+            of_entries: dict[str, Tensor] = {}
+            if len(indices) > 1:
+                for key in [*self._keys_of_entries(), *self._keys_of_counts(indices[0])]:
+                    shape = self._state.specs[indices[0]][key].shape
+                    held = self._held(key, indices[0])
+                    of_entries[key] = self._from_holder(key, indices[0], held, shape)
+            for index in indices:
+                if self._state.ranks[index] == self._rank:
+                    key = self._state.shards[index].key
+                    loads[key].load_same(table_state, {**of_entries, **self._local[key]})
+
+    def load_other(self, loads: Mapping[str, EntriesLoad], table_state: Tensor) -> None:
+        """Every entry is shown to all ranks."""
+        for load in loads.values():
+            load.begin(table_state)
+        for indices in self._rows:
+            places = self._state.specs[indices[0]]["ids"].shape[0]
+            for first in range(0, places, _BATCH):
+                self._show(indices, first, min(_BATCH, places - first), loads)
+        for indices in self._rows:
+            for key in self._keys_of_counts(indices[0]):
+                self._show_counts(key, indices[0], loads)
+        on_every_rank(lambda: [load.finish() for load in loads.values()], self._pg)
+
+    def _show_counts(self, key: str, index: int, loads: Mapping[str, EntriesLoad]) -> None:
+        (size,) = self._state.specs[index][key].shape
+        for first in range(0, size, _BYTES):
+            n = min(_BYTES, size - first)
+            held = self._held(key, index)
+            mine = None if held is None else held[first : first + n]
+            part = self._from_holder(key, index, mine, (n,))
+            for load in loads.values():
+                load.put_counts(key, first, part)
+
+    def _show(
+        self, indices: list[int], first: int, n: int, loads: Mapping[str, EntriesLoad]
+    ) -> None:
+        held = self._held("occupied", indices[0])
+        part = None if held is None else held[first : first + n]
+        places = self._from_holder("occupied", indices[0], part, (n,)).nonzero().flatten()
+        if places.numel() == 0:
+            return
+
+        def shown(key: str, index: int) -> Tensor:
+            mine = self._held(key, index)
+            if mine is not None:
+                mine = mine[first : first + n].to(self._device)[places]
+            shape = (places.numel(), *self._state.specs[index][key].shape[1:])
+            return self._from_holder(key, index, mine, shape)
+
+        entries = {
+            key: shown(key, indices[0]) for key in self._keys_of_entries() if key != "occupied"
+        }
+        # Side by side: whole rows.
+        wide = [key for key in self._state.specs[indices[0]] if key not in entries]
+        wide = [key for key in wide if len(self._state.specs[indices[0]][key].shape) == 2]
+        whole = {key: torch.cat([shown(key, i) for i in indices], dim=1) for key in wide}
+        columns = sorted(indices, key=lambda i: self._state.shards[i].column_offset)
+        for key, load in loads.items():
+            shard = next(s for s in self._state.shards if s.key == key)
+            position = [self._state.shards[i].column_offset for i in columns]
+            at = position.index(shard.column_offset)
+            cut = dict(entries)
+            for name, tensor in whole.items():
+                widths = [self._state.specs[i][name].shape[1] for i in columns]
+                begin = sum(widths[:at])
+                cut[name] = tensor[:, begin : begin + widths[at]]
+            load.put(cut)

@@ -1,6 +1,0 @@
-"""Training with evaluations in between."""
-
-from torchrec_hkv import needs_torchrec  # noqa: F401
-from torchrec_hkv.training.train_and_evaluate import Evaluation, train_and_evaluate
-
-__all__ = ["Evaluation", "train_and_evaluate"]
