@@ -103,9 +103,6 @@ def test_length():
 @pytest.mark.parametrize(("world_size", "sharding_type"), [(1, "table_wise"), (2, "row_wise")])
 def test_trains(run_ranks, optimizer, world_size, sharding_type):
     for before, after in run_ranks(world_size, _train, skeleton(), optimizer, sharding_type):
-        for own, expected, initial in zip(
-            after, _expected(before, optimizer), before, strict=True
-        ):
+        for own, expected, initial in zip(after, _expected(before, optimizer), before, strict=True):
             assert not torch.equal(own, initial)
             torch.testing.assert_close(own, expected)
-
