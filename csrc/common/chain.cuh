@@ -1,11 +1,11 @@
-// Kernels one after the other without the pause between them: the blocks of the next come to the
-// multiprocessors as those of the one before leave, and wait there for its end (programmatic
-// dependent launch).
+// Launches kernels one after the other without a pause, by programmatic dependent launch: blocks of
+// the next kernel start on the multiprocessors as the blocks of the previous one leave, and wait
+// there for its end.
 //
-// A kernel that is launched so waits (wait_for_kernel_before) before it reads what kernels before
-// it have written, and before it writes what these may still read; all its threads, also those with
-// nothing to do, so that its own end says that those before it have ended too. Where a kernel does
-// not say that the next one may start, that starts when it ends.
+// A kernel that is launched this way calls wait_for_kernel_before before it reads what earlier
+// kernels wrote, and before it overwrites what they may still read. All of its threads call it,
+// also idle ones, so that the kernel's end implies the end of all kernels before it. If a kernel
+// does not allow the next one to start early, that one starts when it ends.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,7 +25,7 @@ __device__ __forceinline__ void wait_for_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// To be called once all that a block of the next kernel reads before it waits is written.
+// Call this when everything is written that a block of the next kernel reads before it waits.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -42,17 +42,17 @@ struct LaunchShape {
   int threads;
   size_t shared_bytes = 0;
   int cluster = 1;  // blocks of a cluster
-  // All blocks run at the same time, so that they may wait for each other. Such a launch is not
-  // overlapped with the one before.
+  // All blocks run at the same time, so they may wait for each other. Such a launch does not
+  // overlap with the previous one.
   bool together = false;
-  // Percent of the most that a multiprocessor can have of shared memory, the rest being cache; -1:
-  // what the driver chooses.
+  // Share of a multiprocessor's shared memory, in percent of the maximum; the rest is cache. -1
+  // leaves the choice to the driver.
   int shared_percent = -1;
 };
 
-// Of the current device. The driver is asked once for each device: every launch wants to know.
+// Properties of the current device. They are cached, because every launch needs them.
 inline int compute_capability() {
-  constexpr int kMost = 64;  // devices that are remembered
+  constexpr int kMost = 64;  // devices in the cache
   static std::atomic<int> known[kMost];
   int device = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
@@ -63,10 +63,10 @@ inline int compute_capability() {
   return major;
 }
 
-constexpr int kFreeCluster = 8;  // blocks that every kernel may have
+constexpr int kFreeCluster = 8;  // cluster size that every kernel may use
 
-// Lets a kernel have the dynamic shared memory and the cluster that it is launched with. The driver
-// is asked once for each kernel and device, as asking takes about as long as a part of a launch.
+// Allows a kernel the dynamic shared memory and the cluster that it is launched with. The driver is
+// called once for each kernel and device, because the call takes a noticeable part of a launch.
 inline void allow_launch(const void* kernel, const LaunchShape& shape) {
   const bool prefers = shape.shared_percent >= 0;
   if (shape.shared_bytes == 0 && shape.cluster <= kFreeCluster && !prefers) return;
@@ -89,7 +89,7 @@ inline void allow_launch(const void* kernel, const LaunchShape& shape) {
   at->second = shape.shared_bytes;
 }
 
-// Launches a kernel that waits for the one before it by itself.
+// Launches a kernel that itself waits for the previous one.
 template <typename... Parameters, typename... Arguments>
 void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                     const Arguments&... arguments) {

@@ -1,11 +1,12 @@
-// Every CUDA call and every launch is checked; a failure is an exception that names the call.
+// Checks CUDA calls and kernel launches. A failure throws an exception that names the call.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace torchrec_hkv {
 
-// Throws std::runtime_error. Apart, as <string> takes longer to compile than most kernels.
+// Throws std::runtime_error. In a file of its own, because <string> takes longer to compile than
+// most kernels.
 [[noreturn]] void cuda_failed(cudaError_t status, const char* call, const char* file, int line);
 
 inline void cuda_check(cudaError_t status, const char* call, const char* file, int line) {

@@ -1,7 +1,7 @@
-// Hashing of ids: where an id lives inside a table, and which rank owns it.
+// Hashing of ids: the buckets of an id in a table, and the rank that owns it.
 //
-// Both devices and both sides of a network must agree on these functions, and checkpoints depend on
-// them: a change is a change of file format.
+// Both devices and all ranks must agree on these functions, and checkpoints depend on them. A
+// change is a change of the file format.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ HKV_HOST_DEVICE uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The inverse of mix64: each constant is that of mix64 to the power of -1, modulo 2^64.
+// The inverse of mix64. Each constant is the inverse of mix64's constant modulo 2^64.
 HKV_HOST_DEVICE uint64_t unmix64(uint64_t x) {
   x ^= x >> 31 ^ x >> 62;
   x *= 0x319642b2d24d8ec3ull;
@@ -28,10 +28,10 @@ HKV_HOST_DEVICE uint64_t unmix64(uint64_t x) {
   return x ^ x >> 30 ^ x >> 60;
 }
 
-// Slots of a bucket have one digest each; a bucket's 64 digests fill one 128-byte line.
+// Each slot of a bucket has a digest. A bucket's 64 digests fill one 128-byte line.
 constexpr int kBucketDigests = 64;
 constexpr uint16_t kEmptyDigest = 0;        // the slot is free
-constexpr uint16_t kClosedDigest = 0xFFFF;  // past the bucket's capacity: never used
+constexpr uint16_t kClosedDigest = 0xFFFF;  // beyond the bucket's capacity: never used
 
 // The two buckets that may hold an id, and its digest, which is neither empty nor closed.
 struct BucketChoice {
@@ -42,7 +42,7 @@ struct BucketChoice {
 
 constexpr uint64_t kTableSeed = 0x6a09e667f3bcc909ull;
 
-// What a table knows an id by; a bijection.
+// The hash of an id in a table. It is a bijection.
 HKV_HOST_DEVICE uint64_t hash_of_id(int64_t id) {
   return mix64(static_cast<uint64_t>(id) ^ kTableSeed);
 }
@@ -50,7 +50,7 @@ HKV_HOST_DEVICE int64_t id_of_hash(uint64_t hash) {
   return static_cast<int64_t>(unmix64(hash) ^ kTableSeed);
 }
 
-// The digest before two of its values give way to those that mean something else.
+// The digest before the two reserved values are replaced by other values.
 HKV_HOST_DEVICE uint16_t raw_digest(uint64_t hash) {
   return static_cast<uint16_t>(hash ^ (hash >> 32));
 }
@@ -73,8 +73,9 @@ HKV_HOST_DEVICE BucketChoice choose_buckets(int64_t id, uint32_t num_buckets) {
   return choose_buckets_of_hash(hash_of_id(id), num_buckets);
 }
 
-// An id belongs to one of 2^16 owner buckets; ranks own contiguous ranges of them. The mix differs
-// from that of choose_buckets, so that a rank's ids still spread over all buckets of its table.
+// An id belongs to one of 2^16 owner buckets; each rank owns a contiguous range of them. The mix
+// differs from that of choose_buckets, so that the ids of a rank still spread over all buckets of
+// its table.
 constexpr int kOwnerBucketBits = 16;
 
 HKV_HOST_DEVICE uint32_t owner_bucket(int64_t id) {

@@ -1,5 +1,5 @@
-// The row an id starts from: a pure function of (seed, table, id, column), the same bits on a CPU
-// and on a GPU, in any order of arrival and at any world size.
+// The initial row of an id: a pure function of (seed, table, id, column). Both devices compute the
+// same bits, in any order of arrival and at any world size.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@ namespace torchrec_hkv {
 
 enum class Distribution : int32_t { kUniform = 0, kNormal = 1 };
 
-// Made by uniform_rows or normal_rows.
+// Created by uniform_rows or normal_rows.
 struct InitialRows {
   uint64_t seed;  // already mixed with the table's name
   Distribution distribution;
-  // Uniform over [low, high), a constant where the two are equal; bounds of the normal.
+  // Uniform: the range [low, high), a constant if both are equal. Normal: the bounds.
   float low;
   float high;
-  // The normal is mean + scale * z, where z has the quantiles [first, first + mass].
+  // Normal: mean + scale * z, where z has the quantiles [first, first + mass].
   double mean;
   double scale;
   double first;
@@ -38,8 +38,9 @@ inline InitialRows uniform_rows(uint64_t seed, float low, float high) {
   return init;
 }
 
-// Normal within [low, high]; either may be infinite. std must be positive. A range above the mean
-// is reflected, so that its quantiles lie near 0, where a double resolves them best.
+// A normal distribution within [low, high]; either bound may be infinite. std must be positive. A
+// range above the mean is reflected, so that its quantiles are near 0, where doubles have the best
+// resolution.
 inline InitialRows normal_rows(uint64_t seed, double mean, double std, double low, double high) {
   const auto below = [](double z) { return 0.5 * std::erfc(-z * 0.70710678118654752440); };
   constexpr float kMax = std::numeric_limits<float>::max();
@@ -58,7 +59,7 @@ inline InitialRows normal_rows(uint64_t seed, double mean, double std, double lo
   return init;
 }
 
-// Product and sum are rounded apart: a fused multiply-add would differ between devices.
+// Product and sum are rounded separately: a fused multiply-add would differ between devices.
 HKV_HOST_DEVICE float scale_uniform(const InitialRows& init, uint32_t bits) {
   const float unit = static_cast<float>(bits >> 8) * (1.0f / 16777216.0f);
 #ifdef __CUDA_ARCH__
@@ -68,7 +69,7 @@ HKV_HOST_DEVICE float scale_uniform(const InitialRows& init, uint32_t bits) {
 #endif
 }
 
-// By inverse_normal, whose heading says why the devices agree. The unit is never 0 or 1.
+// Uses inverse_normal; its header explains why both devices agree. The unit is never 0 or 1.
 HKV_HOST_DEVICE_COLD double normal_between(double first, double mass, uint32_t bits) {
   const double unit = (static_cast<double>(bits) + 0.5) * (1.0 / 4294967296.0);
   return inverse_normal(fma(mass, unit, first));
@@ -82,7 +83,7 @@ HKV_HOST_DEVICE float scale_normal(const InitialRows& init, uint32_t bits) {
   return static_cast<float>(value < low ? low : value > high ? high : value);
 }
 
-// Two mixes serve a block of four columns.
+// Two mixes give the bits of four columns.
 struct InitialBits {
   uint64_t first;   // columns 4b and 4b + 1
   uint64_t second;  // columns 4b + 2 and 4b + 3
@@ -104,7 +105,7 @@ HKV_HOST_DEVICE uint32_t draw_of(const InitialBits& bits, uint32_t column) {
   return static_cast<uint32_t>((column & 1) ? pair >> 32 : pair);
 }
 
-// Columns are counted from the table's first, not the shard's.
+// Columns count from the first column of the table, not of the shard.
 HKV_HOST_DEVICE uint32_t initial_draw(const InitialRows& init, int64_t id, uint32_t column) {
   return draw_of(block_bits(id_bits(init, id), column >> 2), column);
 }

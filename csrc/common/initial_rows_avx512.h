@@ -1,5 +1,5 @@
-// Uniform initial rows with AVX-512, for processors that turn out to have it: it multiplies 64-bit
-// numbers in one instruction. The values are those of initial_value, bit for bit.
+// Uniform initial rows with AVX-512, for processors that have it at run time: it multiplies 64-bit
+// numbers in one instruction. The values equal those of initial_value, bit for bit.
 #pragma once
 
 #ifdef __x86_64__
@@ -28,7 +28,7 @@ HKV_AVX512 inline void mix_wide_lanes(WideLanes& x) {  // mix64
   x ^= x >> 31;
 }
 
-// scale_uniform of the draws in eight lanes, low halves first.
+// scale_uniform of the draws in eight lanes, lower halves first.
 HKV_AVX512 inline void store_uniform_wide(const InitialRows& init, const WideLanes& lanes,
                                           float* out) {
   typedef int32_t WideInts __attribute__((vector_size(64)));
@@ -40,8 +40,8 @@ HKV_AVX512 inline void store_uniform_wide(const InitialRows& init, const WideLan
   std::memcpy(out, &values, sizeof(values));
 }
 
-// out[i] = the value of column 4 * block + i of the row that begins with id_bits, for as many of n
-// columns as there are 32 of. Returns how many.
+// out[i] = the value of column 4 * block + i of the row with id_bits, for the largest multiple of
+// 32 columns within n. Returns that multiple.
 HKV_AVX512 inline int32_t uniform_columns_avx512(const InitialRows& init, uint64_t of_id,
                                                  uint64_t block, int32_t n, float* out) {
   const WideLanes steps = {0, 1, 2, 3, 4, 5, 6, 7};

@@ -1,10 +1,11 @@
-// The quantile function of the standard normal distribution, the same bits on a CPU and on a GPU.
+// The quantile function of the standard normal distribution, with the same bits on a CPU and on a
+// GPU.
 //
 // M. J. Wichura: Algorithm AS 241: The Percentage Points of the Normal Distribution. Applied
 // Statistics 37 (1988), 477-484, routine PPND16: about 16 digits for p from 1e-316 to 1 - 1e-16.
 //
-// Wherever a product meets a sum the two are one fused multiply-add, asked for by name, so that no
-// compiler has a choice. All else is IEEE 754 division and square root, and the logarithm is below.
+// Each product that is added to a sum is an explicit fused multiply-add, so that compilers have no
+// choice. All other operations are IEEE 754 division and square root, and the logarithm below.
 #pragma once
 
 #include <cmath>

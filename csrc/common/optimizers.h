@@ -1,13 +1,13 @@
-// Optimizers of rows, written once for both devices. A gradient is the sum over all occurrences of
-// an id in the batch; each row that occurs is updated once a step, the others not at all.
+// Optimizers of rows, shared by both devices. A gradient is the sum over all occurrences of an id
+// in the batch. Each row of the batch is updated once a step; other rows do not change.
 //
-// An update has row parts and column parts. The row parts are made once a row, from sums over its
-// columns: begin_row, then, for some optimizers, clip_row, adapt_row and limit_row, or trust_ratio
-// at the end. The column parts are made for each column, in any order: gradient_of and
-// update_column. A warp and a vector loop differ only in how they sum and store.
+// An update has row parts and column parts. The row parts are computed once for each row, from sums
+// over its columns: begin_row, then for some optimizers clip_row, adapt_row and limit_row, or at
+// the end trust_ratio. The column parts, gradient_of and update_column, are computed for each
+// column in any order. A warp and a vector loop differ only in how they sum and store.
 //
-// The state of a row is zero when its id comes. It is float32: the values of all columns, one
-// quantity after the other, then what the row has once, then padding.
+// The state of a new row is zero. It is float32: for each quantity the values of all columns, then
+// the values of the row, then padding.
 //
 // | optimizer    | of each column                    | of the row                            |
 // | ---          | ---                               | ---                                   |
@@ -15,8 +15,8 @@
 // | kMomentum    | velocity                          |                                       |
 // | kAdagrad     | sum of g^2                        |                                       |
 // | kRowWiseAdagrad |                                | sum of mean(g^2)                      |
-// | kAdam, kLamb | mean of g, mean of g^2            | steps, where they are counted by row  |
-// | kRowWiseAdam | mean of g                         | mean of mean(g^2), then steps likewise |
+// | kAdam, kLamb | mean of g, mean of g^2            | steps, if they are counted by row     |
+// | kRowWiseAdam | mean of g                         | mean of mean(g^2), steps as for kAdam |
 // | kFtrl        | z, sum of g^2                     |                                       |
 #pragma once
 
@@ -28,7 +28,7 @@
 
 namespace torchrec_hkv {
 
-// Saved states carry these numbers.
+// Saved states contain these numbers.
 enum class Optimizer : int32_t {
   kNone = 0,  // not trained
   kSgd = 1,
@@ -44,8 +44,8 @@ enum class Optimizer : int32_t {
 struct OptimizerConfig {
   Optimizer kind = Optimizer::kNone;
   float eps = 0.0f;
-  // Weight decay: added to the gradient (L2), or taken from the row beside the step. LAMB has its
-  // own, inside of the trust ratio.
+  // Weight decay: added to the gradient (coupled, L2) or subtracted from the row (decoupled). LAMB
+  // has its own, inside the trust ratio.
   float coupled_decay = 0.0f;
   float decoupled_decay = 0.0f;
   float lamb_decay = 0.0f;
@@ -53,7 +53,8 @@ struct OptimizerConfig {
   bool nesterov = false;
   float beta1 = 0.0f;
   float beta2 = 0.0f;
-  // 1 - beta and log(beta), from the beta in double precision: a float's 1 - 0.999 is off by 1e-5.
+  // 1 - beta and log(beta), computed from beta in double precision: 1 - 0.999 in float is off by
+  // 1e-5.
   float new_part1 = 1.0f;
   float new_part2 = 1.0f;
   float log_beta1 = 0.0f;
@@ -63,10 +64,10 @@ struct OptimizerConfig {
   float ftrl_beta = 0.0f;
   float l1 = 0.0f;
   float l2 = 0.0f;
-  // Bounds on the row's gradient, infinite where there are none.
+  // Bounds on the row's gradient; infinite for no bound.
   float clip_value = std::numeric_limits<float>::infinity();
   float clip_norm = std::numeric_limits<float>::infinity();
-  // Bound on the norm of the updated row, infinite where there is none. Only for row-wise Adagrad.
+  // Bound on the norm of the updated row; infinite for no bound. Row-wise Adagrad only.
   float max_norm = std::numeric_limits<float>::infinity();
   // Bound on the values of the pooled output's gradient, before they are summed by row.
   float clip_output = std::numeric_limits<float>::infinity();
@@ -74,8 +75,8 @@ struct OptimizerConfig {
   uint64_t rounding_seed = 0;
 };
 
-// a * x + b * y. A device's compiler may round either product before the sum, and choose otherwise
-// in each kernel: here it is always the second one, so that all kernels compute the same.
+// a * x + b * y. A compiler may fuse either product with the sum, and may choose differently in
+// each kernel. Here it is always the second product, so that all kernels compute the same.
 HKV_HOST_DEVICE float sum_of_products(float a, float x, float b, float y) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, x, __fmul_rn(b, y));
@@ -84,7 +85,7 @@ HKV_HOST_DEVICE float sum_of_products(float a, float x, float b, float y) {
 #endif
 }
 
-// Quantities of state that each column has.
+// Number of state quantities of each column.
 HKV_HOST_DEVICE constexpr int32_t column_states(Optimizer kind) {
   switch (kind) {
     case Optimizer::kMomentum:
@@ -100,17 +101,17 @@ HKV_HOST_DEVICE constexpr int32_t column_states(Optimizer kind) {
   }
 }
 
-// Whether the row has a mean of squares of its own.
+// Whether the state has one mean of squares for the row.
 HKV_HOST_DEVICE bool adapts_by_row(Optimizer kind) {
   return kind == Optimizer::kRowWiseAdagrad || kind == Optimizer::kRowWiseAdam;
 }
 
-// Whether beta1 and beta2 are used.
+// Whether the optimizer uses beta1 and beta2.
 HKV_HOST_DEVICE bool has_moments(Optimizer kind) {
   return kind == Optimizer::kAdam || kind == Optimizer::kRowWiseAdam || kind == Optimizer::kLamb;
 }
 
-// Where a row's state has the mean of squares, and its number of updates.
+// Positions in a row's state of the mean of squares and of the number of updates.
 HKV_HOST_DEVICE int32_t row_square_column(Optimizer kind, int32_t dim) {
   return column_states(kind) * dim;
 }
@@ -118,29 +119,29 @@ HKV_HOST_DEVICE int32_t own_step_column(Optimizer kind, int32_t dim) {
   return column_states(kind) * dim + (adapts_by_row(kind) ? 1 : 0);
 }
 
-// fp32 values of state that a row keeps. Rows of a multiple of four columns get states that are one
-// too, so that both can be read four values at a time.
+// Number of fp32 state values of a row. If the number of columns is a multiple of four, the state
+// is padded to a multiple of four, so that both can be read four values at a time.
 HKV_HOST_DEVICE int32_t state_width(const OptimizerConfig& config, int32_t dim) {
   const int32_t used = own_step_column(config.kind, dim) + (config.own_steps ? 1 : 0);
   return used > 1 && dim % 4 == 0 ? (used + 3) / 4 * 4 : used;
 }
 
-// What the columns of the state are, as a number that saved states carry.
+// Identifies the layout of the state. Saved states contain this number.
 HKV_HOST_DEVICE int64_t state_layout(const OptimizerConfig& config) {
   return static_cast<int64_t>(config.kind) + (config.own_steps ? 256 : 0);
 }
 
-// What all columns of a row have in common in one update.
+// Values of one update that all columns of a row share.
 struct RowTerms {
   float learning_rate;
-  float gradient_scale;     // what clipping by norm leaves of the gradient
-  float kept;               // what decoupled weight decay leaves of the row
-  float rate;               // what multiplies the direction
+  float gradient_scale;  // factor of the gradient after clipping by norm
+  float kept;  // factor of the row after decoupled weight decay
+  float rate;  // factor of the direction
   float first_correction;   // 1 / (1 - beta1^step)
   float second_correction;  // 1 / sqrt(1 - beta2^step)
 };
 
-// `step` counts this update too: the table's, or the row's own.
+// `step` is the number of updates of the table or of the row, this update included.
 HKV_HOST_DEVICE RowTerms begin_row(const OptimizerConfig& config, float learning_rate, float step) {
   RowTerms terms;
   terms.learning_rate = learning_rate;
@@ -157,14 +158,14 @@ HKV_HOST_DEVICE RowTerms begin_row(const OptimizerConfig& config, float learning
   return terms;
 }
 
-// The gradient clipped by value. NaN stays NaN.
+// The gradient, clipped by value. NaN stays NaN.
 HKV_HOST_DEVICE float clipped(const OptimizerConfig& config, float gradient) {
   return gradient > config.clip_value    ? config.clip_value
          : gradient < -config.clip_value ? -config.clip_value
                                          : gradient;
 }
 
-// Whether clip_row has to be called.
+// Whether clip_row must be called.
 HKV_HOST_DEVICE bool clips_by_norm(const OptimizerConfig& config) {
   return config.clip_norm < std::numeric_limits<float>::infinity();
 }
@@ -175,14 +176,15 @@ HKV_HOST_DEVICE void clip_row(const OptimizerConfig& config, float squares, RowT
   terms->gradient_scale = norm > config.clip_norm ? config.clip_norm / norm : 1.0f;
 }
 
-// The gradient that the formulas use: clipped, then with coupled weight decay.
+// The gradient in the formulas: clipped, with coupled weight decay.
 HKV_HOST_DEVICE float gradient_of(const OptimizerConfig& config, const RowTerms& terms, float value,
                                   float gradient) {
   const float g = clipped(config, gradient) * terms.gradient_scale;
   return config.coupled_decay != 0.0f ? g + config.coupled_decay * value : g;
 }
 
-// Where adapts_by_row. squares: the sum over columns of gradient_of^2; returns the row's new mean.
+// Only if adapts_by_row. squares: the sum over columns of gradient_of^2. Returns the row's new
+// mean.
 HKV_HOST_DEVICE float adapt_row(const OptimizerConfig& config, float squares, int32_t dim,
                                 float row_square, RowTerms* terms) {
   const float mean = squares / static_cast<float>(dim);
@@ -196,19 +198,19 @@ HKV_HOST_DEVICE float adapt_row(const OptimizerConfig& config, float squares, in
   return row_square;
 }
 
-// Whether limit_row has to be called.
+// Whether limit_row must be called.
 HKV_HOST_DEVICE bool limits_norm(const OptimizerConfig& config) {
   return config.max_norm < std::numeric_limits<float>::infinity();
 }
 
-// The value that a column without state gets, from what gradient_of gives.
+// The new value of a column without state. gradient: the result of gradient_of.
 HKV_HOST_DEVICE float moved(const RowTerms& terms, float value, float direction) {
   return sum_of_products(terms.kept, value, -terms.rate, direction);
 }
 
-// Scales the updated row down to max_norm. Called last, where limits_norm; the columns must have no
-// state. squares: the sum over columns of moved^2. As moved is linear in both of its factors, the
-// column parts need not know of it.
+// Scales the updated row down to max_norm. Called last, if limits_norm; the columns must have no
+// state. squares: the sum over columns of moved^2. `moved` is linear in both of its factors, so the
+// column parts need no change.
 HKV_HOST_DEVICE void limit_row(const OptimizerConfig& config, float squares, RowTerms* terms) {
   const float norm = sqrtf(squares);
   if (!(norm > config.max_norm)) return;
@@ -217,8 +219,8 @@ HKV_HOST_DEVICE void limit_row(const OptimizerConfig& config, float squares, Row
   terms->rate *= scale;
 }
 
-// The new value of a column, and its new state, in place, from what gradient_of gives. Not for
-// LAMB.
+// Updates a column's state in place and returns its new value. gradient: the result of gradient_of.
+// Not for LAMB.
 template <Optimizer kKind>
 HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms& terms, float value,
                                   float g, float& first, float& second) {
@@ -237,10 +239,10 @@ HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms&
     first = sum_of_products(config.beta1, first, config.new_part1, g);
     direction = first;
   } else if constexpr (kKind == Optimizer::kFtrl) {
-    // A learning rate of 0 would stand in a denominator; nothing moves then.
+    // A learning rate of 0 would be a denominator; the row does not change then.
     if (!(terms.learning_rate > 0.0f)) return value;
     const float before = sqrtf(second + config.initial_accumulator);
-    // What holds a new row back is centred at its initial value; the published form starts from 0.
+    // The regularisation of a new row is centred at its initial value; the published form uses 0.
     if (first == 0.0f && second == 0.0f) {
       first = -(config.ftrl_beta + before) / terms.learning_rate * value;
     }
@@ -257,7 +259,7 @@ HKV_HOST_DEVICE float move_column(const OptimizerConfig& config, const RowTerms&
   return moved(terms, value, direction);
 }
 
-// The same from the row's gradient.
+// The same, from the row's gradient.
 template <Optimizer kKind>
 HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerms& terms,
                                     float value, float gradient, float& first, float& second) {
@@ -265,7 +267,7 @@ HKV_HOST_DEVICE float update_column(const OptimizerConfig& config, const RowTerm
                             first, second);
 }
 
-// LAMB's first part: a column's new state.
+// LAMB, part 1: a column's new state.
 HKV_HOST_DEVICE void update_moments(const OptimizerConfig& config, const RowTerms& terms,
                                     float value, float gradient, float& first, float& second) {
   const float g = gradient_of(config, terms, value, gradient);
@@ -273,15 +275,15 @@ HKV_HOST_DEVICE void update_moments(const OptimizerConfig& config, const RowTerm
   second = sum_of_products(config.beta2, second, config.new_part2, g * g);
 }
 
-// ... what it would like to subtract, for a learning rate of 1, from the new state ...
+// LAMB, part 2: the direction at a learning rate of 1, from the new state.
 HKV_HOST_DEVICE float lamb_direction(const OptimizerConfig& config, const RowTerms& terms,
                                      float value, float first, float second) {
   return terms.first_correction * first / (sqrtf(second) * terms.second_correction + config.eps) +
          config.lamb_decay * value;
 }
 
-// ... and how much longer or shorter the step is, from the sums of squares of the row and of the
-// direction. 1 where one is 0, or a row of zeros would never move.
+// LAMB, part 3: the scale of the step, from the sums of squares of the row and of the direction. It
+// is 1 if either is 0; otherwise a row of zeros would never change.
 HKV_HOST_DEVICE float trust_ratio(float row_squares, float direction_squares) {
   return row_squares > 0.0f && direction_squares > 0.0f
              ? sqrtf(row_squares) / sqrtf(direction_squares)

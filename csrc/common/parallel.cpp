@@ -14,7 +14,7 @@
 namespace torchrec_hkv {
 namespace {
 
-// One call of parallel_for: ranges are handed out by a counter.
+// One call of parallel_for. A counter hands out ranges.
 struct Job {
   const std::function<void(int64_t, int64_t)>* body;
   int64_t n;
@@ -42,7 +42,7 @@ struct Job {
 
 class Pool {
  public:
-  // One call at a time has the helpers; others run alone.
+  // One call at a time uses the helpers; other calls run alone.
   void run(Job& job, int threads) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (job_ == nullptr) {
@@ -82,8 +82,8 @@ class Pool {
 };
 
 Pool& pool() {
-  // Never destroyed: its threads wait for ever. After fork the parent's threads do not exist in the
-  // child, so the child starts anew.
+  // Never destroyed: its threads wait forever. After a fork the parent's threads do not exist in
+  // the child, so the child creates a new pool.
   static std::mutex mutex;
   static Pool* current = nullptr;
   static pid_t owner = 0;
@@ -121,7 +121,7 @@ void parallel_for(int64_t n, int64_t grain, int threads,
   Job job;
   job.body = &body;
   job.n = n;
-  // A few ranges a thread even out unequal work.
+  // A few ranges for each thread balance unequal work.
   job.chunk = std::max(grain, (n + threads * 4 - 1) / (threads * 4));
   const Runner run = given.run.load();
   if (run != nullptr && given.process.load() == getpid()) {

@@ -1,5 +1,5 @@
-// Stochastic rounding of 16-bit rows: up or down by chance, so that the expected value is the exact
-// one and steps smaller than the distance of two neighbours are not lost. The chance is a pure
+// Stochastic rounding of 16-bit rows: up or down at random, so that the expected value is exact and
+// steps smaller than the distance of two neighbours are not lost. The random bits are a pure
 // function of (seed, table, id, step, column): equal on both devices and in any order.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace torchrec_hkv {
 
-// The key of the draws of one row in one step. table_seed: seed of the table's initial rows.
+// The key of the draws of a row in one step. table_seed: seed of the table's initial rows.
 HKV_HOST_DEVICE uint64_t rounding_key(uint64_t seed, uint64_t table_seed, int64_t id,
                                       int64_t step) {
   const uint64_t of_step = mix64(mix64(seed ^ 0x3c6ef372fe94f82bull) ^ table_seed) +
@@ -19,12 +19,12 @@ HKV_HOST_DEVICE uint64_t rounding_key(uint64_t seed, uint64_t table_seed, int64_
   return mix64(mix64(of_step) ^ static_cast<uint64_t>(id));
 }
 
-// 64 random bits for four columns, 16 each; `quad`: the number of the first one, counted from the
-// table's first column, divided by four.
+// 64 random bits for four columns, 16 each. `quad`: the first column's number in the table, divided
+// by four.
 HKV_HOST_DEVICE uint64_t rounding_bits(uint64_t key, uint32_t quad) {
   return mix64(key + (static_cast<uint64_t>(quad) + 1) * 0xd1b54a32d192ed03ull);
 }
-// The draw of one of the four: its 16 bits, twice.
+// The draw of one of the four columns: its 16 bits, twice.
 HKV_HOST_DEVICE uint32_t rounding_draw_of(uint64_t bits, uint32_t column) {
   return static_cast<uint32_t>(bits >> (column & 3) * 16 & 0xffff) * 0x10001u;
 }
@@ -47,7 +47,8 @@ HKV_HOST_DEVICE uint16_t to_float16_by_chance(float x, uint32_t draw) {
   if (magnitude >= 0x38800000u) {  // 2^-14 and above: 13 bits of the fraction are dropped
     return static_cast<uint16_t>(sign | (((magnitude + (draw & 0x1fffu)) >> 13) - (112u << 10)));
   }
-  // A multiple of 2^-24. Below 2^-55 or so the chance to be rounded up is less than 2^-31: none.
+  // A multiple of 2^-24. Below about 2^-55 the chance of rounding up is less than 2^-31, so it
+  // rounds down.
   const int shift = 126 - static_cast<int>(magnitude >> 23);
   if (shift > 55 || magnitude < 0x00800000u) return static_cast<uint16_t>(sign);
   const uint64_t fraction = (magnitude & 0x7fffffu) | 0x800000u;
@@ -56,7 +57,7 @@ HKV_HOST_DEVICE uint16_t to_float16_by_chance(float x, uint32_t draw) {
   return static_cast<uint16_t>(sign | static_cast<uint32_t>((fraction + chance) >> shift));
 }
 
-// A 16-bit value from the two above.
+// A 16-bit value from the two functions above.
 HKV_HOST_DEVICE uint16_t narrow_by_chance(RowType type, float x, uint32_t draw) {
   return type == RowType::kFloat16 ? to_float16_by_chance(x, draw) : to_bfloat16_by_chance(x, draw);
 }

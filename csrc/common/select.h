@@ -1,6 +1,5 @@
-// One of two values, without a branch. A processor guesses where a branch goes, and pays some 15
-// cycles for a wrong guess: too much where nothing tells which way it is. Compilers make branches
-// of `condition ? a : b` as they see fit.
+// Selects one of two values without a branch. A mispredicted branch costs about 15 cycles, too much
+// for unpredictable conditions. Compilers may turn `condition ? a : b` into a branch.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@ namespace torchrec_hkv {
 
 inline uint64_t select(bool condition, uint64_t then, uint64_t otherwise) {
   uint64_t all = -static_cast<uint64_t>(condition);
-  asm("" : "+r"(all));  // hides where it comes from
+  asm("" : "+r"(all));  // hides the value's origin from the compiler
   return otherwise ^ ((then ^ otherwise) & all);
 }
 

@@ -9,7 +9,7 @@
 namespace torchrec_hkv {
 
 struct SideStream::Kept {
-  cudaStream_t first;  // whose blocks go before others
+  cudaStream_t first;  // its blocks are scheduled before others
   cudaStream_t in_turn;
   cudaEvent_t begin;
   cudaEvent_t held;
@@ -17,7 +17,7 @@ struct SideStream::Kept {
 };
 
 SideStream::Kept& SideStream::kept() {
-  // Never destroyed: when a thread ends, the device may be gone, or kernels still run.
+  // Never destroyed: when a thread ends, the device may be gone, or kernels may still run.
   static thread_local auto* const by_device = new std::map<int, Kept>;
   int device = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
@@ -42,7 +42,7 @@ SideStream::SideStream(cudaStream_t beside, bool goes_first)
 
 SideStream::~SideStream() {
   if (joined_) return;
-  // A call has failed in between, and its error is on the way: what these say is no news.
+  // A call has failed before and its error is being thrown, so errors here are ignored.
   static_cast<void>(cudaEventRecord(kept_.end, stream_));
   static_cast<void>(cudaStreamWaitEvent(beside_, kept_.end, 0));
 }

@@ -1,4 +1,4 @@
-// A second stream, for kernels of a call that can run beside others of it.
+// A second stream, for kernels of a call that can run concurrently with its others.
 #pragma once
 
 #ifdef TORCHREC_HKV_CUDA
@@ -7,21 +7,21 @@
 
 namespace torchrec_hkv {
 
-// From its construction until join(), or its end, work on stream() runs beside what is launched on
-// the other. Before that it waits for what is there, and after that the other waits for it, so that
-// memory of the other's may be used, and a CUDA graph that captures the other has both. Of one
-// thread: each has streams and events of its own, on each device, until the process ends.
+// From construction until join() or destruction, work on stream() runs concurrently with the main
+// stream. It first waits for earlier work on the main stream, and at the end the main stream waits
+// for it. So it may use the main stream's memory, and a CUDA graph that captures the main stream
+// captures both. Each thread has its own streams and events on each device, until the process ends.
 class SideStream {
  public:
-  // beside: of the current device. goes_first: its blocks go before the other's, in graphs that are
-  // made with priorities of nodes, as PyTorch's are, too.
+  // beside: the main stream, of the current device. goes_first: blocks of stream() are scheduled
+  // before the main stream's, also in graphs that keep node priorities, as PyTorch's do.
   explicit SideStream(cudaStream_t beside, bool goes_first = true);
   ~SideStream();
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
 
   cudaStream_t stream() const;
-  // What is launched on the other from here on waits for what is on stream() so far.
+  // Makes later launches on the main stream wait for the present work on stream().
   void hold_other();
   void join();
 

@@ -1,5 +1,4 @@
-// Writing memory past the caches: what is written is not read first, and does not push out what
-// the caches hold.
+// Writes memory past the caches: the written lines are not read first and do not evict others.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +16,7 @@ inline bool whole_lines(const void* to, int64_t bytes) {
   return bytes % kLineBytes == 0 && reinterpret_cast<uintptr_t>(to) % kLineBytes == 0;
 }
 
-// Both need whole lines. Other threads may read what was written after finish_streams.
+// Both need whole lines. Other threads may read the data after finish_streams.
 inline void stream_copy(void* to, const void* from, int64_t bytes) {
 #if defined(__AVX__)
   auto* out = static_cast<__m256i*>(to);

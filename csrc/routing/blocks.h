@@ -1,8 +1,8 @@
-// What ranks send one another of a batch, and the batch that a rank puts together from it.
+// The blocks that ranks exchange for a batch, and the batch that a rank assembles from them.
 //
 // A rank sends every rank one block of 64-bit words: the lengths of the bags of each feature that
-// the other looks up, and then their ids. Before it, it sends counts: the number of ids of each of
-// these features, and the number of its samples. A segment is one feature's bags from one rank.
+// the receiver looks up, then their ids. Before that it sends counts: the number of ids of each of
+// these features, and its number of samples. A segment is the bags of one feature from one rank.
 #pragma once
 
 #include <cstdint>
@@ -13,22 +13,22 @@
 
 namespace torchrec_hkv::routing {
 
-// Counts to send, of a batch with the features of all ranks, in the order of the ranks.
+// Counts to send, for a batch with the features of all ranks in rank order.
 struct Counts {
-  const int64_t* at;          // [num_features] where the count of each feature goes
-  const int64_t* samples_at;  // [num_ranks] where the number of samples goes
+  const int64_t* at;  // [num_features] position of each feature's count
+  const int64_t* samples_at;  // [num_ranks] position of each number of samples
   int64_t num_features;
   int64_t num_ranks;
-  int64_t batch_size;  // bags of a feature, which is the number of samples
+  int64_t batch_size;  // bags of a feature, equal to the number of samples
   int64_t* counts;
 };
 
-// Blocks that have arrived, one after the other. Segment s is feature s % num_features of rank
-// s / num_features.
+// The received blocks, concatenated. Segment s is feature s % num_features of rank s /
+// num_features.
 struct Blocks {
   const int64_t* words;
-  const float* weights;   // [num_ids] in the order of the ids in the blocks; null: none
-  const int64_t* counts;  // [num_ranks, num_features + 1] ids of each segment, and a word unused
+  const float* weights;  // [num_ids] in the order of the ids in the blocks; null: none
+  const int64_t* counts;  // [num_ranks, num_features + 1] ids of each segment, and an unused word
   const int32_t* order;   // [num_ranks * num_features] segments in the order of the batch
   int64_t num_ranks;
   int64_t num_features;
@@ -38,8 +38,8 @@ struct Blocks {
   int64_t num_segments() const { return num_ranks * num_features; }
 };
 
-// A batch: its segments in order, as arrays of lengths, offsets, ids and weights. All may hold
-// nothing but `offsets`, which then are one 0.
+// A batch: its segments in order, as arrays of lengths, offsets, ids and weights. All may be empty
+// except `offsets`, which is then a single 0.
 struct MergedBatch {
   void* lengths;        // [num_segments * batch_size]
   bool narrow_lengths;  // int32, else int64

@@ -1,9 +1,9 @@
-// Row-wise input distribution: sends each id to the rank that owns it.
+// Row-wise input distribution: sorts ids by the rank that owns them.
 //
-// Static and dynamic features go through one call, so that they share one all-to-all. A feature
-// with a block size of 0 is hashed: the id stays as it is and goes to owner_rank(id). Any other
-// block size is TorchRec's contiguous blocks: row r goes to rank r / block as row r % block
-// (FBGEMM's block_bucketize_sparse_features, ids past the last block included).
+// One call handles static and dynamic features, so that they share one all-to-all. A feature with a
+// block size of 0 is hashed: the id is unchanged and goes to owner_rank(id). Any other block size
+// means TorchRec's contiguous blocks: row r goes to rank r / block as row r % block (as FBGEMM's
+// block_bucketize_sparse_features does, also for ids beyond the last block).
 #pragma once
 
 #include <cstddef>
@@ -44,15 +44,15 @@ struct Bags {
   int64_t batch_size;
 };
 
-// Outputs, rank-major: bag b of rank r is number r * num_bags + b. The ids of a bag keep their
+// Outputs in rank order: bag b of rank r has number r * num_bags + b. The ids of a bag keep their
 // order.
 struct Bucketized {
   int64_t* ids;      // [ids]; with blocks [ids + world_size * num_bags]
   float* weights;    // [ids]; null: none
   int64_t* permute;  // [ids] new position of each id among the ids; null: not wanted
-  bool blocks;       // before the ids of each rank come the lengths of its bags (blocks.h)
+  bool blocks;  // the lengths of each rank's bags precede its ids (blocks.h)
 
-  // Where in `ids` is the id of this place among the ids, of this rank.
+  // Position in `ids` of the id with this number, for this rank.
   HKV_HOST_DEVICE int64_t word(int64_t place, int64_t rank, int64_t num_bags) const {
     return blocks ? place + (rank + 1) * num_bags : place;
   }

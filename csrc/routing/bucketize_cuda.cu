@@ -10,12 +10,12 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 unsigned warps_grid(int64_t warps) {
   const int64_t blocks = (warps * kWarp + kThreads - 1) / kThreads;
-  // Kernels stride over what a grid of this size does not cover.
+  // Kernels use grid-stride loops beyond this size.
   return static_cast<unsigned>(blocks < (1 << 20) ? (blocks > 0 ? blocks : 1) : (1 << 20));
 }
 
-// A warp a bag. `kScatter`: also places the ids; without it, only counts. Lanes take 32 ids at a
-// time; those of one destination are ranked by lane, which keeps their order.
+// One warp for each bag. `kScatter` also writes the ids; otherwise the kernel only counts. Lanes
+// take 32 ids at a time; ids of one destination are ranked by lane, which keeps their order.
 template <bool kScatter>
 __global__ void __launch_bounds__(kThreads)
     bucketize_kernel(Bags bags, int32_t world_size, int64_t* lengths, const int64_t* starts,
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
             if (out.permute != nullptr) out.permute[at + lane] = place;
           }
         }
-        // The first lane of each destination tells that rank's lane how many there were.
+        // The first lane of each destination adds the number of ids to that rank's lane.
         for (unsigned leaders =
                  __ballot_sync(kAllLanes, mine && lane == __ffs(static_cast<int>(peers)) - 1);
              leaders; leaders &= leaders - 1) {
