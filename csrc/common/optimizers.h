@@ -134,9 +134,9 @@ HKV_HOST_DEVICE int64_t state_layout(const OptimizerConfig& config) {
 // Values of one update that all columns of a row share.
 struct RowTerms {
   float learning_rate;
-  float gradient_scale;  // factor of the gradient after clipping by norm
-  float kept;  // factor of the row after decoupled weight decay
-  float rate;  // factor of the direction
+  float gradient_scale;     // factor of the gradient after clipping by norm
+  float kept;               // factor of the row after decoupled weight decay
+  float rate;               // factor of the direction
   float first_correction;   // 1 / (1 - beta1^step)
   float second_correction;  // 1 / sqrt(1 - beta2^step)
 };

@@ -10,11 +10,11 @@ namespace torchrec_hkv {
 
 enum class Eviction : int32_t {
   kLru = 0,         // score = step of the last lookup
-  kLfu = 1,  // score = number of lookups, or the sum of the given counts
+  kLfu = 1,         // score = number of lookups, or the sum of the given counts
   kEpochLru = 2,    // score = epoch in the high 32 bits, step in the low
   kEpochLfu = 3,    // score = epoch of the last lookup in the high 32 bits, lookups in the low
   kCustomized = 4,  // score = the last given value, as bits that are compared unsigned
-  kAgedLfu = 5,  // score as under kLfu; aged_lfu.h compares it
+  kAgedLfu = 5,     // score as under kLfu; aged_lfu.h compares it
 };
 
 // Whether a policy takes scores with ids: counts under the frequency policies (1 by default), the

@@ -1,16 +1,15 @@
-// LFU with aging. An entry's count is worth half as much after each half-life in which its id is
-// not looked up; the lowest worth leaves a full bucket. Its logarithm orders entries alike and does
-// not change as time goes by:
+// LFU with aging. An entry's count is worth half after each half-life without a lookup of its id.
+// The entry with the lowest worth leaves a full bucket. The logarithm of the worth gives the same
+// order and does not change with time:
 //
 //   log2(count * 2^(-age / half-life)) ~ last step + half-life * log2(count)
 //
-// So a hit adds to the count and stores the step, as under LFU, and only eviction compares this sum
-// in place of the count. The half-life is c times as many lookups as the table has slots: c = 0 is
+// So a hit adds to the count and stores the step, as under LFU; only eviction compares this sum
+// instead of the count. The half-life is c times as many lookups as the table has slots: c = 0 is
 // LRU, an infinite c is LFU.
 //
-// Steps stand for lookups: the device keeps how many lookups of the table a step has made on
-// average. Everything here gives the same bits on a CPU and on a GPU: integers, and doubles that
-// are only multiplied and divided.
+// Steps stand for lookups: the device tracks the average number of lookups in a step. Both devices
+// compute the same bits: integers, and doubles that are only multiplied and divided.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +19,15 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int kFractionBits = 16;
-constexpr uint64_t kMostLogCount = (uint64_t{1} << 52) - 1;  // a higher count ranks like this one
+constexpr uint64_t kMostLogCount = (uint64_t{1} << 52) - 1;  // higher counts rank the same
 constexpr uint64_t kMostHalfLife = (uint64_t{1} << 42) - 1;  // 2^26 steps
 constexpr uint64_t kInfiniteHalfLife = ~uint64_t{0};
 
 // log2(1 + f) ~ f + .344 f (1 - f).
 constexpr uint32_t kBend = 22544;
 
-// log2(1 + f) of the 16 bits f of a fraction. The error is below .009. It never decreases.
+// log2(1 + f) of the fraction f with 16 bits. The error is below .009. The function never
+// decreases.
 HKV_HOST_DEVICE uint32_t log2_of_fraction(uint32_t f) {
   return f + ((f * (65536 - f) >> 16) * kBend >> 16);
 }
@@ -47,9 +47,9 @@ HKV_HOST_DEVICE uint64_t log2_of_count(uint64_t count) {
          log2_of_fraction(static_cast<uint32_t>(fraction) & 0xffffu);
 }
 
-// What the rank of an entry is compared by, for one table and call.
+// How entries of one table are ranked in one call.
 struct Ranking {
-  bool aged;           // otherwise by the score itself
+  bool aged;           // false: by the score itself
   uint64_t half_life;  // steps, with 16 bits of fraction
 
   HKV_HOST_DEVICE uint64_t of(uint64_t score, uint32_t last_step) const {
@@ -59,15 +59,15 @@ struct Ranking {
   }
 };
 
-// What a table under LFU with aging keeps, in the memory of the device that runs the kernels. The
-// host writes `c`, and the rest when a table is loaded or cleared; torchrec_hkv.hash_table reads it
-// as float64 [7].
+// State of a table under LFU with aging, in the memory of the device that runs the kernels. The
+// host writes `c`, and the other values when a table is loaded or cleared. torchrec_hkv.hash_table
+// reads it as float64 [7].
 struct AgedLfu {
   double c;             // half-life in lookups / slots
-  double lookups;       // of the table ...
-  double steps;         // ... in so many steps; both are halved now and then
-  double seen_lookups;  // the table's counter of lookups at the last update
-  double seen_step;     // of the last update; -1: none yet
+  double lookups;       // of the table, in ...
+  double steps;         // ... this many steps; both are halved from time to time
+  double seen_lookups;  // the table's lookup counter at the last update
+  double seen_step;     // of the last update; -1: none
   double unit;          // the half-life where c is 1, as below
   uint64_t half_life;   // as Ranking::half_life, or kInfiniteHalfLife
 
@@ -75,8 +75,8 @@ struct AgedLfu {
     return Ranking{half_life != kInfiniteHalfLife, half_life};
   }
 
-  // At the start of a call: `now` is its step, `counted` are the lookups of the calls before.
-  // Before the first lookup is counted a finite half-life is 0.
+  // At the start of a call. `now` is its step, `counted` the number of lookups of earlier calls. A
+  // finite half-life is 0 until the first lookup is counted.
   HKV_HOST_DEVICE void begin_call(uint32_t now, uint64_t counted, int64_t slots) {
     const double step = now, all_lookups = static_cast<double>(counted);
     if (seen_step >= 0 && step >= seen_step && all_lookups >= seen_lookups) {
@@ -103,7 +103,7 @@ struct AgedLfu {
     return wanted < static_cast<double>(kMostHalfLife) ? static_cast<uint64_t>(wanted)
                                                        : kMostHalfLife;
   }
-  // With another, finite c.
+  // Changes c to another finite value.
   HKV_HOST_DEVICE Ranking ranking_of(double any_c) const {
     return Ranking{true, half_life_of(any_c)};
   }

@@ -1,6 +1,6 @@
-// What happens to the tables of a group as calls go by: entries expire, counts of ids that are not
-// admitted are halved. It belongs to each call that counts, after the clock has gone on and before
-// the call looks for an id, since only then is the step known, and only to the device.
+// Maintenance of a group's tables in each call: entries expire, and counts of ids that are not
+// admitted are halved. It runs in each counted call, after the clock has advanced and before the
+// call finds ids: only then is the step known, and only to the device.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,13 @@
 namespace torchrec_hkv::hash_table {
 
 struct Aging {
-  // [num_tables] calls, on the tables' device; 0: a table's entries don't expire. Null: none do.
+  // [num_tables] calls, on the tables' device; 0: a table's entries don't expire. Null: none
+  // expire.
   const uint32_t* expire_after;
   int32_t num_tables;
-  uint32_t most_buckets;         // that one table sweeps in a call
-  const Admissions* admissions;  // in host memory, those whose counts are halved; null: none
-  bool ages_counts;  // whether a table's policy is kAgedLfu: calls with ids tell it their step
+  uint32_t most_buckets;         // of one table in one sweep
+  const Admissions* admissions;  // in host memory, counts to halve; null: none
+  bool ages_counts;              // whether a table uses kAgedLfu: calls pass it their step
 };
 
 namespace cpu {

@@ -1,14 +1,13 @@
-// Which ids a table has evicted, remembered so that it can count those that come back.
+// Remembers the ids that a table has evicted, to count those that come back.
 //
-// An id that leaves for another writes a mark of 16 bits into the one entry of an array that its
-// hash tells; an id that gets a slot looks whether its mark is there. So an eviction costs one
-// store, and a new id one load. A call's new ids are looked for before what it evicts is
-// remembered. It is forgotten when another id writes the same entry: after as many further
-// evictions as there are entries, a share 1/e is left. An id that was never evicted finds its mark
-// in an entry of another's with a probability of 1/65535.
+// An evicted id writes a mark of 16 bits into the entry of an array that its hash selects. A new id
+// checks whether its mark is there. So an eviction costs one store and a new id one load. A call
+// checks its new ids before it remembers those that it evicts. A mark is lost when another id
+// writes the same entry: after as many further evictions as there are entries, a share of 1/e
+// remains. An id that was never evicted finds its mark with a probability of 1/65535.
 //
-// A table under a frequency policy may remember half of the id's count, too, up to 65535, and gives
-// it back to an id that returns.
+// A table under a frequency policy may also remember half of the id's count, up to 65535, and
+// restores it to an id that comes back.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +19,9 @@
 namespace torchrec_hkv::hash_table {
 
 struct EvictedMemory {
-  uint16_t* marks;   // [entries], 0: nobody's; null: the table remembers none
+  uint16_t* marks;   // [entries], 0: free; null: the table remembers no ids
   uint64_t entries;  // 1 to 2^32
-  uint16_t* halves;  // [entries] halves of counts; null: it remembers no counts
+  uint16_t* halves;  // [entries] halves of counts; null: no counts are remembered
 
   struct Place {
     uint64_t entry;
@@ -34,7 +33,7 @@ struct EvictedMemory {
                  static_cast<uint16_t>(((hash & 0xffffffffull) * 65535 >> 32) + 1)};
   }
 
-  // Half of the count that a score stands for.
+  // Half of the count in a score.
   HKV_HOST_DEVICE static uint16_t half_of(Eviction policy, uint64_t score) {
     const uint64_t count = policy == Eviction::kEpochLfu ? score & 0xffffffffull : score;
     return static_cast<uint16_t>(count / 2 > 0xffffull ? 0xffffull : count / 2);

@@ -1,8 +1,8 @@
-// Expiry: entries that nobody has touched for too many calls leave. Both devices.
+// Expiry removes entries that no call has touched for a number of calls. Both devices.
 //
-// Each counted call sweeps a part of the buckets, every one in its turn of so many calls: an entry
-// leaves when its age is more than expire_after calls, and at most a turn more. A sweep reads the
-// last steps of its buckets, 4 bytes a slot.
+// Each counted call sweeps a part of the buckets, so that every bucket has its turn in a period of
+// calls. An entry leaves if its age is more than expire_after calls, at most one period late. A
+// sweep reads the last steps of its buckets, 4 bytes a slot.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Sweep {
   uint32_t every;
 };
 
-// Calls in which every bucket has its turn.
+// Calls in which every bucket is swept once.
 HKV_HOST_DEVICE uint32_t sweep_period(uint32_t expire_after) {
   return expire_after < 64 ? expire_after : 64;
 }
@@ -37,15 +37,15 @@ HKV_HOST_DEVICE Sweep sweep_of_call(uint32_t expire_after, uint32_t step) {
 
 HKV_HOST_DEVICE Sweep sweep_of_all(uint32_t expire_after) { return Sweep{expire_after, 0, 1}; }
 
-// Items of a sweep: each is one slot of a bucket, or past its capacity.
+// Items of a sweep. Each is a slot of a bucket, or is beyond its capacity.
 HKV_HOST_DEVICE int64_t sweep_items(const Sweep& sweep, uint32_t num_buckets) {
   if (sweep.expire_after == 0 || sweep.first >= num_buckets) return 0;
   const uint32_t buckets = (num_buckets - sweep.first + sweep.every - 1) / sweep.every;
   return static_cast<int64_t>(buckets) * kBucketDigests;
 }
 
-// Whether an entry leaves. Pinned ones never do; nor, on a GPU, do free slots, whose step is later
-// than all.
+// Whether an entry expires. Pinned entries never do; on a GPU neither do free slots, whose step is
+// the highest.
 HKV_HOST_DEVICE bool is_expired(const Sweep& sweep, const Visit& visit, uint32_t last_step) {
   return last_step < visit.pinned_from() && visit.now() - last_step > sweep.expire_after;
 }
@@ -60,8 +60,8 @@ void expire(const TableView& table, const Sweep& sweep, const Visit& visit, int 
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
-// The same for the tables of a group. expire_after: [num_tables], 0 where entries don't expire;
-// all: every bucket, and not those of the step's turn; most_buckets: that a table sweeps.
+// The same for all tables of a group. expire_after: [num_tables], 0 if entries don't expire. all:
+// sweeps every bucket instead of those of the step's turn. most_buckets: of one table in one sweep.
 void expire(const TableView* tables, const uint32_t* expire_after, int32_t num_tables, bool all,
             uint32_t most_buckets, const Visit& visit, cudaStream_t stream);
 

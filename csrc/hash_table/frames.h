@@ -1,27 +1,27 @@
-// HBM as a cache of rows that lie in host memory: where a table's rows don't all fit, every slot
-// has its row and its state in host memory, and some have them in a *frame* of HBM. Only the frame
-// is then up to date, until it is written home.
+// HBM as a cache of rows in host memory. If a table's rows do not all fit in HBM, every slot has
+// its row and state in host memory (its home), and some slots also have a copy in a *frame* of HBM.
+// Then only the frame is up to date, until it is written back.
 //
 // Narrow states, of a few bytes a row, stay in HBM for all slots and never move: the link takes as
-// long for four bytes at a place of their own as for a piece of a row. See kNarrowState.
+// long for four separate bytes as for a piece of a row. See kNarrowState.
 //
-// Frames come in sets of four to eight. So many sets, kSetsOfRegion, serve a *region* of slots that
-// are neighbours, and a set those that leave its number as their place in the region is divided by
-// that; the number of sets has no divisor in common with the slots of a bucket, so that a set's
-// slots stand at all positions of buckets, whose first ones are full earlier. What comes into a set
-// and what leaves it are neighbours in host memory, which moves faster in the order of addresses.
-// A word of 64 bits a set holds a *tag*
-// for each of its frames, which says which of the set's slots it is of, whether it differs from
-// what is at home (is *dirty*), and whether its row was touched again since it came. So one
-// compare-and-swap finds out that a slot has no frame and gives it one: there are no locks, and no
-// slot gets two. The more frames a set has, the shorter are its tags, and the fewer slots they can
-// tell apart: so a set has as many as its slots allow. Large sets are used more evenly, and miss
-// less.
+// Frames form sets of four to eight. kSetsOfRegion sets serve a *region* of neighbouring slots. A
+// set serves the slots whose position in the region, modulo the number of sets, is the set's
+// number. The number of sets has no common divisor with the slots of a bucket, so that a set's
+// slots are at all positions of buckets; the first positions fill earlier. Rows that enter a set
+// and leave it are neighbours in host memory, and moves in address order are faster.
+//
+// A word of 64 bits holds a *tag* for each frame of a set: the slot of the set that it belongs to,
+// whether it differs from its home (is *dirty*), and whether its row was touched again since it
+// came. So one compare-and-swap checks that a slot has no frame and gives it one, without locks and
+// without giving a slot two frames. More frames in a set mean shorter tags, which distinguish fewer
+// slots; so a set has as many frames as its number of slots allows. Large sets are used more evenly
+// and miss less.
 //
 // A frame is never taken from a row that is pinned or that the present call has touched. So a
-// backward finds the rows of its batch where they are, even beside a call that moves others. Of a
-// row that found no frame, its set keeps the step (`crowded`): it may be written at home by a
-// backward that is still to come, and until then no row of the set comes from there.
+// backward finds the rows of its batch in place, even while another call moves rows. If a row found
+// no frame, its set records the step (`crowded`): a pending backward may write the row's home, and
+// until then no row of the set is fetched from there.
 #pragma once
 
 #include <cstdint>
@@ -33,14 +33,14 @@ namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoFrame = -1;
 constexpr int kFewestOfSet = 4, kMostOfSet = 8;
-// A prime, and so without a divisor in common with any bucket's slots. In buckets of 64 a set's
-// slots are then 39 positions apart, so that even few of them are spread evenly. Where a table has
-// fewer than twice as many sets, all are of one region.
+// A prime, so it has no common divisor with any bucket's number of slots. In buckets of 64, a set's
+// slots are 39 positions apart, so that even a few of them are spread evenly. If a table has fewer
+// than twice as many sets, all are in one region.
 constexpr int64_t kSetsOfRegion = 103;
-// Of a tag: what is above is 0 for a free frame, otherwise 1 + the slot's number in the set.
+// Bits of a tag. The bits above are 0 for a free frame, otherwise 1 + the slot's number in the set.
 constexpr uint32_t kTagDirty = 1, kTagAgain = 2;
 constexpr int kTagFlags = 2;
-// Of a set, beside its frames: the tags and the step.
+// Bytes of a set besides its frames: the tags and the step.
 constexpr int64_t kSetBytes = sizeof(uint64_t) + sizeof(uint32_t);
 
 constexpr int tag_bits(int frames_of_set) { return 64 / frames_of_set; }
@@ -48,10 +48,10 @@ constexpr int64_t most_slots_of_set(int frames_of_set) {
   return (int64_t{1} << (tag_bits(frames_of_set) - kTagFlags)) - 1;
 }
 
-// How a table's slots are dealt out to regions.
+// How a table's slots are divided into regions.
 struct Regions {
   int64_t number;
-  int64_t slots;  // of each; the last ones may have fewer
+  int64_t slots;  // of each; the last region may have fewer
   uint32_t sets;  // of each
 
   static Regions of(int64_t num_slots, int64_t num_sets) {
@@ -62,7 +62,7 @@ struct Regions {
 };
 
 struct Frames {
-  unsigned long long* tags;  // [num_sets]; null: the table has its rows in one memory
+  unsigned long long* tags;  // [num_sets]; null: all rows are in one memory
   uint32_t* crowded;         // [num_sets]
   int64_t num_slots;
   int64_t num_sets;  // of all regions, at least 2
@@ -93,7 +93,7 @@ struct Frames {
     return frames;
   }
 
-  // Where a slot has its frame, if it has one.
+  // The set of a slot, and the slot's number in it.
   struct Home {
     int64_t set;
     int64_t first;    // slot of the set
@@ -120,12 +120,12 @@ struct Frames {
     }
     return Home{region * region_sets + set, first + set, number};
   }
-  // The same of a set's slot with number 0, which the table may not have.
+  // The same for the set's slot number 0, which the table may not have.
   HKV_HOST_DEVICE Home home_of_set(int64_t set) const {
     const int64_t region = set / region_sets;
     return Home{set, region * region_slots + (set - region * region_sets), 0};
   }
-  // Where the slots of a set's region end.
+  // End of the slots of a set's region.
   HKV_HOST_DEVICE int64_t end_of(const Home& home) const {
     const int64_t end = (home.set / region_sets + 1) * region_slots;
     return end < num_slots ? end : num_slots;
@@ -145,9 +145,10 @@ struct Frames {
   HKV_HOST_DEVICE uint32_t tag_at(uint64_t tags, int place) const {
     return static_cast<uint32_t>(tags >> place * bits) & ((1u << bits) - 1);
   }
-  // Which frame of its set the slot with this number there has, or -1.
+  // The frame, in its set, of the slot with this number, or -1.
   HKV_HOST_DEVICE int place_of(uint64_t tags, uint32_t number) const {
-    // All tags at once: where one is the number's, `other` has zeros, of which the lowest is exact.
+    // Compares all tags at once: a matching tag gives zeros in `other`, of which the lowest is
+    // exact.
     constexpr uint64_t kFlags = (1 << kTagFlags) - 1;
     const uint64_t other = (tags & ~(ones * kFlags)) ^ ones * tag_of(number);
     const uint64_t found = (other - ones) & ~other & ones << (bits - 1);
@@ -178,15 +179,15 @@ struct Frames {
   }
 };
 
-// Whether so many sets can be, and their tags tell all slots apart.
+// Whether this number of sets is possible and their tags distinguish all slots.
 inline bool sets_serve(int64_t num_slots, int64_t bucket_slots, int64_t sets, int frames_of_set) {
   if (sets < 2 || std::gcd(sets, bucket_slots) > 1) return false;
   const Regions regions = Regions::of(num_slots, sets);
   return regions.sets * most_slots_of_set(frames_of_set) >= regions.slots;
 }
 
-// Frames of one set, of a table with so many slots, in buckets of bucket_slots, and frames: the
-// most that can be; 0 where that many frames can't be.
+// Frames of one set: the largest number that is possible for this number of slots, bucket_slots and
+// frames; 0 if so many frames are impossible.
 inline int frames_of_set(int64_t num_slots, int64_t bucket_slots, int64_t frames) {
   for (int of_set = kMostOfSet; of_set >= kFewestOfSet; --of_set) {
     if (frames % of_set == 0 && sets_serve(num_slots, bucket_slots, frames / of_set, of_set)) {
@@ -196,8 +197,8 @@ inline int frames_of_set(int64_t num_slots, int64_t bucket_slots, int64_t frames
   return 0;
 }
 
-// Frames that fit in so many bytes of HBM, where one takes frame_bytes, in the largest sets that
-// can be; none where they would be too few to serve all slots.
+// Number of frames in this many bytes of HBM at frame_bytes each, in the largest possible sets; 0
+// if they are too few to serve all slots.
 inline int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t frame_bytes,
                                int64_t bytes) {
   for (int of_set = kMostOfSet; of_set >= kFewestOfSet; --of_set) {
@@ -208,17 +209,18 @@ inline int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t 
   return 0;
 }
 
-// What of a table's rows and states is in HBM.
+// The rows and states of a table that are in HBM.
 struct HbmShare {
-  int64_t slots;    // the table's, where all fit; otherwise frames, or none
-  bool all_states;  // the states of all slots are, though not all rows
+  int64_t slots;    // all slots of the table if they fit; else frames, or 0
+  bool all_states;  // whether all slots have their states in HBM, but not all their rows
 };
 
-// States of at most so many bytes are narrow.
+// States of at most this many bytes are narrow.
 constexpr int64_t kNarrowState = 16;
 
-// In so many bytes of HBM, beside the index. Narrow states of all slots have at most half of them:
-// where they take more, rows are as short, or frames as few, that states had better move with rows.
+// Divides this many bytes of HBM, without the index. Narrow states of all slots take at most half:
+// if they needed more, rows would be so short or frames so few that states had better move with
+// rows.
 inline HbmShare share_that_fits(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
                                 int64_t state_bytes, int64_t bytes) {
   if (bytes >= num_slots * (row_bytes + state_bytes)) return {num_slots, false};

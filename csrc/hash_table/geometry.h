@@ -1,4 +1,4 @@
-// How a capacity becomes buckets, and what a table takes.
+// The number of buckets for a capacity, and the bytes of a table.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@ namespace torchrec_hkv::hash_table {
 
 struct Geometry {
   int64_t num_buckets;   // at the full capacity
-  int32_t bucket_slots;  // of the 64 that a bucket's line of digests has room for
-  int32_t doublings;     // from the buckets that the table begins with
+  int32_t bucket_slots;  // of the 64 slots of a bucket's line of digests
+  int32_t doublings;     // from the initial number of buckets
 
   int64_t num_slots() const { return num_buckets * bucket_slots; }
   int64_t initial_buckets() const { return num_buckets >> doublings; }
 };
 
-// As few buckets as hold the capacity, evenly filled: less than one slot a bucket is added to it. A
-// table that begins smaller doubles its buckets until it has all: their number is rounded up to a
-// multiple of that power of two, by a sixteenth at most, since smaller buckets are full earlier. It
-// begins with the smallest such share that holds the initial capacity.
+// The fewest buckets that hold the capacity, evenly filled. This adds less than one slot a bucket.
+// A table that starts smaller doubles its buckets until it has all of them, so their number is
+// rounded up to a multiple of that power of two, by a sixteenth at most, because smaller buckets
+// fill earlier. The table starts with the smallest such share that holds the initial capacity.
 inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
   const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t least = divide_up(capacity, kBucketDigests);
@@ -37,7 +37,7 @@ inline Geometry geometry_of(int64_t capacity, int64_t initial_capacity) {
   }
 }
 
-// Bytes of digests, ids, steps and, where the policy keeps them, scores. packed: packed_entries.h.
+// Bytes of digests, ids, steps and, if the policy needs them, scores. packed: see packed_entries.h.
 inline int64_t index_bytes(const Geometry& geometry, bool scores, bool packed) {
   if (packed) {
     const int64_t bucket = kBucketDigests * sizeof(uint16_t) +

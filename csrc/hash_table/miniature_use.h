@@ -1,4 +1,4 @@
-// When a table's miniatures look on. For both devices.
+// When a table's miniatures see its ids. For both devices.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace torchrec_hkv::hash_table {
 
-// Lookups of a call, for each slot of the table, up to which miniatures look on. Beyond that the
-// table is much too small for its batches, and a set would have hundreds of ids to see in turn.
+// Lookups of a call, for each slot of the table, up to which miniatures see its ids. Beyond that
+// the table is much too small for its batches, and a set would process hundreds of ids in turn.
 constexpr double kMostSeenPerSlot = 8;
 
-// Whether a table's miniatures see the ids of a call, at its end. As long as nothing has left the
-// table there is nothing to choose.
+// Whether a table's miniatures see the ids of a call, at its end. Before the first eviction there
+// is nothing to choose.
 HKV_HOST_DEVICE bool miniatures_look_on(const TableView& table) {
   return table.miniatures.entries != nullptr && table.counters[kEvicted] != 0 &&
          table.aged->lookups <=

@@ -1,13 +1,13 @@
-// Miniatures of a table: how LFU with aging would do with several half-lives, found out while the
-// table runs. A miniature is a small table without rows that sees a sample of the ids, chosen by
-// their hash, and is as much smaller than the table as the sample is than all ids; so its hit rate
-// is close to that of the whole table with the miniature's half-life (SHARDS samples so). The
-// table takes the longest half-life whose miniature does about as well as the best.
+// Miniatures estimate, while a table runs, how LFU with aging would perform with several
+// half-lives. A miniature is a small table without rows. It sees a sample of the ids, selected by
+// hash, and its size relative to the table equals the sample's share of all ids. So its hit rate is
+// close to that of the whole table with the miniature's half-life (SHARDS samples this way). The
+// table takes the longest half-life whose miniature performs about as well as the best.
 //
-// A miniature has sets of up to 64 entries; an id belongs to one set. What a call does to a set
+// A miniature has sets of up to 64 entries; an id belongs to one set. The effect of a call on a set
 // does not depend on the order of its ids: all hits count and store the step, then each missing id
-// takes a free entry or that of the lowest rank that the call has not touched. Where there are too
-// few of these, the missing ids of the lowest tags stay.
+// takes a free entry or the entry of the lowest rank that the call has not touched. If there are
+// too few of these, the missing ids with the lowest tags stay.
 #pragma once
 
 #include <cstdint>
@@ -22,26 +22,26 @@ constexpr int kMiniatures = 5;
 constexpr int kMostMiniatureSets = 64;
 constexpr int kMiniatureWays = 64;
 
-// AgedLfu::c of a miniature: LRU, and half-lives up to one that is close to LFU.
+// AgedLfu::c of each miniature: LRU, and half-lives up to one that is close to LFU.
 HKV_HOST_DEVICE double c_of_miniature(int k) { return k == 0 ? 0. : k < 4 ? 1 << (k - 1) : 16.; }
-// What the longest half-life may lack of the best hit rate, in hundredths of that.
+// Hit rate that the longest half-life may lose against the best, in hundredths of the best.
 constexpr uint64_t kToleratedPercent = 2;
 
-// Words of a miniature's set: tags, counts and last steps. A tag of 0 is a free entry's.
+// Words of a miniature's set: tags, counts and last steps. A tag of 0 marks a free entry.
 constexpr int64_t kMiniatureSetWords = 3 * kMiniatureWays;
 
-// What the miniatures of a table have counted.
+// Counters of a table's miniatures.
 struct MiniatureTally {
   uint64_t hits[kMiniatures];         // of each, since the last choice of c
-  uint64_t lookups;                   // that each has seen since the last choice
-  uint64_t recent_hits[kMiniatures];  // before the last choice; each choice takes a third away
-  uint64_t recent_lookups;            // before the last choice; each choice takes a third away
-  uint64_t evicted;                   // by the first miniature since it was empty
+  uint64_t lookups;                   // seen by each since the last choice
+  uint64_t recent_hits[kMiniatures];  // before the last choice; each choice removes a third
+  uint64_t recent_lookups;            // before the last choice; each choice removes a third
+  uint64_t evicted;                   // by the first miniature since it was last empty
   uint64_t chosen_at;                 // lookups of the table at the last choice
 };
 constexpr int kMiniatureTallyWords = sizeof(MiniatureTally) / sizeof(uint64_t);
 
-// One position of a batch whose id is in the sample.
+// A position of a batch whose id is in the sample.
 struct SampledId {
   uint32_t where;  // its table's index times kMostMiniatureSets, plus its set
   uint32_t tag;
@@ -52,7 +52,7 @@ struct MiniatureSize {
   uint32_t sets;  // of each miniature
   uint32_t ways;  // entries of a set
 
-  // A thirty-second of the slots, but 4 sets where that is less than a quarter, and at most 4,096
+  // A thirty-second of the slots: at least 4 sets if these are at most a quarter, and at most 4,096
   // entries.
   static MiniatureSize of(int64_t slots) {
     const int64_t sets = slots / (32 * kMiniatureWays);
@@ -68,7 +68,7 @@ struct MiniatureSize {
   }
 };
 
-// A table's, in the memory of the device that runs the kernels.
+// The miniatures of a table, in the memory of the device that runs the kernels.
 struct Miniatures {
   uint32_t* entries;  // [kMiniatures][sets][3][kMiniatureWays]; null: the table has none
   MiniatureTally* tally;
@@ -88,7 +88,7 @@ struct Miniatures {
     return entries + (static_cast<int64_t>(k) * size.sets + set) * kMiniatureSetWords;
   }
 
-  // Whether an id is in the sample, and then its place there.
+  // Whether an id is in the sample, and its place there.
   HKV_HOST_DEVICE bool sample(int64_t id, uint64_t given, int32_t table, SampledId* to) const {
     const uint64_t hash = mix64(static_cast<uint64_t>(id) ^ 0xbb67ae8584caa73bull);
     if (hash >> 32 >= sampled) return false;
@@ -100,8 +100,9 @@ struct Miniatures {
     return true;
   }
 
-  // At the start of a call: `counted` are the lookups of the table before it. After as many as the
-  // table has slots, c is chosen anew, once the miniatures are full and have been a while.
+  // At the start of a call; `counted` is the number of the table's lookups before it. After as many
+  // lookups as the table has slots, c is chosen again, once the miniatures have been full for a
+  // while.
   HKV_HOST_DEVICE void choose(uint64_t counted, int64_t slots, double* c) const {
     if (counted - tally->chosen_at < static_cast<uint64_t>(slots)) return;
     tally->chosen_at = counted;

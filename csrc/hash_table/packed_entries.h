@@ -1,12 +1,12 @@
-// Where a GPU's table under LRU, if it is large, does not grow and is the only one of its group,
-// keeps ids and last steps: those of three slots of a bucket in one sector of 32 bytes, so that a
-// find, its touch and a new entry take one access to memory.
+// The packed ids and last steps of a GPU table under LRU that is large, does not grow and is the
+// only one of its group. Three slots of a bucket share a sector of 32 bytes, so that a find, its
+// touch and a new entry take one memory access.
 //
-// A bucket has sectors of its own; places past its slots hold kFreeStep, and never anything else.
-// Of a sector's eight words the first three are last steps. Of an id it has what its digest does
-// not tell of the hash, a bijection of ids: 32 bits in words 3 to 5, 16 in the bytes from 24 on. In
-// the last two bytes a bit for each slot tells apart what digest_of gives the same digest: it is
-// only looked at where the digest is one of these two, and may be anything elsewhere.
+// A bucket has its own sectors; places beyond its slots always hold kFreeStep. The first three of a
+// sector's eight words are last steps. Of an id the sector stores the part of the hash (a bijection
+// of ids) that the digest does not: 32 bits in words 3 to 5, 16 bits in the bytes from 24 on. The
+// last two bytes have a bit for each slot that distinguishes hashes with the same digest_of: it is
+// read only if the digest is one of these two values, and may have any value otherwise.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@ constexpr int kSectorSlots = 3;
 constexpr int kSectorWords = 8;
 constexpr int kSectorBytes = 32;
 constexpr int kLowWord = kSectorSlots;       // of the first slot
-constexpr int kHighHalf = 4 * kSectorSlots;  // number of its half word
-constexpr int kFlagWord = kSectorWords - 1;  // whose upper half has the flags
+constexpr int kHighHalf = 4 * kSectorSlots;  // index of its half word
+constexpr int kFlagWord = kSectorWords - 1;  // its upper half holds the flags
 constexpr int kFlagShift = 16;
 
-// A bucket's sectors are in groups, of which a table knows how old their oldest entries are, so
-// that the search for the oldest entry of a bucket need not read it all.
+// A bucket's sectors are in groups. A table stores the age of each group's oldest entry, so that
+// the search for the oldest entry of a bucket need not read all sectors.
 constexpr int kGroups = 4;
 constexpr int kGroupSectors = 6;
 
@@ -34,7 +34,7 @@ constexpr int sectors_of_bucket(int bucket_slots) {
 }
 static_assert(kGroups * kGroupSectors >= sectors_of_bucket(kBucketDigests));
 
-// What is kept of an id beside its digest.
+// The stored part of an id besides its digest.
 struct PackedId {
   uint32_t low;
   uint16_t high;
@@ -46,7 +46,7 @@ HKV_HOST_DEVICE PackedId pack_hash(uint64_t hash) {
   return PackedId{static_cast<uint32_t>(hash >> 16), static_cast<uint16_t>(hash >> 48),
                   raw == kEmptyDigest || raw == kClosedDigest};
 }
-// Whether flags of ids with this digest tell them apart.
+// Whether the flag distinguishes ids with this digest.
 HKV_HOST_DEVICE bool is_flagged_digest(uint16_t digest) { return digest == 1 || digest == 0xFFFE; }
 
 HKV_HOST_DEVICE uint64_t unpack_hash(const PackedId& id, uint16_t digest) {
@@ -56,10 +56,10 @@ HKV_HOST_DEVICE uint64_t unpack_hash(const PackedId& id, uint16_t digest) {
   return above | static_cast<uint16_t>(raw ^ static_cast<uint16_t>(above >> 32));
 }
 
-// The sectors of a table, and how to find a slot's.
+// The sectors of a table, and the position of a slot in them.
 struct PackedEntries {
   uint32_t* words;      // [num_buckets][bucket_sectors][8]
-  uint64_t reciprocal;  // 2^64 / bucket_slots, rounded up; of one slot 0
+  uint64_t reciprocal;  // 2^64 / bucket_slots, rounded up; 0 for one slot
   int32_t bucket_sectors;
   int32_t bucket_words;  // of its sectors
 
@@ -72,7 +72,7 @@ struct PackedEntries {
   HKV_HOST_DEVICE uint32_t* sectors_of(int64_t bucket) const {
     return words + bucket * bucket_words;
   }
-  // Exact of fewer than 2^57 slots.
+  // Exact for fewer than 2^57 slots.
   HKV_HOST_DEVICE int64_t bucket_of(int64_t slot) const {
 #ifdef __CUDA_ARCH__
     return static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(slot), reciprocal));

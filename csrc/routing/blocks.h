@@ -15,7 +15,7 @@ namespace torchrec_hkv::routing {
 
 // Counts to send, for a batch with the features of all ranks in rank order.
 struct Counts {
-  const int64_t* at;  // [num_features] position of each feature's count
+  const int64_t* at;          // [num_features] position of each feature's count
   const int64_t* samples_at;  // [num_ranks] position of each number of samples
   int64_t num_features;
   int64_t num_ranks;
@@ -27,7 +27,7 @@ struct Counts {
 // num_features.
 struct Blocks {
   const int64_t* words;
-  const float* weights;  // [num_ids] in the order of the ids in the blocks; null: none
+  const float* weights;   // [num_ids] in the order of the ids in the blocks; null: none
   const int64_t* counts;  // [num_ranks, num_features + 1] ids of each segment, and an unused word
   const int32_t* order;   // [num_ranks * num_features] segments in the order of the batch
   int64_t num_ranks;

@@ -50,7 +50,7 @@ struct Bucketized {
   int64_t* ids;      // [ids]; with blocks [ids + world_size * num_bags]
   float* weights;    // [ids]; null: none
   int64_t* permute;  // [ids] new position of each id among the ids; null: not wanted
-  bool blocks;  // the lengths of each rank's bags precede its ids (blocks.h)
+  bool blocks;       // the lengths of each rank's bags precede its ids (blocks.h)
 
   // Position in `ids` of the id with this number, for this rank.
   HKV_HOST_DEVICE int64_t word(int64_t place, int64_t rank, int64_t num_bags) const {
