@@ -1,4 +1,4 @@
-// Dispatcher op of expiry; the share of each call that counts is part of that call. Its fake is in
+// Dispatcher op of expiry. Counted calls also sweep by themselves. Its fake is in
 // torchrec_hkv/hash_table/ops.py.
 #include <torch/library.h>
 
@@ -14,7 +14,7 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-// All entries leave that are too old for their tables, and whose backward is not still to come.
+// Removes all entries that are too old for their tables and have no pending backward.
 void expire(at::Tensor counters, int64_t handle) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;

@@ -1,4 +1,4 @@
-// The autograd formulas of pooled_lookup and train_lookup: their backward updates the rows.
+// Autograd formulas of pooled_lookup and train_lookup: their backward updates the rows.
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -20,9 +20,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// A lookup whose backward may come, beside its saved variables: ids, offsets, slots and weights.
-// Lives in the graph. It keeps the tables alive and, in training, the rows where they are: the pin
-// ends with the backward, or when the graph is dropped without one.
+// State of a lookup for its backward, besides its saved variables (ids, offsets, slots and
+// weights). It lives in the graph. It keeps the tables alive and, in training, the rows in place:
+// the pin ends with the backward, or when the graph is dropped.
 struct LookupRecord : torch::CustomClassHolder {
   std::shared_ptr<TableGroup> group;
   std::shared_ptr<Pin> pin;  // null: the lookup does not train
@@ -31,15 +31,15 @@ struct LookupRecord : torch::CustomClassHolder {
   std::optional<std::vector<int64_t>> bags;
   bool mean;
   bool weights_grad;
-  at::Tensor learning_rate;  // no saved variable: it may change until the backward
-  PooledRows ahead;          // what was grouped for one backward; its rows are undefined
+  at::Tensor learning_rate;  // not a saved variable: it may change before the backward
+  PooledRows ahead;          // the grouping for one backward; its rows are undefined
 
   at::OptionalIntArrayRef bag_numbers() const {
     return bags ? at::OptionalIntArrayRef(*bags) : at::OptionalIntArrayRef();
   }
 };
 
-// The slots of a lookup, found again where a table has grown since. What is pinned is still there.
+// The slots of a lookup, found again if a table has grown since. Pinned ids are still present.
 at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const at::Tensor& ids,
                          const at::Tensor& offsets, int64_t batch_size,
                          at::OptionalIntArrayRef bags, int64_t growths) {
@@ -52,15 +52,15 @@ at::Tensor present_slots(const TableGroup& group, const at::Tensor& slots, const
   return at::where(slots.lt(0), slots, find.call(group.handle(), ids, offsets, batch_size, bags));
 }
 
-// Whether what is called now is recorded by something that wants to see each op.
+// Whether the caller records each op, such as a trace.
 bool is_traced(const at::Tensor& ids) {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
          ids.key_set().has_any(
              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
 }
 
-// Whether positions are grouped beside the forward, for a backward to come. In traces the backward
-// does that by itself, so that they hold no sizes that only a run knows.
+// Whether the forward also groups positions for its backward. In traces the backward groups them
+// itself, so that a trace holds no sizes that only a run knows.
 bool groups_ahead(const TableGroup& group, const at::Tensor& ids) {
   return ids.is_cuda() && group.optimizer().kind != Optimizer::kNone && !is_traced(ids);
 }
@@ -79,7 +79,7 @@ void record(AutogradContext* ctx, const c10::intrusive_ptr<LookupRecord>& lookup
   ctx->saved_data["lookup"] = at::IValue::make_capsule(lookup);
 }
 
-// The gradient of a lookup's weights, undefined where none is wanted; updates the rows.
+// Updates the rows. Returns the gradient of the weights, undefined if it is not needed.
 Variable update(AutogradContext* ctx, const Variable& gradient) {
   static const auto update_rows =
       c10::Dispatcher::singleton()
@@ -102,7 +102,7 @@ Variable update(AutogradContext* ctx, const Variable& gradient) {
   const Variable &ids = saved[0], &offsets = saved[1];
   const at::OptionalIntArrayRef bags = lookup->bag_numbers();
   at::Tensor grad = gradient.detach().contiguous();
-  // A view may begin anywhere; GPUs read four columns at a time.
+  // A view may be unaligned; GPUs read four columns at a time.
   if (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kGradAlignment != 0) {
     grad = grad.clone();
   }
@@ -112,7 +112,7 @@ Variable update(AutogradContext* ctx, const Variable& gradient) {
   }
   const at::Tensor slots =
       present_slots(group, saved[2], ids, offsets, lookup->batch_size, bags, lookup->growths);
-  // The weights' gradient reads the rows of the forward: before they change.
+  // The weights' gradient uses the rows of the forward, so it comes before the update.
   Variable weights_grad;
   if (lookup->weights_grad) {
     weights_grad = once_differentiable(
@@ -150,7 +150,7 @@ const auto& pooled_lookup_op() {
   return op;
 }
 
-// `anchor` requires grad, so that the op is recorded although rows are no tensors of autograd's.
+// `anchor` requires grad, so that autograd records the op although rows are not its tensors.
 struct PooledLookup : torch::autograd::Function<PooledLookup> {
   static Variable forward(AutogradContext* ctx, const Variable& anchor,
                           const std::optional<Variable>& weights, int64_t handle,
@@ -190,7 +190,7 @@ struct PooledLookup : torch::autograd::Function<PooledLookup> {
   }
 };
 
-// The same with the insertion, in one call.
+// The same, with the insertion in one call.
 struct TrainLookup : torch::autograd::Function<TrainLookup> {
   static Variable forward(AutogradContext* ctx, const Variable& /*anchor*/,
                           const std::optional<Variable>& weights,
@@ -206,7 +206,7 @@ struct TrainLookup : torch::autograd::Function<TrainLookup> {
     recording->pin = group->pin();
     const at::Tensor slots =
         insert_missing(*group, ids, offsets, batch.layout, batch.batch, recording->pin, scores);
-    // Another thread may make a table grow meanwhile.
+    // Another thread may grow a table meanwhile.
     recording->growths = recording->pin->growths();
     const bool found = recording->growths == group->growths();
     recording->ahead =

@@ -19,7 +19,7 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-// Of int64 lengths; and at last their total.
+// Exclusive sums of int64 lengths, then their total.
 at::Tensor exclusive_sums(const at::Tensor& lengths) {
   if (lengths.is_cpu()) {
     at::Tensor sums = at::empty({lengths.numel() + 1}, lengths.options());
@@ -101,7 +101,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bucketize(
   return {out_lengths.to(lengths.scalar_type()), out_ids, out_weights, permute};
 }
 
-// Counts that are sent before the blocks, with room behind them for those that come.
+// The counts to send before the blocks, followed by room for the received counts.
 at::Tensor count_ids(const at::Tensor& lengths, const at::Tensor& at, const at::Tensor& samples_at,
                      int64_t batch_size, int64_t size) {
   const at::Device device = lengths.device();
@@ -149,7 +149,7 @@ at::Tensor count_ids(const at::Tensor& lengths, const at::Tensor& at, const at::
   return counts;
 }
 
-// The block of each rank, one after the other: lengths of the bags of its features, then their ids.
+// The blocks of all ranks, concatenated: lengths of the bags of a rank's features, then their ids.
 at::Tensor pack_blocks(const at::Tensor& lengths, const at::Tensor& values,
                        at::IntArrayRef num_lengths, at::IntArrayRef num_values) {
   check_vector(lengths, "lengths");

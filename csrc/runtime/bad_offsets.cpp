@@ -1,5 +1,5 @@
-// Offsets that a GPU could not follow: its kernels say so in the host's memory, and the next call
-// of the group throws.
+// Offsets that a GPU could not follow. Its kernels report them in host memory, and the next call of
+// the group throws.
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The ids of a call, checked.
+// The checked ids of a call.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@
 
 namespace torchrec_hkv::runtime {
 
-// Where a gradient must begin on a GPU, whose kernels read four columns at a time.
+// Alignment of a gradient on a GPU, whose kernels read four columns at a time.
 constexpr uintptr_t kGradAlignment = 16;
 
-// How the bags of a call are dealt out to the group's features, with what says so on the device:
-// it must outlive the calls of kernels on its batches.
+// How the bags of a call are assigned to the group's features, with the arrays that describe it on
+// the device. It must outlive the kernels of its batches.
 class BagLayout {
  public:
-  // batch_size bags for each feature; or, where `bags` are given, these numbers, and batch_size
-  // says nothing. rounds: how often the group's features come. Batches one after the other are one
-  // in which they come several times, those of each round with the next columns of the output.
-  // Throws ValueError.
+  // batch_size bags for each feature. If `bags` is given, it has the number of bags of each
+  // feature, and batch_size is ignored. rounds: how often the group's features occur. Several
+  // batches form one batch in which the features occur several times; each round has the next
+  // columns of the output. Throws ValueError.
   BagLayout(const TableGroup& group, int64_t batch_size, at::OptionalIntArrayRef bags,
             int64_t rounds = 1);
   BagLayout(const BagLayout&) = delete;
@@ -28,13 +28,13 @@ class BagLayout {
 
   int64_t num_features() const { return num_features_; }
   int64_t num_bags() const { return num_bags_; }
-  // Of the outputs: [batch_size, columns]; where bags are given [sum of bags * columns].
+  // Shape of the outputs: [batch_size, columns]; with bags [sum of bags * columns].
   const std::vector<int64_t>& output_shape() const { return output_shape_; }
   // See hash_table::Output.
   int64_t output_stride() const { return is_ragged_ ? 0 : output_shape_[1]; }
-  // Number of each feature's first bag, and that of all bags.
+  // Number of each feature's first bag, and at the end the number of all bags.
   std::vector<int64_t> first_bags() const;
-  // Says so in a batch.
+  // Writes the layout into a batch.
   void describe(hash_table::Batch* batch) const;
 
  private:
@@ -43,20 +43,20 @@ class BagLayout {
   int64_t num_features_;
   int64_t num_bags_;
   std::vector<int64_t> output_shape_;
-  std::vector<hash_table::FeatureBags> ragged_;  // empty where features have equally many
-  at::Tensor ragged_on_device_;                  // on a GPU the bytes of the same
+  std::vector<hash_table::FeatureBags> ragged_;  // empty if all features have equally many bags
+  at::Tensor ragged_on_device_;                  // the bytes of ragged_, on a GPU
   at::Tensor tables_;   // int32 [rounds * features], undefined for one round
   at::Tensor columns_;  // the same
 };
 
-// Throws TypeError or ValueError before anything is read; and what a GPU has found in offsets of an
-// earlier call.
+// Throws TypeError or ValueError before it reads anything, also for offsets of an earlier call that
+// a GPU reported.
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids,
                              const at::Tensor& offsets, const BagLayout& layout);
-// Of one bag, where the group has one feature.
+// A batch of one bag. The group must have one feature.
 hash_table::Batch make_batch(const TableGroup& group, const at::Tensor& ids);
 
-// Memory that find_or_insert works in on a GPU; empty on a CPU. scored: whether scores are given.
+// Scratch of find_or_insert on a GPU; empty on a CPU. scored: whether scores are given.
 at::Tensor insert_scratch(const TableGroup& group, const at::Tensor& ids,
                           const hash_table::Placement& placement, bool scored);
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::array<Access, 3> kAllWritten{Access::kWrite, Access::kWrite, Access::kWrite};
 
-// What a call needs of each part. One that touches none of them changes what the host knows of the
+// Whether a call needs a part. A call that touches none of them changes the host's knowledge of the
 // index.
 std::array<Access, 3> needs(const Use& use) {
   std::array<Access, 3> parts = use.parts();
@@ -32,7 +32,8 @@ bool CallLock::others_hold_unchanged(Id thread) const {
 bool CallLock::may_begin(const std::array<Access, 3>& parts, Id thread) const {
   if (alone_depth_ > 0 && alone_ != thread) return false;
   if (writes(parts) && !unchanged_.empty()) {
-    // Also where this thread holds the group alone: a hold that it began later may forbid changes.
+    // Also if this thread holds the group alone: a later hold of the same thread may forbid
+    // changes.
     return false;
   }
   const bool held = alone_depth_ > 0 || !unchanged_.empty();
@@ -52,7 +53,7 @@ void CallLock::wait(std::unique_lock<std::mutex>& lock, const std::array<Access,
   for (size_t p = 0; p < parts.size(); ++p) waiting_writers_[p] += parts[p] == Access::kWrite;
   changed_.wait(lock, ready);
   for (size_t p = 0; p < parts.size(); ++p) waiting_writers_[p] -= parts[p] == Access::kWrite;
-  changed_.notify_all();  // readers that waited for this one may go on with it
+  changed_.notify_all();  // readers that waited for this call may continue with it
 }
 
 CallLock::Call::Call(CallLock& lock, const Use& use) : lock_(lock), parts_(needs(use)) {
@@ -81,7 +82,7 @@ void CallLock::hold(Hold kind) {
   std::unique_lock<std::mutex> locked(mutex_);
   const bool is_alone = alone_depth_ > 0 && alone_ == thread;
   if (kind == Hold::kUnchanged) {
-    // Until all that is being written is written.
+    // Until all writes have ended.
     constexpr std::array<Access, 3> all_read{Access::kRead, Access::kRead, Access::kRead};
     wait(locked, all_read, [&] { return may_begin(all_read, thread); });
     ++unchanged_[thread];

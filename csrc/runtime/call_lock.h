@@ -1,5 +1,5 @@
-// Which calls of a group run at the same time in several threads of the host. Calls that read a
-// part of the group run together, a call that writes it runs alone. A thread can also hold a group
+// Decides which calls of a group run at the same time in several host threads. Calls that read a
+// part of the group run together; a call that writes it runs alone. A thread can also hold a group
 // over several calls: `kUnchanged` keeps all threads from changing it, so that a save sees one
 // state; `kAlone` keeps all other threads out, so that several calls appear as one.
 #pragma once
@@ -16,21 +16,21 @@ namespace torchrec_hkv::runtime {
 
 enum class Access : int {
   kNone,
-  kFollow,  // comes after readers and writers of before, and nobody after it
+  kFollow,  // comes after earlier readers and writers; later calls do not wait for it
   kRead,
   kWrite,
 };
 
-// What a call does to the parts of a group.
+// Access of a call to the parts of a group.
 struct Use {
   Access index;   // digests, ids, steps, scores, clock, counters
-  Access rows;    // rows and states that no pin holds
-  Access pinned;  // rows and states that a pin holds: no insertion touches them
+  Access rows;    // rows and states without a pin
+  Access pinned;  // rows and states with a pin: no insertion touches them
 
   std::array<Access, 3> parts() const { return {index, rows, pinned}; }
 };
 
-constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // in turn with other threads
+constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // only ordered with threads
 constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
 constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
 constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};
@@ -47,8 +47,8 @@ enum class Hold : int {
 
 class CallLock {
  public:
-  // A call, from its construction to its end. Waits for calls and holds that conflict with it.
-  // Throws where the thread itself holds the group unchanged and the call would change it.
+  // A call, from construction to destruction. Waits for conflicting calls and holds. Throws if this
+  // thread holds the group unchanged and the call would change it.
   class Call {
    public:
     Call(CallLock& lock, const Use& use);
@@ -61,10 +61,10 @@ class CallLock {
     const std::array<Access, 3> parts_;
   };
 
-  // Waits until nobody is in the way. A thread may hold a group several times, and releases it as
-  // often. Throws for kAlone where the thread holds the group unchanged only.
+  // Waits until no other thread conflicts. A thread may hold a group several times, and releases it
+  // as often. Throws for kAlone if the thread holds the group only unchanged.
   void hold(Hold kind);
-  // By the thread that called hold(). Throws where it has no such hold.
+  // Called by the thread that called hold(). Throws if it has no such hold.
   void release(Hold kind);
 
  private:
@@ -81,7 +81,7 @@ class CallLock {
   std::array<int64_t, 3> readers_{};
   std::array<bool, 3> written_{};
   std::array<int64_t, 3> waiting_writers_{};
-  std::unordered_map<Id, int64_t> unchanged_;  // by thread, how often it holds the group so
+  std::unordered_map<Id, int64_t> unchanged_;  // number of such holds by thread
   Id alone_{};                                 // the thread that holds it alone
   int64_t alone_depth_ = 0;
 };

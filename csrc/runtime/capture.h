@@ -1,4 +1,4 @@
-// Whether what is launched now goes into a CUDA graph.
+// Whether launches are captured in a CUDA graph.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -11,7 +11,7 @@
 
 namespace torchrec_hkv::runtime {
 
-// On the device's current stream.
+// For the device's current stream.
 inline bool is_capturing([[maybe_unused]] c10::Device device) {
 #ifdef TORCHREC_HKV_CUDA
   if (device.is_cuda()) {
@@ -23,7 +23,7 @@ inline bool is_capturing([[maybe_unused]] c10::Device device) {
   return false;
 }
 
-// Which graph that is; 0: none.
+// Id of that graph; 0: none.
 inline unsigned long long capture_id([[maybe_unused]] c10::Device device) {
 #ifdef TORCHREC_HKV_CUDA
   if (device.is_cuda()) {

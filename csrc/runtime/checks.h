@@ -1,12 +1,12 @@
-// Checks of what a caller hands to an op: one sentence that names the value and what is allowed.
+// Checks of the arguments of ops. The message names the value and what is allowed.
 #pragma once
 
 #include "runtime/tensor.h"
 
 namespace torchrec_hkv::runtime {
 
-// Ids and bags of a call are fewer: kernels keep their positions in 32 bits, and the scratch table
-// of an insertion has at most 2^31 places.
+// Upper bound on the ids and bags of a call: kernels store positions in 32 bits, and the scratch
+// table of an insertion has at most 2^31 places.
 constexpr int64_t kMaxBatch = int64_t{1} << 31;
 
 inline void check_dtype(const at::Tensor& tensor, const char* name, at::ScalarType dtype) {

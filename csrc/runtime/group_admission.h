@@ -1,4 +1,4 @@
-// What the tables of a group admit, and the memory in which they count.
+// The admission of a group's tables, and the memory of their counts.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@ namespace torchrec_hkv::runtime {
 
 struct AdmissionConfig {
   hash_table::AdmissionKind kind = hash_table::AdmissionKind::kEvery;
-  int64_t count = 0;         // asked for so many times: kCounted and kSketched
+  int64_t count = 0;         // occurrences that an id needs: kCounted and kSketched
   int64_t entries = 0;       // cells, rounded up to whole sets: kCounted
   int64_t sketch_bytes = 0;  // rounded down to whole words of each row: kSketched
   int64_t halve_every = 0;   // calls; 0: never
   double probability = 1.0;  // kProbability
 };
 
-// Bytes that a table's counts take. Throws ValueError for a config that makes no sense.
+// Bytes of a table's counts. Throws ValueError for an invalid config.
 int64_t admission_bytes(const AdmissionConfig& config);
 
 class GroupAdmission {
@@ -28,17 +28,17 @@ class GroupAdmission {
   GroupAdmission(const std::vector<AdmissionConfig>& configs, const std::vector<uint64_t>& seeds,
                  at::Device device);
 
-  // In host memory, its pointers on the group's device; null where every table admits every id.
+  // In host memory, with pointers to the group's device; null if every table admits every id.
   const hash_table::Admissions* get() const { return admissions_ ? &*admissions_ : nullptr; }
   int64_t bytes(int64_t table) const { return counts_.at(table).numel(); }
-  // A table's counts: bytes of cells or of a sketch, on the group's device; empty where nothing
-  // counts.
+  // A table's counts: bytes of cells or of a sketch, on the group's device; empty if the table does
+  // not count.
   const at::Tensor& counts(int64_t table) const { return counts_.at(table); }
-  // Forgets a table's counts.
+  // Clears a table's counts.
   void clear(int64_t table) const;
 
  private:
-  std::vector<at::Tensor> counts_;  // bytes of cells or of a sketch; empty where nothing counts
+  std::vector<at::Tensor> counts_;  // bytes of cells or of a sketch; empty without counts
   at::Tensor of_tables_;            // bytes of Admission[tables], on the device
   std::optional<hash_table::Admissions> admissions_;
 };

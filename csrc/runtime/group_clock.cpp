@@ -32,7 +32,7 @@ at::Tensor new_clock(at::Device device) {
 Pin::~Pin() { clock_->end(*this, true); }
 
 void Pin::release() {
-  // A captured backward ends its pin in its graph, since the host sees nothing of replays.
+  // A captured backward ends its pin in its graph, because the host does not see replays.
   const bool in_graph = is_capturing(clock_->device_) && clock_->captured(*this);
 #ifdef TORCHREC_HKV_CUDA
   if (in_graph) {
@@ -105,7 +105,7 @@ Tick GroupClock::next(const std::optional<int64_t>& pin, bool counts) {
   tick.released = released_;
   std::copy(released_generations_.begin(), released_generations_.end(), tick.generations);
   if (capturing) {
-    // What is released stays noted: the graph may be replayed late or never.
+    // Released pins stay noted: the graph may be replayed late or never.
     if (pin) places_[tick.pin].captured = true;
     return tick;
   }
@@ -119,7 +119,7 @@ int64_t GroupClock::now() {
 }
 
 int64_t GroupClock::first_open_step() {
-  // Before the device is asked: a pin that ends meanwhile is taken for one that does not.
+  // Before the device is read: a pin that ends meanwhile counts as one that does not.
   bool waiting = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);

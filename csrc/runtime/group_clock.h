@@ -1,5 +1,5 @@
-// The host's side of a group's clock: which pins are taken, and what the next call that counts has
-// to tell the device. The step itself is on the device (csrc/hash_table/clock.h).
+// The host's side of a group's clock: the pins in use, and what the next counted call must tell the
+// device. The step itself is on the device (csrc/hash_table/clock.h).
 #pragma once
 
 #include <array>
@@ -16,8 +16,8 @@ namespace torchrec_hkv::runtime {
 
 class GroupClock;
 
-// Keeps the rows of one lookup where they are, from its find_or_insert to its backward. Ends with
-// release(), or with the last reference.
+// Keeps the rows of a lookup in place from its find_or_insert to its backward. Ends with release()
+// or with the last reference.
 class Pin {
  public:
   Pin(std::shared_ptr<GroupClock> clock, int32_t place, uint32_t generation)
@@ -26,11 +26,11 @@ class Pin {
   Pin(const Pin&) = delete;
   Pin& operator=(const Pin&) = delete;
 
-  // How ops name the pin. Never used twice in a group.
+  // The number by which ops name the pin. Unique in a group.
   int64_t number() const {
     return static_cast<int64_t>(generation_) * hash_table::kMaxPins + place_;
   }
-  // The work that needs the pin has been enqueued.
+  // Called when the work that needs the pin has been enqueued.
   void release();
   // TableGroup::growths() when the slots of the lookup were found.
   int64_t growths() const { return growths_; }
@@ -48,20 +48,20 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
  public:
   explicit GroupClock(at::Device device);
 
-  // A new pin. It holds nothing until a call that counts is given it. Throws where all are taken.
+  // A new pin. It holds nothing until a counted call takes it. Throws if all pins are in use.
   std::shared_ptr<Pin> pin();
-  // The pin of a number that is still held; throws ValueError for any other.
+  // The pin with this number. Throws ValueError if it is not in use.
   std::shared_ptr<Pin> find(int64_t number);
 
-  // Reads the device's clock, and waits for it.
+  // Reads the device's clock, and waits for the device.
   int64_t now();
-  // The earliest step whose rows may still change without being looked up again: that of the oldest
-  // lookup whose backward is to come, or else the one after the present. Lookups without a pin have
-  // none to come. Waits for the device.
+  // The earliest step whose rows may still change without another lookup: the step of the oldest
+  // lookup whose backward has not run, or else the next step. Lookups without a pin have no
+  // backward. Waits for the device.
   int64_t first_open_step();
-  // Throws where a backward is still to come: it would write to slots that others have then.
+  // Throws if a backward has not run: it would write to slots that other ids have by then.
   void set(int64_t now);
-  // At least this.
+  // Sets the clock to at least this step.
   void set_at_least(int64_t now);
   // From 0 to 2^32 - 1. Does not wait for the device.
   void set_epoch(int64_t epoch);
@@ -74,40 +74,40 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
     uint32_t generation = 0;
     std::weak_ptr<Pin> pin;  // expired or released: free
     bool held = false;
-    bool captured = false;  // a CUDA graph takes the pin at each replay: never free again
+    bool captured = false;  // a CUDA graph takes the pin in each replay: never free again
   };
 
   hash_table::Clock* data() const;
   void write(int64_t word, int64_t value);
   void write_now(int64_t now);
-  // The tick of the next call. What it releases is forgotten.
+  // The tick of the next call. Clears the list of released pins.
   hash_table::Tick next(const std::optional<int64_t>& pin, bool counts);
   bool captured(const Pin& pin);
-  // `noted`: the next call that counts tells the device.
+  // `noted`: the next counted call tells the device.
   void end(const Pin& pin, bool noted);
 
   const at::Device device_;
   const at::Tensor clock_;  // the bytes of a Clock
   mutable std::mutex mutex_;
   std::array<Place, hash_table::kMaxPins> places_;
-  uint64_t released_ = 0;  // places whose pins ended since the last call that counted
+  uint64_t released_ = 0;  // places whose pins ended since the last counted call
   std::array<uint32_t, hash_table::kMaxPins> released_generations_{};
-  int64_t counted_ = 0;  // the device's step, but for graphs that were replayed
+  int64_t counted_ = 0;  // the device's step, without replays of graphs
 };
 
-// One call that counts. Make it when nothing can fail any more but the call itself. On a CPU the
-// clock has been advanced then, and the visit sees it as it was then, whatever other threads do; on
-// a GPU the call's first kernel advances it.
+// One counted call. Construct it when nothing but the call itself can fail. On a CPU the clock has
+// then been advanced, and the visit keeps its value, whatever other threads do; on a GPU the call's
+// first kernel advances it.
 class CountedCall {
  public:
-  // counts: otherwise the call takes place in the present step, and only ends pins.
+  // counts: false if the call belongs to the present step and only ends pins.
   CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts = true);
 
   hash_table::Visit visit(const uint64_t* scores) const {
     return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
   }
-  // Where pins end, their rows are free to be replaced: the work that needed them comes first. Rows
-  // of other pins stay as they are, so their lookups and backwards need not wait for the call.
+  // Rows of pins that end are free to be replaced, so the work that needed them must come first.
+  // Rows of other pins stay in place, so their lookups and backwards need not wait for the call.
   Use use(bool inserts) const {
     return Use{Access::kWrite, inserts ? Access::kWrite : Access::kNone,
                tick_.released != 0 ? Access::kFollow : Access::kNone};

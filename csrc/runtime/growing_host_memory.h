@@ -1,4 +1,4 @@
-// The two kinds of growing memory that lie on the host; see growing_memory.h.
+// The two kinds of growing memory on the host; see growing_memory.h.
 #pragma once
 
 #include "runtime/growing_memory.h"
@@ -9,8 +9,8 @@
 
 namespace torchrec_hkv::runtime {
 
-// In huge pages where the system grants them: ids hit pages at random, and with small ones nearly
-// every access to a large table would first have to find its page.
+// Uses huge pages if the system grants them: ids access pages at random, and with small pages
+// nearly every access to a large table would miss the TLB.
 class GrowingHostMemory : public GrowingMemory {
  public:
   explicit GrowingHostMemory(int64_t most_bytes);
@@ -19,13 +19,13 @@ class GrowingHostMemory : public GrowingMemory {
 
  private:
   int64_t reserved_ = 0;
-  char* mapped_ = nullptr;  // data_, and what is before it up to a huge page's border
+  char* mapped_ = nullptr;  // data_, and the memory before it up to a huge page's border
   size_t mapped_bytes_ = 0;
 };
 
 #ifdef TORCHREC_HKV_CUDA
-// Registered with CUDA as one piece: copies must not run over the border of two registrations. So
-// it is registered anew when it grows, which costs as much again in all, since sizes double.
+// Registered with CUDA as one range, because copies must not cross the border of two registrations.
+// It is registered again when it grows; sizes double, so this costs as much again in total.
 class GrowingPinnedMemory : public GrowingMemory {
  public:
   GrowingPinnedMemory(int64_t most_bytes, c10::Device device);
@@ -37,8 +37,8 @@ class GrowingPinnedMemory : public GrowingMemory {
   const c10::Device gpu_;
 };
 
-// For destructors, which must not throw: waits for a device, does what is given and leaves the
-// current device as it was. Errors are passed over, since at exit CUDA may be gone.
+// For destructors, which must not throw: waits for a device, calls the function and restores the
+// current device. Errors are ignored, because CUDA may be gone at exit.
 template <typename Release>
 void after_device(c10::Device device, const Release& release) {
   int before = 0;
@@ -50,8 +50,8 @@ void after_device(c10::Device device, const Release& release) {
   cudaGetLastError();
 }
 
-// In growing_managed_memory.cpp: managed memory, or pinned where the GPU has no managed memory that
-// the host may touch while kernels run.
+// In growing_managed_memory.cpp: managed memory, or pinned memory if the host must not touch the
+// GPU's managed memory while kernels run.
 std::shared_ptr<GrowingMemory> make_growing_memory_for_gpu(int64_t most_bytes, c10::Device gpu);
 
 // In growing_device_memory.cpp.

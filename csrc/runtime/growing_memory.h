@@ -1,5 +1,5 @@
-// Memory that grows where it is: addresses are reserved for all there may be, and what backs them
-// comes as it is needed.
+// Memory that grows in place: addresses are reserved for the maximum, and memory backs them as
+// needed.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,7 +10,7 @@
 namespace torchrec_hkv::runtime {
 
 enum class Place {
-  kHost,    // pages come when they are first touched, as zeros
+  kHost,    // pages are zeroed when they are first touched
   kShared,  // host memory that a GPU reads and writes in place
   kDevice,  // a GPU's
 };
@@ -21,14 +21,14 @@ class GrowingMemory {
   GrowingMemory(const GrowingMemory&) = delete;
   GrowingMemory& operator=(const GrowingMemory&) = delete;
 
-  // Never changes. Null where `most_bytes` is 0.
+  // Constant. Null if `most_bytes` is 0.
   char* data() const { return data_; }
-  // What is backed: as much as was asked for, rounded up.
+  // Backed bytes: the requested number, rounded up.
   int64_t bytes() const { return bytes_; }
-  // Of tensors over it: the host where it is shared.
+  // Device of tensors over it; the host if it is shared.
   c10::Device device() const { return device_; }
-  // Backs the first `bytes`, at most what was reserved. Never gives back. Where it fails, nothing
-  // has changed. On a GPU nothing may be running that uses the memory.
+  // Backs the first `bytes`, at most the reserved number. Memory is never given back. On failure
+  // nothing has changed. On a GPU no running work may use the memory.
   virtual void grow(int64_t bytes) = 0;
 
  protected:
@@ -38,12 +38,12 @@ class GrowingMemory {
   int64_t bytes_ = 0;
 };
 
-// Reserves addresses for `most_bytes`; backs none of them. When it is destroyed nothing may be
-// running that uses it: on a GPU it waits for that.
+// Reserves addresses for `most_bytes` without backing them. No running work may use the memory when
+// it is destroyed; a GPU's waits for that.
 std::shared_ptr<GrowingMemory> make_growing_memory(Place place, int64_t most_bytes,
                                                    c10::Device device);
 
-// Makes whole pages of host memory of Place::kHost read as zeros again, without touching them.
+// Makes whole pages of Place::kHost read as zeros again, without touching them.
 void discard_host(char* data, int64_t bytes);
 
 }  // namespace torchrec_hkv::runtime

@@ -15,8 +15,8 @@ struct HostWords {
 };
 
 // The words of one group; none on a CPU. Their memory lives as long as the process: a kernel that
-// is still under way when the group ends may write those of a later one. Of a hint only speed
-// depends; who reads the other sees by its number that it is not meant.
+// is still running when the group ends may write the words of a later group. A hint affects only
+// speed; the reader of the other word compares its number.
 class GroupHostWords {
  public:
   explicit GroupHostWords(c10::Device device);
@@ -30,7 +30,7 @@ class GroupHostWords {
   hash_table::BadOffsets* bad_offsets() const {
     return words_ == nullptr ? nullptr : &words_->bad_offsets;
   }
-  // Other than those of all groups before; not 0.
+  // Differs from the numbers of all earlier groups; never 0.
   uint32_t number() const { return number_; }
 
  private:

@@ -1,4 +1,4 @@
-// Initial rows as Python asks for them.
+// Initial rows, as configured by Python.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace torchrec_hkv::runtime {
 
-// A normal needs at least this much probability between its bounds: with less, its quantiles would
-// be too few doubles to fill a float's range.
+// A normal distribution needs at least this probability between its bounds. Otherwise its quantiles
+// would be too few doubles to fill the range of a float.
 constexpr double kLeastMass = 1e-9;
 
 struct InitialConfig {
@@ -20,8 +20,8 @@ struct InitialConfig {
   double std;
 };
 
-// Throws ValueError for a config that makes no sense; its sentence starts with `where`.
-// seed: already mixed with the table's name.
+// Throws ValueError for an invalid config; the message starts with `where`. seed: already mixed
+// with the table's name.
 InitialRows make_initial_rows(const InitialConfig& config, uint64_t seed, const std::string& where);
 
 }  // namespace torchrec_hkv::runtime

@@ -1,4 +1,4 @@
-// Runs one of two calls, for the device a table is on. The calls may use `threads` and `stream`.
+// Runs one of two calls, by the device of a table. The calls may use `threads` and `stream`.
 #pragma once
 
 #include <ATen/Parallel.h>

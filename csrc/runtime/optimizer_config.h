@@ -1,4 +1,4 @@
-// An optimizer as Python asks for it.
+// An optimizer, as configured by Python.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace torchrec_hkv::runtime {
 
-// The fields of the dataclasses in torchrec_hkv/hash_table/optimizers.py, checked there.
+// The fields of the dataclasses in torchrec_hkv/hash_table/optimizers.py, which check them.
 struct OptimizerArguments {
   Optimizer kind = Optimizer::kNone;
   double eps = 0.0;

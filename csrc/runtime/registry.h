@@ -1,4 +1,4 @@
-// Living objects by number, for operators, whose schemas take numbers but no objects of ours.
+// Living objects by number, for operators: their schemas take numbers but not our objects.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace torchrec_hkv::runtime {
 
-// Objects of one class. A number is never used twice. Threads may call it at the same time.
+// Objects of one class. A number is never used again. Thread-safe.
 template <typename Object>
 class Registry {
  public:
-  // The class's own, which is never destroyed: objects may outlive static ones.
+  // The registry of the class. It is never destroyed, because objects may outlive static ones.
   static Registry& instance() {
     static auto* const only = new Registry;
     return *only;
@@ -23,13 +23,13 @@ class Registry {
     objects_[next_] = object;
     return next_++;
   }
-  // Null: none that lives has the number.
+  // Null if no living object has the number.
   std::shared_ptr<Object> find(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = objects_.find(number);
     return found == objects_.end() ? nullptr : found->second.lock();
   }
-  // To be called by the destructor of an object; 0, which no object has, removes none.
+  // Called by an object's destructor. 0 removes nothing.
   void remove(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     objects_.erase(number);

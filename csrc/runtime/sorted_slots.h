@@ -1,4 +1,4 @@
-// Slots in order, for what must be written as if by one thread.
+// Sorted slots, for writes that must match those of a single thread.
 #pragma once
 
 #include <tuple>
@@ -7,7 +7,7 @@
 
 namespace torchrec_hkv::runtime {
 
-// Slots in ascending order, and where they stood; equal ones keep their order.
+// Slots in ascending order, and their original positions; the sort is stable.
 struct SortedSlots {
   explicit SortedSlots(const at::Tensor& given) {
     std::tie(slots, positions) = at::sort(given, /*stable=*/true, /*dim=*/0, /*descending=*/false);

@@ -14,7 +14,7 @@ StreamOrder::Turn::Turn(StreamOrder& order, const Use& use, bool moves)
 #endif
 }
 
-// Throws like any other part of a call, but not while another exception is on its way.
+// Throws like any other part of a call, unless another exception is being thrown.
 StreamOrder::Turn::~Turn() noexcept(false) {
 #ifdef TORCHREC_HKV_CUDA
   if (std::uncaught_exceptions() == exceptions_) order_.end(use_, moves_);
@@ -53,7 +53,7 @@ StreamOrder::StreamOrder(c10::Device device) : device_(device) {
 
 StreamOrder::~StreamOrder() {
   if (!several_) return;
-  // Not checked: at exit the driver may be gone, and where the stream is being captured, its graph
+  // Not checked: the driver may be gone at exit, and the graph of a stream that is being captured
   // frees nothing.
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(first_, &status) != cudaSuccess ||
@@ -83,17 +83,17 @@ std::shared_ptr<StreamOrder::Event> StreamOrder::record(cudaStream_t stream) {
 void StreamOrder::begin(const Use& use, bool moves) {
   moving_ = false;
   const cudaStream_t stream = current_stream(device_);
-  if (!several_ && stream == first_) return;  // before asking the driver, which takes time
+  if (!several_ && stream == first_) return;  // before calling the driver, which takes time
   if (is_capturing(device_)) return;
   if (!several_) {
     several_ = true;
-    // All that was done on the first stream until now stands for a write of everything.
+    // All work on the first stream so far counts as a write of everything.
     const std::shared_ptr<Event> event = record(first_);
     for (Part& part : parts_) part.writes = {Mark{first_, event}};
   }
   for (size_t p = 0; p < parts_.size(); ++p) {
     const Access access = use.parts()[p];
-    // A call that moves rows waits for the moves before it when it comes to its own.
+    // A call that moves rows waits for earlier moves when it reaches its own.
     const bool later = moves && p == kRowsPart;
     if (access != Access::kNone) wait(parts_[p].writes, later);
     if (access == Access::kWrite || access == Access::kFollow) wait(parts_[p].reads);

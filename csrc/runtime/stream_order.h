@@ -1,10 +1,9 @@
-// The order of a group's calls in several threads (call_lock.h) and on several CUDA streams. On
-// streams what must not run together is ordered by events, and the host does not wait for the
-// device. Readers run together, writers alone. While a group has seen one stream only, nothing is
-// recorded.
+// Orders a group's calls in several threads (call_lock.h) and on several CUDA streams. Events order
+// conflicting calls on streams, and the host does not wait for the device. Readers run together; a
+// writer runs alone. While a group has seen only one stream, nothing is recorded.
 //
-// Calls that are captured in a CUDA graph are not ordered with those outside: whoever replays the
-// graph orders the replay (docs/concepts/ordering.md).
+// Calls that are captured in a CUDA graph are not ordered with calls outside: the caller orders the
+// replay (docs/concepts/ordering.md).
 #pragma once
 
 #include <c10/core/Device.h>
@@ -26,16 +25,16 @@ namespace torchrec_hkv::runtime {
 
 class StreamOrder {
  public:
-  // The group's memory belongs to the stream that is current now, as PyTorch's allocator has it.
+  // The group's memory belongs to the current stream, as in PyTorch's allocator.
   explicit StreamOrder(c10::Device device);
-  // Whatever the stream of construction does from now on comes after all calls.
+  // Makes later work of the construction's stream wait for all calls.
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
 
-  // Waits for calls of other threads that conflict with `use`, makes the current stream wait for
-  // what conflicts with it, and calls enqueue(), which launches on that stream. On a GPU threads
-  // take turns, so that the launches of one call stay together. Not to be nested.
+  // Waits for conflicting calls of other threads, makes the current stream wait for conflicting
+  // work, and calls enqueue(), which launches on that stream. On a GPU threads take turns, so that
+  // the launches of one call stay together. Must not be nested.
   template <typename Enqueue>
   auto run(const Use& use, Enqueue&& enqueue) {
     const CallLock::Call call(calls_, use);
@@ -45,9 +44,9 @@ class StreamOrder {
     const Turn turn(*this, use);
     return enqueue();
   }
-  // The same for a call that writes the index first and at last moves rows: enqueue(moves_begin)
-  // calls moves_begin() in between. So the next such call, on another stream, may do what comes
-  // before its moves while this one's rows move.
+  // The same for a call that first writes the index and at the end moves rows: enqueue(moves_begin)
+  // calls moves_begin() in between. So the next such call on another stream can run up to its own
+  // moves while this call's rows move.
   template <typename Enqueue>
   auto run_and_move(const Use& use, Enqueue&& enqueue) {
     const CallLock::Call call(calls_, use);
@@ -59,12 +58,12 @@ class StreamOrder {
     return enqueue(moves_begin);
   }
 
-  // Over several calls of this thread; see CallLock.
+  // Holds the group over several calls of this thread; see CallLock.
   void hold(Hold kind) { calls_.hold(kind); }
   void release(Hold kind) { calls_.release(kind); }
 
  private:
-  // Between its construction and its end a call enqueues its work.
+  // A call enqueues its work between construction and destruction.
   class Turn {
    public:
     Turn(StreamOrder& order, const Use& use, bool moves = false);
@@ -101,9 +100,9 @@ class StreamOrder {
 
   cudaStream_t first_ = nullptr;
   bool several_ = false;  // streams have been seen
-  bool moving_ = false;   // the present call's index is written, and marked
+  bool moving_ = false;   // the present call has written and marked its index
   std::array<Part, 3> parts_;
-  std::vector<std::shared_ptr<Event>> events_;  // used again once no mark refers to them
+  std::vector<std::shared_ptr<Event>> events_;  // reused once no mark refers to them
 #endif
 };
 

@@ -1,4 +1,4 @@
-// The tables of a group with their memory: what kernels see as TableView, as a Python object.
+// The tables of a group with their memory: TableViews for kernels, an object for Python.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@
 
 namespace torchrec_hkv::runtime {
 
-// What tables may take, in bytes, and what there is at all.
+// Bytes that tables may take, and bytes that exist.
 struct AvailableMemory {
   int64_t hbm_free;
   int64_t hbm_total;
@@ -29,8 +29,8 @@ struct AvailableMemory {
   int64_t host_total;
 };
 
-// One table's arrays, for export and load; first dimension the slots of the full capacity, but for
-// the last.
+// The arrays of a table, for export and load. Their first dimension is the number of slots at the
+// full capacity, except for the last array.
 struct TableState {
   at::Tensor occupied;        // bool
   at::Tensor ids;             // int64
@@ -43,9 +43,9 @@ struct TableState {
 
 class TableGroup {
  public:
-  // Makes empty tables. feature_tables: the table of each feature, in the order of the output.
-  // state_dim: fp32 values of state a row keeps; by default what the optimizer needs. Throws
-  // ValueError, before anything is allocated, where the tables need more than is available.
+  // Creates empty tables. feature_tables: the table of each feature, in output order. state_dim:
+  // fp32 state values of a row; the optimizer's by default. Throws ValueError before it allocates
+  // anything if the tables need more memory than is available.
   static std::shared_ptr<TableGroup> make(std::vector<TableConfig> configs,
                                           std::vector<int64_t> feature_tables,
                                           OptimizerConfig optimizer,
@@ -55,8 +55,8 @@ class TableGroup {
   TableGroup(const TableGroup&) = delete;
   TableGroup& operator=(const TableGroup&) = delete;
 
-  // Ops name a group by a number, since the dispatcher takes no other objects. Throws ValueError
-  // for a number that no living group has.
+  // Ops name a group by a number, because the dispatcher takes no other objects. Throws ValueError
+  // if no living group has the number.
   static std::shared_ptr<TableGroup> from_handle(int64_t handle);
   int64_t handle() const { return handle_; }
 
@@ -67,34 +67,34 @@ class TableGroup {
   int64_t total_dim() const { return total_dim_; }
   int64_t feature_table(int64_t feature) const { return feature_table_list_.at(feature); }
   int64_t feature_dim(int64_t feature) const { return configs_[feature_table(feature)].dim; }
-  // Of all tables at their full capacities. Slot numbers are below this.
+  // Slots of all tables at their full capacities. Slot numbers are below this.
   int64_t num_slots() const { return num_slots_; }
   const hash_table::GroupShape& shape() const { return shape_; }
-  // What the device says of updates; null on a CPU.
+  // The device's hint for updates; null on a CPU.
   hash_table::UpdateHint* update_hint() const { return host_words_.update_hint(); }
-  // Has the kernels of a batch say here if they can't follow its offsets. On a CPU nothing.
+  // Makes the kernels of a batch report bad offsets here. No effect on a CPU.
   void watch_offsets(hash_table::Batch* batch) const;
-  // Throws ValueError if a GPU has said so since this was last called. Does not wait for it.
+  // Throws ValueError if a GPU has reported bad offsets since the last call. Does not wait.
   void check_bad_offsets() const;
-  // Whether one of the tables has rows in host memory and frames for them, or will have.
+  // Whether a table has, or will have, rows in host memory and frames for them.
   bool has_frames() const { return moving_rows_.any(); }
   const hash_table::MovingRows& moving_rows() const { return moving_rows_; }
-  // Whether one of the tables remembers what it evicts.
+  // Whether a table remembers the ids that it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
-  // Whether one gives counts back to ids that return.
+  // Whether a table restores the counts of ids that come back.
   bool restores_counts() const { return restores_counts_; }
-  // Whether a call's result is to follow from the calls alone: one of the tables wants it, or
-  // torch.use_deterministic_algorithms does, when the call is made.
+  // Whether results depend on the calls only: a table is deterministic, or
+  // torch.use_deterministic_algorithms is on during the call.
   bool deterministic() const;
-  // Whether one of the tables needs a score with every id; whether one takes any.
+  // Whether a table needs a score for every id; whether a table takes scores at all.
   bool needs_scores() const { return needs_scores_; }
   bool takes_scores() const;
-  // Whether one takes scores as they are given.
+  // Whether a table stores given scores unchanged.
   bool has_customized() const;
   const at::Tensor& counters() const { return counters_; }
-  // What a new id's row is initialised to, in all tables.
+  // How all tables initialise the row of a new id.
   hash_table::NewRows initial_rows() const { return initial_rows_; }
-  // Updates of each table so far, int64 [tables], on the device.
+  // Number of updates of each table, int64 [tables], on the device.
   const at::Tensor& optimizer_steps() const { return optimizer_steps_; }
   const GroupAdmission& admission() const { return *admission_; }
   const hash_table::Aging& aging() const { return aging_; }
@@ -104,34 +104,34 @@ class TableGroup {
   // hash_table::MiniatureTally of each table, int64 [tables, 14], and their entries, on the device.
   const at::Tensor& miniature_tally() const { return miniature_tally_; }
   const std::vector<at::Tensor>& miniature_entries() const { return miniature_entries_; }
-  // Whether one of the tables has miniatures.
+  // Whether a table has miniatures.
   bool simulates() const { return simulates_; }
-  // AgedLfu::c of a table under kAgedLfu, from the next call on. Does not wait for the device.
+  // Sets AgedLfu::c of a table under kAgedLfu from the next call on. Does not wait for the device.
   void set_aging(int64_t table, double c);
-  // Forgets what a table has measured for its half-life but for so many lookups in so many steps.
-  // c: where the table chooses its own, the first; -1: as it was made.
+  // Resets what a table has measured for its half-life to this many lookups in this many steps. c:
+  // the first value, if the table chooses its own; -1: as configured.
   void restart_aging(int64_t table, double lookups = 0, double steps = 0, double c = -1);
   // GroupClock::set.
   void set_clock(int64_t now);
 
   // On the group's device.
   const hash_table::TableView* views() const;
-  // In host memory, its pointers on the group's device.
+  // In host memory, with pointers to the group's device.
   const hash_table::TableView& view(int64_t table) const;
-  // The same, where the group has one table and one feature; otherwise null. For calls that are not
+  // The same if the group has one table and one feature; otherwise null. For calls that are not
   // captured in a CUDA graph while the table may grow: those that insert.
   const hash_table::TableView* only_view_now() const {
     return num_tables() == 1 && num_features() == 1 ? &host_views_[0] : nullptr;
   }
-  // The same for other calls: null too while the table may grow, since a graph would keep the view
-  // that it was captured with.
+  // The same for other calls: also null while the table may grow, because a graph would keep the
+  // captured view.
   const hash_table::TableView* only_view() const { return growing_ ? nullptr : only_view_now(); }
   at::ScalarType row_dtype(int64_t table) const;
-  // The view of a group's only table, in host memory; null where there are several.
+  // The view of a group's only table, in host memory; null for several tables.
   const hash_table::TableView* only_table() const {
     return num_tables() == 1 ? &host_views_[0] : nullptr;
   }
-  // Of rows that calls are given and give back, of any of the tables (hash_table/row_matrix.h).
+  // Shape of row matrices of calls, for any of the tables (hash_table/row_matrix.h).
   RowType matrix_type() const;
   at::ScalarType matrix_dtype() const;
   int32_t widest_state() const;
@@ -140,32 +140,31 @@ class TableGroup {
 
   // Counts the calls that touch rows, and holds their pins.
   GroupClock& clock() const { return *clock_; }
-  // Orders calls on several streams. Callers of what touches the tables' memory take their turn.
+  // Orders calls on several streams. Callers that touch the tables' memory take their turn.
   StreamOrder& order() const { return *order_; }
-  // Whether a table has not its full capacity.
+  // Whether a table has not reached its full capacity.
   bool growing() const { return growing_; }
 
   TableState export_table(int64_t table) const;
   void load_table(int64_t table, const TableState& state);
   void clear_table(int64_t table);
-  // Where a table's rows are in host memory, those of the highest rank come into frames that are
-  // free, as they are after it was loaded.
+  // Brings the rows of the highest rank into free frames, if a table's rows are in host memory.
+  // Called after a load.
   void fill_frames(int64_t table);
-  // By slot, of the slots that there are at present.
+  // By slot, for the present slots.
   at::Tensor occupied(int64_t table) const;    // bool
   at::Tensor scores(int64_t table) const;      // int64
   at::Tensor last_steps(int64_t table) const;  // int64
-  at::Tensor ids(int64_t table) const;         // int64; of free slots they mean nothing
-  // (ids, last steps as int32) of slots, counted from the table's first; no slots: of all.
+  at::Tensor ids(int64_t table) const;         // int64; without meaning for free slots
+  // (ids, last steps as int32) of slots counted from the table's first; all slots by default.
   std::pair<at::Tensor, at::Tensor> ids_and_steps(int64_t table,
                                                   const std::optional<at::Tensor>& slots) const;
-  // (ids, whether there is an entry) of slots that are numbered through the group; int64 and bool.
+  // (ids, whether there is an entry) of slots numbered through the group; int64 and bool.
   std::pair<at::Tensor, at::Tensor> entries_at(const at::Tensor& slots) const;
   // Copies of a table's counts of ids that are not admitted (admission.h), uint8.
   at::Tensor counts(int64_t table) const;
   void load_counts(int64_t table, const at::Tensor& counts);
-  // Copies of what a table remembers of evicted ids (evicted_memory.h), int16: marks, and behind
-  // them counts.
+  // Copies of a table's memory of evicted ids (evicted_memory.h), int16: marks, then counts.
   at::Tensor evicted_marks(int64_t table) const;
   void load_evicted_marks(int64_t table, const at::Tensor& marks);
   // Occupied slots of each table, int64 [tables], on the device.
@@ -173,27 +172,26 @@ class TableGroup {
   int64_t hbm_bytes(int64_t table) const;
   int64_t host_bytes(int64_t table) const;
 
-  // Growth, in table_growth.cpp. A table that has not its full capacity doubles before its entries
-  // take more than 7/8 of its slots. Then its slots are others than before; nothing else changes.
-  // Waits for the device where a table grows or may have to, and throws where a CUDA graph is being
-  // captured.
+  // Growth, in table_growth.cpp. A table below its full capacity doubles before its entries take
+  // more than 7/8 of its slots. Its slots then change; nothing else does. Waits for the device if a
+  // table grows or may have to, and throws during the capture of a CUDA graph.
 
-  // Before the ids of a batch are inserted, and before their call's turn. first_bags: number of
-  // each feature's first bag, and that of all bags; where there are no offsets nothing.
+  // Called before the ids of a batch are inserted, and before their call's turn. first_bags: number
+  // of each feature's first bag, then the number of all bags; ignored without offsets.
   void make_room(const hash_table::Batch& batch, const at::Tensor& ids,
                  const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags);
-  // Before n entries are put into a table that has room for them, and before their call's turn.
+  // Called before n entries are put into a table that has room, and before their call's turn.
   void expect_entries(int64_t table, int64_t n);
-  // Grows a table now, so that it takes so many rows without growing. In the turn of a call that
-  // writes everything, as the next.
+  // Grows a table now, so that it takes this many rows without growing. Called in the turn of a
+  // call that writes everything, like the next function.
   void reserve(int64_t table, int64_t rows);
-  // The same, to the geometry of a file, if the table can have it.
+  // Grows a table to the geometry of a file, if it can have it.
   bool reserve_buckets(int64_t table, int64_t num_buckets, int64_t bucket_slots);
   int64_t present_slots(int64_t table) const;
   int64_t full_slots(int64_t table) const;
-  // How often slots have changed by growth: slots that were found at another number are stale.
+  // Number of times that growth has changed slots. Slots found at another value are stale.
   int64_t growths() const { return growths_; }
-  // A new pin, whose slots are those of now until a lookup finds them.
+  // A new pin. Its slots are the present ones until a lookup finds them.
   std::shared_ptr<Pin> pin() const;
 
  private:
@@ -206,12 +204,12 @@ class TableGroup {
   TableLayout layout(const TableConfig& config) const;
   void check_memory(const AvailableMemory& available) const;
   hash_table::TableView make_view(int64_t table) const;
-  // Rows or states of the slots that there are, wherever they are; [slots, width].
+  // Rows or states of the present slots, in any memory; [slots, width].
   at::Tensor present_vectors(int64_t table, bool states) const;
-  // On a GPU, once the digests are those of the slots with these ids.
+  // On a GPU, once the digests match the slots with these ids.
   void load_entries(int64_t table, const at::Tensor& ids, const at::Tensor& last_steps);
-  // Before a table grows to so many buckets: where it then has its rows in host memory they go
-  // there, and its view has no frames. Returns whether that is so.
+  // Called before a table grows to this many buckets. If its rows are then in host memory, they are
+  // moved there, and its view has no frames. Returns whether that is so.
   bool bring_home(int64_t table, int64_t num_buckets);
   hash_table::TableView view_at_home(int64_t table) const;
   void upload_views();
@@ -222,15 +220,15 @@ class TableGroup {
   std::vector<int64_t> count_new(const hash_table::Batch& batch, const at::Tensor& ids,
                                  const std::optional<at::Tensor>& offsets,
                                  at::IntArrayRef first_bags) const;
-  // The tables that may get too full by n more ids, for all that the host knows.
+  // The tables that n more ids may overfill, as far as the host knows.
   std::vector<int64_t> expect_ids(int64_t n);
   void look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
                      const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags,
                      const std::vector<int64_t>& tables);
   void grow(int64_t table, int64_t num_buckets);
-  // The fewest buckets in which all of a state's ids stand where they are found, or all.
+  // The fewest buckets in which all ids of a state are found at their places, or all buckets.
   int64_t loaded_buckets(int64_t table, const at::Tensor& ids, const at::Tensor& occupied) const;
-  // Gives a table that is going to be overwritten so many buckets, be they fewer than it has.
+  // Gives a table that will be overwritten this many buckets, even fewer than it has.
   void begin_load(int64_t table, int64_t num_buckets);
 
   std::vector<TableConfig> configs_;
@@ -268,22 +266,22 @@ class TableGroup {
   at::Tensor feature_columns_;                 // int32, on the device
   int64_t handle_ = 0;
 
-  // What the host knows of a table that grows. Changed in turns of order().
+  // The host's knowledge of a growing table. Changed in turns of order().
   struct Growth {
-    int64_t most_entries = 0;  // it has no more
-    int64_t looks = 0;         // calls in a row that had to look
+    int64_t most_entries = 0;  // upper bound of its entries
+    int64_t looks = 0;         // consecutive calls that read its size
   };
   std::vector<Growth> growth_;
-  std::atomic<bool> growing_ = false;  // whether a table has not its full capacity
+  std::atomic<bool> growing_ = false;  // whether a table is below its full capacity
   std::atomic<int64_t> growths_ = 0;
 
   std::shared_ptr<GroupClock> clock_;
   std::unique_ptr<StreamOrder> order_;  // last: its end comes before the memory's
 };
 
-// Holds a group that may still grow alone, from the call that makes room for ids to the one that
-// inserts them: another thread's ids, for which there is room but which are not there yet, would be
-// forgotten by who looks how full the tables are.
+// Holds a growing group alone, from the call that makes room for ids to the call that inserts them.
+// Otherwise a thread that reads the size of the tables would miss the ids of another thread that
+// has made room but not inserted yet.
 class HoldToGrow {
  public:
   explicit HoldToGrow(const TableGroup& group)

@@ -1,4 +1,4 @@
-// When tables of a group grow, and how: see TableGroup. csrc/hash_table/grow.h has the kernels.
+// When and how tables of a group grow; see TableGroup. csrc/hash_table/grow.h has the kernels.
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -18,11 +18,11 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// Calls in a row that may look at a table, and so wait for the device. Then it grows until they
-// need not: a table of constant size must not wait in every step.
+// Consecutive calls that may read a table's size, and so wait for the device. After that the table
+// grows until they need not: a table of constant size must not wait in every step.
 constexpr int64_t kMostLooks = 16;
 
-// Whether a table with so many entries has too few slots, if it can have more. Nothing is evicted
+// Whether a table with this many entries has too few slots, if it can have more. Nothing is evicted
 // before a table is 95 % full.
 bool too_few(int64_t slots, int64_t entries) { return entries > slots - slots / 8; }
 
@@ -48,7 +48,7 @@ void TableGroup::make_room(const hash_table::Batch& batch, const at::Tensor& ids
   if (!growing_ || batch.num_ids == 0 || batch.num_bags == 0) return;
   const c10::OptionalDeviceGuard guard(device_);
   for (int64_t t = 0; t < num_tables(); ++t) {
-    // A graph inserts unseen by the host when it is replayed.
+    // A replayed graph inserts without the host's knowledge.
     TORCH_CHECK(!memory_[t].grows() || !is_capturing(device_), "table '", configs_[t].name,
                 "' has ", memory_[t].num_slots(), " of its ", memory_[t].full_slots(),
                 " slots and can't grow in a CUDA graph: reserve its whole capacity before "
@@ -100,7 +100,7 @@ std::vector<int64_t> TableGroup::count_new(const hash_table::Batch& batch, const
   HKV_ON_DEVICE(device_, hash_table::cpu::find(views(), batch, out, threads),
                 hash_table::cuda::find(views(), only_view_now(), batch, out, stream));
   const at::Tensor missing = slots.lt(0);
-  // Where the ids of each feature begin.
+  // First id of each feature.
   const at::Tensor starts = offsets
                                 ? offsets->cpu().index_select(0, at::tensor(first_bags, at::kLong))
                                 : at::tensor({int64_t{0}, batch.num_ids}, at::kLong);
@@ -217,7 +217,7 @@ bool TableGroup::bring_home([[maybe_unused]] int64_t table, [[maybe_unused]] int
       copy(memory.states, memory.states_host, memory.num_slots() * view.states.bytes());
     }
   }
-  // Whatever a backward that is still to come has found, it may have to write at home.
+  // A pending backward may have to write any slot's home.
   memory.empty_frames(clock_->now());
   host_views_[table] = view_at_home(table);
   return true;

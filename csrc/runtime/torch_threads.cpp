@@ -11,9 +11,9 @@
 namespace torchrec_hkv::runtime {
 namespace {
 
-// at::parallel_for would be compiled into this library, and work on threads of an OpenMP of its
-// own. A loop over a tensor runs in torch's library, on torch's threads: here one over as many
-// elements as there are to be threads, none of which is read or written.
+// at::parallel_for would be compiled into this library and use its own OpenMP threads. A loop over
+// a tensor runs in torch's library, on torch's threads. Here the tensor has one element for each
+// thread; none is read or written.
 void run_on_torch_threads(int threads, const std::function<void()>& work) {
   constexpr int64_t kMost = 4096;
   static char elements[kMost];

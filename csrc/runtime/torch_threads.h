@@ -1,9 +1,9 @@
-// The CPU kernels on torch's threads.
+// Runs the CPU kernels on torch's threads.
 #pragma once
 
 namespace torchrec_hkv::runtime {
 
-// To be called once, when the extension is loaded.
+// Called once, when the extension is loaded.
 void use_torch_threads();
 
 }  // namespace torchrec_hkv::runtime
