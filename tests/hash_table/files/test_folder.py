@@ -48,7 +48,9 @@ def test_a_damaged_save_is_replaced(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds 'notes\.txt', which is not of a saved table"):
+    with pytest.raises(
+        ValueError, match=r"holds 'notes\.txt', which does not belong to a saved table"
+    ):
         filled("cpu").save(tmp_path)
     assert os.listdir(tmp_path) == ["notes.txt"]
 

@@ -115,7 +115,9 @@ def test_rows_by_feature(group):
     with pytest.raises(ValueError, match=r"rows\[1\] must have 4 columns, those of table 'b'"):
         group.join_rows([rows[0], rows[1][:, :3]])
     offsets = torch.tensor([0, 2, 5], device=group.device)
-    with pytest.raises(ValueError, match="must end with the number of rows, 6, but there are 3 that end with"):
+    with pytest.raises(
+        ValueError, match="must end with the number of rows, 6, but there are 3 that end with"
+    ):
         group.split_rows(group.join_rows(rows), offsets, 1)
 
 
