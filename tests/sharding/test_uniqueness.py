@@ -81,7 +81,9 @@ def test_unique_tables_are_not_searched_for_repeats():
 
 def _refused(rank, world_size, device, arguments, t):
     model = _shard(world_size, device, arguments)
-    with pytest.raises(ValueError, match="Table 't' was said to have no id twice") as refusal:
+    with pytest.raises(
+        ValueError, match="Table 't' was declared to have no repeated id"
+    ) as refusal:
         model(_features(t, [1, 1], device))
     return str(refusal.value)
 
@@ -130,7 +132,7 @@ def _impossible(rank, world_size, device, arguments, kernels):
     [
         ({"unique": ["z"], "check_unique": True}, "unique names ['z'], but the collection has"),
         ({"shard_unique": ["s"]}, "has tables on backends ['t']"),
-        ({"unique": True}, "has an effect with use_index_dedup or check_unique only"),
+        ({"unique": True}, "only has an effect with use_index_dedup or check_unique"),
     ],
 )
 def test_refused(run_ranks, arguments, message):
