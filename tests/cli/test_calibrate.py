@@ -68,7 +68,7 @@ def test_the_default_place(toy_cases, tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--kernel", "hkw"], "'hkw' can't be calibrated: allowed are"),
-        (["--kernel", "toy"], "'toy' says of no table"),
+        (["--kernel", "toy"], "'toy' has no calibration cases"),
         (["--threads", "0"], "--threads is '0', but must be a whole number"),
     ],
 )
