@@ -161,7 +161,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         return self._sharder_map[option.module_type_key].fused_params
 
     def _with_backends(self, sharding_options: list[ShardingOption]) -> list[ShardingOption]:
-        """Assigns a backend to each option with the customized kernel, in the order of the options."""
+        """Assigns a backend to each option with the customized kernel, in order."""
         waiting: dict[tuple[str, str, str], list[Candidate]] = {}
         named: list[ShardingOption] = []
         for option in sharding_options:

@@ -58,7 +58,7 @@ class BackendShardingOption(ShardingOption):
         return hash((super().__hash__(), self.label, self.backend_options))
 
     def storage_hash(self) -> int:
-        """TorchRec's hash, by which saved plans identify options, made different for each backend."""
+        """TorchRec's hash, which identifies options in saved plans, made unique by backend."""
         told = registry.get(self.backend).describe(self.backend_options)
         return super().storage_hash() ^ zlib.crc32(f"{self.label} {told}".encode())
 

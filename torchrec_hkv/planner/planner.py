@@ -283,7 +283,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     def _explained(
         self, error: PlannerError, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> PlannerError:
-        """An error that names tables and missing bytes, if memory is the reason; else TorchRec's."""
+        """An error that names tables and missing bytes if memory is the reason, else TorchRec's."""
         room = self._storage_reservation.last_reserved_topology
         kinds = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
         if error.error_type not in kinds or room is None:

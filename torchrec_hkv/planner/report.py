@@ -234,7 +234,7 @@ def _exchanges(reports: Sequence[TableReport]) -> list[Exchange]:
 
 
 def _joined(values: Sequence[str]) -> str:
-    """Joins values: equal ones as one with a count; others one by one, shortened from the fifth on."""
+    """Joins values: equal ones as one with a count, others one by one, at most four of them."""
     if len(values) > 1 and len(set(values)) == 1:
         return f"{values[0]} x{len(values)}"
     if len(values) > 4:

@@ -80,7 +80,7 @@ class Search:
         return whole - min(level.hbm + level.host for level in levels.lossy)
 
     def _best_of(self, chosen: set[Table], best: _Best | None) -> _Best | None:
-        """The better of the known answer and the best levels if only the chosen tables have loss."""
+        """The better of the known answer and the best one in which only ``chosen`` have loss."""
         names = list(self._tables)
         fixed = {t: levels.whole for t, levels in self._tables.items() if t not in chosen}
         # The table with the most levels comes last: its level is found by bisection.
