@@ -87,7 +87,7 @@ def test_refused(constraint, message):
 
 
 def test_an_enumerator_of_the_users_is_refused():
-    with pytest.raises(ValueError, match="doesn't know backends: leave it None"):
+    with pytest.raises(ValueError, match="does not know backends: leave it None"):
         EmbeddingShardingPlanner(topology=topology(2, CPU), enumerator=object())
 
 

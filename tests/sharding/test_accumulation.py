@@ -56,7 +56,7 @@ def _refused(rank, world_size, device):
     ):
         pass
     with (
-        pytest.raises(ValueError, match="no tables on backends: there is nothing to accumulate"),
+        pytest.raises(ValueError, match="no tables on backends, so there is nothing to accumulate"),
         accumulate_gradients(torch.nn.Linear(2, 2)),
     ):
         pass

@@ -66,6 +66,6 @@ def test_a_file_is_refused(tmp_path):
 def test_a_link_to_nothing_is_refused(tmp_path):
     path = tmp_path / "t"
     path.symlink_to("unmounted/t")
-    with pytest.raises(ValueError, match="is a link to 'unmounted/t', where there is nothing"):
+    with pytest.raises(ValueError, match="is a link to 'unmounted/t', which does not exist"):
         filled("cpu").save(path)
     assert os.listdir(tmp_path) == ["t"]
