@@ -35,7 +35,7 @@ SENTENCES = {
     "--gpus is 5000, but must be at most 4096.": [*TABLE, "--gpus", "5000"],
     "Argument --optimizer: invalid choice: 'lion'": [*TABLE, "--optimizer", "lion"],
     "which is neither a registered backend": [*TABLE, "--backend", "magic"],
-    "--hbm-per-table is of backend 'hkv', not 'fused'.": [
+    "--hbm-per-table needs backend 'hkv', but --backend is 'fused': leave one out.": [
         *TABLE,
         *("--backend", "fused", "--hbm-per-table", "1GiB"),
     ],

@@ -21,7 +21,7 @@ def test_refused(device_type, accumulated, linear):
         out = lookup(group, bags, weights)
         loss = out.sum() if linear else out.square().sum()
         (first,) = torch.autograd.grad(loss, weights, create_graph=True)
-    with pytest.raises(RuntimeError, match="hash table lookup's weights can't be diff"):
+    with pytest.raises(RuntimeError, match="weights of a hash table's lookup can't be diff"):
         first.square().sum().backward()
 
 

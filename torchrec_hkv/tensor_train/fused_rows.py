@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: Error message for a second derivative of weights.
 WEIGHTS_MESSAGE = (
-    "The gradient of a Tensor-Train lookup's weights can't be differentiated again, because a "
-    "fused optimizer updates the cores: give the table no fused optimizer (sparse=False)."
+    "The gradient of the weights of a Tensor-Train lookup can't be differentiated, since a fused "
+    "optimizer trains the cores: give the table no fused optimizer (sparse=False)."
 )
 #: Optimizers that the fused update of hot rows supports.
 HOT_ROW_OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam)

@@ -43,4 +43,4 @@ def test_another_version(tmp_path, version):
 
 def test_other_json(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": "something else"}')
-    assert_refused(lambda t: t.load(tmp_path), filled("cpu"), "not of a hash table")
+    assert_refused(lambda t: t.load(tmp_path), filled("cpu"), "not a file of a hash table")

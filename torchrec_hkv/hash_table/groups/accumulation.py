@@ -159,7 +159,7 @@ class _HeldLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable(
-        "The gradient of a hash table lookup's weights can't be differentiated again, because the "
+        "The gradient of the weights of a hash table's lookup can't be differentiated, since the "
         "table's rows have no gradients."
     )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
