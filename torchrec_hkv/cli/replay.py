@@ -4,11 +4,12 @@
         --rows 100k,300k,1M --eviction lru,lfu --target 0.9
     zcat ids.gz | torchrec-hkv replay - --rows 10M --sample 1% --plot curve.svg --out replay.json
 
-Replays the log in real hash tables on the CPU, one for each policy and number of rows, with one call
-for each step. --sample replays all lookups of a share of the ids, in proportionally smaller tables.
-LOG is one file, or several in order of time, in Parquet, CSV, .npy, .npz or Criteo's format, or - for
-the standard input. torchrec_hkv.replay.ReplayedLog reads the file of --out: frequencies for the
-planner, curves, and rows of the tables under a budget. Exit code 1: a target can't be reached.
+Replays the log in real hash tables on the CPU, one for each policy and number of rows, with one
+call for each step. --sample replays all lookups of a share of the ids, in proportionally smaller
+tables. LOG is one file, or several in order of time, in Parquet, CSV, .npy, .npz or Criteo's
+format, or - for the standard input. torchrec_hkv.replay.ReplayedLog reads the file of --out:
+frequencies for the planner, curves, and rows of the tables under a budget. Exit code 1: a target
+can't be reached.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """What was asked for: a hit rate, and rows under a budget."""
+    """The requested hit rate, and the rows under the requested budget."""
 
     target: float | None
     capacities: dict[str, Capacity] | None
@@ -175,7 +176,7 @@ def _check_out(path: Path | None) -> None:
 
 
 class _Progress:
-    """A line with the samples so far, on a terminal."""
+    """A line on a terminal with the number of samples so far."""
 
     def __init__(self, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -192,7 +193,7 @@ class _Progress:
 
 
 def _content(log: ReplayedLog, answers: _Answers) -> dict[str, Any]:
-    """What is written, and besides what follows from it."""
+    """The content to write, with values derived from it."""
     content = log.content()
     for name, fields in content["tables"].items():
         table = log.tables[name]
