@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchrec_hkv.backends.constants import Constants, Sample, fit_constants
+from torchrec_hkv.backends.constants import Constants, TimedStep, fit_constants
 from torchrec_hkv.backends.specs import BackendOptions, OptimizerSpec, TableShard
 from torchrec_hkv.backends.workload import IdFrequencies, StepTime, Work, Workload
 
@@ -184,14 +184,14 @@ def calibrated(
         device: device of the tables.
         progress: called with a line of text before each table is timed.
     """
-    samples: list[Sample] = []
+    samples: list[TimedStep] = []
     for case in cases:
         progress(f"{backend.name}: {case.rows:,} rows of {case.dim}, {case.optimizer.name}")
         samples += _samples(backend, case, device)
     return fit_constants(samples) if samples else None
 
 
-def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> list[Sample]:
+def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> list[TimedStep]:
     shards = [
         TableShard(
             name=f"calibration_{number}",
@@ -223,7 +223,7 @@ def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> l
         if case.rows > case.capacity:
             load = dataclasses.replace(load, frequencies=IdFrequencies(((case.rows, 1.0),)))
         work: Work = backend.work(shards[0], case.optimizer, load, device.type)
-        samples.append(Sample(work.times(case.tables), time_taken, case.size))
+        samples.append(TimedStep(work.times(case.tables), time_taken, case.size))
     return samples
 
 

@@ -18,7 +18,7 @@ FIXED = "fixed"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class TimedStep:
     """A timed step.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Constants(Items):
 CONSTANTS = _Constants()
 
 
-def fit_constants(samples: Sequence[Sample]) -> Constants:
+def fit_constants(samples: Sequence[TimedStep]) -> Constants:
     """Fits non-negative constants by least squares of the relative errors.
 
     Args:

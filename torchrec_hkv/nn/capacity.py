@@ -59,7 +59,7 @@ class HbmLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class TableShape:
     """Several tables of equal shape.
 
     Attributes:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import TableGroup
-from torchrec_hkv.hash_table.groups.accumulation import Round, slots_at_present
+from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, slots_at_present
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    round: Round
+    round: PendingGradient
     sizes: tuple[int, ...]  # ids of each table
     task: int | None  # id of the autograd graph task; None for a sum of several
 
@@ -51,12 +51,12 @@ class GradientBuffer:
         """Bytes of the stored gradients."""
         return sum(held.bytes for held in self._held)
 
-    def add(self, backward: Round, sizes: tuple[int, ...], task: int) -> None:
+    def add(self, backward: PendingGradient, sizes: tuple[int, ...], task: int) -> None:
         """Stores a gradient.
 
         Args:
             backward: the gradient, with one id in each bag, see
-                :class:`torchrec_hkv.nn.lookup.Found`.
+                :class:`torchrec_hkv.nn.lookup.SlotLookup`.
             sizes: number of ids of each table.
             task: id of the autograd graph task.
 
@@ -83,7 +83,7 @@ class GradientBuffer:
         """Whether all stored values are finite, bool ``[]`` on the device."""
         return torch.stack([held.round.grad.isfinite().all() for held in self._held]).all()
 
-    def take(self) -> list[Round]:
+    def take(self) -> list[PendingGradient]:
         """Removes and returns all stored gradients, with current slots."""
         held, self._held = self._held, []
         return [self._present(each.round) for each in held]
@@ -96,7 +96,7 @@ class GradientBuffer:
         """Drops all gradients."""
         self._held = []
 
-    def _present(self, held: Round) -> Round:
+    def _present(self, held: PendingGradient) -> PendingGradient:
         args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size)
         slots, growths = slots_at_present(self._group, *args)
         return dataclasses.replace(held, slots=slots, growths=growths)
@@ -120,7 +120,7 @@ class GradientBuffer:
         bag = torch.arange(len(distinct), device=slots.device) - starts[of]
         grad = grads.new_zeros(batch_size * len(sizes), self._dim)
         grad.index_add_(0, (bag * len(sizes) + of)[where], grads)
-        summed = Round(
+        summed = PendingGradient(
             grad=grad.view(batch_size, len(sizes) * self._dim),
             ids=ids[first],
             offsets=bag_offsets(sizes, slots.device),

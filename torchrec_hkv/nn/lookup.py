@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Interval:
+class PinScope:
     """The lookups between two steps of the optimizer.
 
     They share the pin of their first lookup: rows touched since then stay in their slots while a
@@ -29,7 +29,7 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SlotLookup:
     """Slots of the ids of a lookup. Each bag holds one id: bag ``b`` of a table holds its ``b``-th
     id, and bags after its last id are empty.
 
@@ -51,14 +51,14 @@ class Found:
     sizes: tuple[int, ...]
     batch_size: int
     growths: int
-    interval: Interval | None
+    interval: PinScope | None
 
 
 class Lookup(torch.autograd.Function):
     """Looks up rows. The backward hands the gradient to the tables, which store it until a step."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tables: Tables, found: Found) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tables: Tables, found: SlotLookup) -> Tensor:
         """Returns rows, ``[batch_size, tables * dim]``."""
         ctx.tables, ctx.handle, ctx.found = tables, tables.group.handle, found
         return tables.rows(found)

@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernels that may serve a table.
 
     Attributes:
@@ -114,14 +114,14 @@ class Choice:
 
 def choices(
     constraints: Mapping[str, StockParameterConstraints] | None,
-) -> dict[str, Choice]:
+) -> dict[str, KernelChoice]:
     """The kernels of tables whose constraints name backends or have frequencies.
 
     Raises:
         ValueError: a compute kernel is unknown, options do not fit any backend of the table, no
             backend supports the sharding types, or a constraint only applies to stock kernels.
     """
-    found: dict[str, Choice] = {}
+    found: dict[str, KernelChoice] = {}
     for table, constraint in (constraints or {}).items():
         choice = _choice(table, constraint)
         if choice is not None:
@@ -131,7 +131,7 @@ def choices(
 
 def translated(
     constraints: Mapping[str, StockParameterConstraints] | None,
-    chosen_from: Mapping[str, Choice],
+    chosen_from: Mapping[str, KernelChoice],
 ) -> dict[str, StockParameterConstraints]:
     """Translates constraints for TorchRec's planner: backends become its customized kernel."""
     result: dict[str, StockParameterConstraints] = {}
@@ -149,7 +149,7 @@ def translated(
     return result
 
 
-def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
+def _choice(table: str, constraint: StockParameterConstraints) -> KernelChoice | None:
     kernels = constraint.compute_kernels or []
     options = getattr(constraint, "options", None)
     for kernel in kernels:
@@ -189,10 +189,10 @@ def _choice(table: str, constraint: StockParameterConstraints) -> Choice | None:
                 f"Table {table!r} has quality_curves but no backend that could lose quality: name "
                 f"one of {registry.names()} in compute_kernels."
             )
-        return None if frequencies is None else Choice((), True, frequencies)
+        return None if frequencies is None else KernelChoice((), True, frequencies)
     has_stock = len(backends) < len(set(kernels))
     candidates = _candidates(table, backends, options, chooses or has_stock or len(backends) > 1)
-    choice = Choice(candidates, has_stock, frequencies, curves, max_loss)
+    choice = KernelChoice(candidates, has_stock, frequencies, curves, max_loss)
     _check_numbers(table, constraint)
     _check_sharding_types(table, choice, constraint)
     _check_stock_only_fields(table, choice, constraint)
@@ -268,7 +268,7 @@ def _check_numbers(table: str, constraint: StockParameterConstraints) -> None:
 
 
 def _check_sharding_types(
-    table: str, choice: Choice, constraint: StockParameterConstraints
+    table: str, choice: KernelChoice, constraint: StockParameterConstraints
 ) -> None:
     asked = constraint.sharding_types
     if choice.has_stock or not asked:
@@ -279,7 +279,7 @@ def _check_sharding_types(
 
 
 def _check_stock_only_fields(
-    table: str, choice: Choice, constraint: StockParameterConstraints
+    table: str, choice: KernelChoice, constraint: StockParameterConstraints
 ) -> None:
     if choice.has_stock:
         return

@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.planner.calibration import Calibration
-from torchrec_hkv.planner.constraints import Candidate, Choice
+from torchrec_hkv.planner.constraints import Candidate, KernelChoice
 from torchrec_hkv.planner.estimators import PerfEstimator, StorageEstimator
 from torchrec_hkv.planner.losses import NO_LOSS, TableLoss, loss_of
 from torchrec_hkv.planner.options import (
@@ -42,7 +42,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         topology: Topology,
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, KernelChoice],
         calibration: Calibration | None = None,
     ) -> None:
         """
@@ -221,7 +221,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         for shard in shards_of(option):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)
 
-    def _check_ids(self, option: ShardingOption, choice: Choice) -> None:
+    def _check_ids(self, option: ShardingOption, choice: KernelChoice) -> None:
         """Raises if a kernel takes row numbers but the table has other ids."""
         seen = choice.frequencies
         if seen is None or seen.lowest is None or seen.highest is None:

@@ -25,7 +25,7 @@ from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
 from torchrec_hkv.planner.calibration import Calibration
-from torchrec_hkv.planner.constraints import Choice
+from torchrec_hkv.planner.constraints import KernelChoice
 from torchrec_hkv.planner.options import BackendShardingOption, is_ours, shards_of
 from torchrec_hkv.planner.stock_kernels import FUSED, fused_work
 from torchrec_hkv.planner.workload import shard_workload
@@ -44,7 +44,7 @@ class PerfEstimator(ShardEstimator):
         self,
         topology: Topology,
         constraints: dict[str, ParameterConstraints],
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, KernelChoice],
         calibration: Calibration | None = None,
     ) -> None:
         """

@@ -12,7 +12,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import StorageBytes
 from torchrec_hkv.backends.workload import StepTime
-from torchrec_hkv.planner.stages import Exchange, StageTimes, input_dist_of, step_parts
+from torchrec_hkv.planner.stages import IdExchange, StageTimes, input_dist_of, step_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,7 @@ def format_bytes(count: int) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
-def _exchanges(reports: Sequence[TableReport]) -> list[Exchange]:
+def _exchanges(reports: Sequence[TableReport]) -> list[IdExchange]:
     """The input distributions, one for each sharding type."""
     exchanges = []
     for sharding_type in sorted({report.sharding_type for report in reports}):
@@ -223,7 +223,7 @@ def _exchanges(reports: Sequence[TableReport]) -> list[Exchange]:
         name = input_dist_of(sharding_type, has_backends)
         if name is not None:
             exchanges.append(
-                Exchange(
+                IdExchange(
                     name,
                     features=sum(report.features for report in own),
                     bags=sum(report.bags for report in own),

@@ -46,7 +46,7 @@ _BAGS = {"cpu": 8192, "cuda": 65536}
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """Shape of a batch of one rank, for tables with one feature each.
 
     Attributes:
@@ -73,7 +73,7 @@ class Shape:
         return KeyedJaggedTensor(_features(self.features), ids, lengths=lengths)
 
 
-def shapes_of(bags: int, ranks: int, by_table: bool) -> dict[str, Shape]:
+def shapes_of(bags: int, ranks: int, by_table: bool) -> dict[str, BatchShape]:
     """The timed shapes: from almost no ids to more than most batches have, with few and with many
     features and bags.
 
@@ -85,12 +85,12 @@ def shapes_of(bags: int, ranks: int, by_table: bool) -> dict[str, Shape]:
     few = ranks if by_table else 1
     many = max(8, 4 * few)
     return {
-        "least": Shape(8, few),
-        "several": Shape(8, many),
-        "bags": Shape(bags // few, few),
-        "ids": Shape(bags // 8 // few, few, 8),
-        "both": Shape(bags // many, many, 2),
-        "most": Shape(bags // many, many, 8),
+        "least": BatchShape(8, few),
+        "several": BatchShape(8, many),
+        "bags": BatchShape(bags // few, few),
+        "ids": BatchShape(bags // 8 // few, few, 8),
+        "both": BatchShape(bags // many, many, 2),
+        "most": BatchShape(bags // many, many, 8),
     }
 
 
@@ -131,7 +131,7 @@ class StageTimer:
             env: the ranks. All of them create a timer and call its methods.
         """
         self._device, self._env, self._ranks = device, env, env.world_size
-        self._modules: dict[tuple[str, str], tuple[Any, Shape]] = {}
+        self._modules: dict[tuple[str, str], tuple[Any, BatchShape]] = {}
         for (has_backends, by_table), name in INPUT_DISTS.items():
             shapes = shapes_of(_BAGS[device.type], self._ranks, by_table)
             modules = {
@@ -240,7 +240,7 @@ class StageTimer:
         return [first, *clock.stop()]
 
 
-def input_dist_costs(shapes: Sequence[Shape], times: Sequence[float]) -> dict[str, float]:
+def input_dist_costs(shapes: Sequence[BatchShape], times: Sequence[float]) -> dict[str, float]:
     """Fits the time of an input distribution: its constant part, and that of a feature, a bag and
     an id.
 

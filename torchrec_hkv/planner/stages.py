@@ -48,7 +48,7 @@ def input_dist_of(sharding_type: str, has_backends: bool) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class IdExchange:
     """One input distribution of a step: that of all tables of a sharding type.
 
     Attributes:
@@ -65,7 +65,7 @@ class Exchange:
 
 
 def step_parts(
-    stages: StageTimes, features: int, exchanges: Iterable[Exchange]
+    stages: StageTimes, features: int, exchanges: Iterable[IdExchange]
 ) -> dict[str, float]:
     """Milliseconds of TorchRec's own code in the stages of a step.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from torchrec_hkv.backends.calibration import row_batches, row_tables, rows_in, timed
-from torchrec_hkv.backends.constants import Constants, Sample, fit_constants
+from torchrec_hkv.backends.constants import Constants, TimedStep, fit_constants
 from torchrec_hkv.backends.workload import Work, Workload, row_work
 
 #: The stock kernel that is calibrated.
@@ -76,5 +76,5 @@ def calibrated_fused(device: torch.device, progress: Callable[[str], None]) -> C
 
         for batch in row_batches(device.type):
             took, load = timed(step, batch, rows, device)
-            samples.append(Sample(fused_work(load, dim, size, rows), took, float(size)))
+            samples.append(TimedStep(fused_work(load, dim, size, rows), took, float(size)))
     return fit_constants(samples)

@@ -24,7 +24,7 @@ _ops = torch.ops.torchrec_hkv
 
 
 @dataclasses.dataclass(frozen=True)
-class Round:
+class PendingGradient:
     """A stored backward: the arguments of ``update_rows``, and the pin of its slots."""
 
     grad: Tensor
@@ -50,7 +50,7 @@ class Accumulator:
     def __init__(self, group: _C.TableGroup, optimizer: Optimizer | None) -> None:
         self.group = group
         self.optimizer = optimizer
-        self._rounds: list[Round] = []
+        self._rounds: list[PendingGradient] = []
         self._holds = False
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class Accumulator:
         """
         return _HeldLookup.apply(anchor, weights, self, self._holds, *args)
 
-    def add(self, backward: Round) -> None:
+    def add(self, backward: PendingGradient) -> None:
         """Stores a backward."""
         self._rounds.append(backward)
 
@@ -91,7 +91,7 @@ class Accumulator:
             *batch, bags = as_one_batch(rounds, dims)
             _ops.update_rows(group.counters, group.handle, *batch, learning_rate, len(rounds), bags)
 
-    def _present(self, held: Round) -> Round:
+    def _present(self, held: PendingGradient) -> PendingGradient:
         args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size, held.bags)
         return dataclasses.replace(held, slots=slots_at_present(self.group, *args)[0])
 
@@ -180,14 +180,14 @@ class _HeldLookup(torch.autograd.Function):
         if weights is not None:
             weights = weights.detach()
         batch = (grad, ids, offsets, weights, slots, growths, ctx.batch_size, ctx.mean)
-        accumulator.add(Round(*batch, ctx.pin, ctx.bags))
+        accumulator.add(PendingGradient(*batch, ctx.pin, ctx.bags))
         ctx.pin = None
         if not ctx.holds:
             accumulator.apply(ctx.learning_rate)
         return (None, weights_grad, *[None] * 11)
 
 
-def as_one_batch(rounds: list[Round], dims: Sequence[int]) -> tuple[Any, ...]:
+def as_one_batch(rounds: list[PendingGradient], dims: Sequence[int]) -> tuple[Any, ...]:
     """Concatenates backwards into one batch, without synchronization.
 
     Args:
@@ -237,19 +237,19 @@ def as_one_batch(rounds: list[Round], dims: Sequence[int]) -> tuple[Any, ...]:
     )
 
 
-def _bags(held: Round, features: int) -> tuple[int, ...]:
+def _bags(held: PendingGradient, features: int) -> tuple[int, ...]:
     """Number of bags of each feature."""
     return (held.batch_size,) * features if held.bags is None else held.bags
 
 
-def _flat(held: Round, dims: Sequence[int]) -> Tensor:
+def _flat(held: PendingGradient, dims: Sequence[int]) -> Tensor:
     """The gradient, one feature after the other."""
     if held.bags is not None:
         return held.grad
     return torch.cat([part.flatten() for part in held.grad.split(list(dims), dim=1)])
 
 
-def _starts(held: Round, batch_size: int, features: int) -> Tensor:
+def _starts(held: PendingGradient, batch_size: int, features: int) -> Tensor:
     """Offsets of the bags of a batch, with empty bags up to ``batch_size`` for each feature."""
     size = held.batch_size
     if size == batch_size:

@@ -34,11 +34,11 @@ WIRE_DTYPES: dict[str, CommType] = {
 }
 _BY_DTYPE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 #: Sharding types that are never split: data-parallel tables exchange no rows.
-_WHOLE = (ShardingType.DATA_PARALLEL.value,)
+_NEVER_SPLIT = (ShardingType.DATA_PARALLEL.value,)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ExchangePart:
     """Tables of a group whose rows are sent together.
 
     Attributes:
@@ -55,21 +55,22 @@ class ExchangeGroup(list[Any]):
 
     Attributes:
         codecs: codecs of the exchange; None for those of the sharder.
-        is_part: whether this package's shardings serve the group even if all of its tables are
-            stock, because their sharding type may be in several groups or scores are sent.
+        uses_own_shardings: whether this package's shardings serve the group even if all of its
+            tables are stock, because their sharding type may be in several groups or scores are
+            sent.
         parts: the parts in which rows are exchanged
             (:mod:`torchrec_hkv.sharding.modules.parts`); empty for a single exchange.
     """
 
     codecs: Codecs | None = None
-    is_part: bool = False
-    parts: Sequence[Part] = ()
+    uses_own_shardings: bool = False
+    parts: Sequence[ExchangePart] = ()
 
     @classmethod
     def ours(cls, infos: Sequence[Any]) -> ExchangeGroup:
         """Makes a group that this package's shardings serve."""
         group = infos if isinstance(infos, ExchangeGroup) else cls(infos)
-        group.is_part = True
+        group.uses_own_shardings = True
         return group
 
 
@@ -143,7 +144,7 @@ class Exchange:
         """
         found: dict[str, ExchangeGroup] = {}
         for sharding_type, infos in by_type.items():
-            if sharding_type in (*_WHOLE, *whole):
+            if sharding_type in (*_NEVER_SPLIT, *whole):
                 found[sharding_type] = ExchangeGroup(infos)
                 continue
             by_wire: dict[str | None, list[Info]] = {}
@@ -156,16 +157,16 @@ class Exchange:
             ]
             if sharding_type in parted and len(groups) > 1:
                 group = ExchangeGroup(itertools.chain.from_iterable(part for part, _ in groups))
-                group.is_part = True
+                group.uses_own_shardings = True
                 group.parts = [
-                    Part(frozenset(names[id(info)] for info in part), codecs)
+                    ExchangePart(frozenset(names[id(info)] for info in part), codecs)
                     for part, codecs in groups
                 ]
                 found[sharding_type] = group
                 continue
             for number, (part, codecs) in enumerate(groups):
                 group = ExchangeGroup(part)
-                group.codecs, group.is_part = codecs, True
+                group.codecs, group.uses_own_shardings = codecs, True
                 found[f"{sharding_type}/{number}" if number else sharding_type] = group
         return found
 
@@ -195,7 +196,7 @@ def needs_ours(infos: Sequence[Any]) -> bool:
     """Whether this package's shardings must serve some tables: if one is on a backend, or if tables
     are split into groups. With TorchRec's shardings, a rank without tables in a group would send
     float32, although the other ranks expect the dtype of the tables."""
-    return (isinstance(infos, ExchangeGroup) and infos.is_part) or has_ours(infos)
+    return (isinstance(infos, ExchangeGroup) and infos.uses_own_shardings) or has_ours(infos)
 
 
 def has_ours(infos: Sequence[Any]) -> bool:

@@ -29,7 +29,7 @@ from torchrec_hkv.sharding.kernels.dense_optimizer import sharded_state
 from torchrec_hkv.sharding.kernels.optimizer import initial_learning_rate, optimizer_spec
 from torchrec_hkv.sharding.kernels.output_dtype import OUTPUT_DTYPE, output_dtype
 from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
-from torchrec_hkv.sharding.kernels.row_optimizer import RowOptimizer
+from torchrec_hkv.sharding.kernels.row_optimizer import InBackwardOptimizer
 from torchrec_hkv.sharding.parameter_sharding import TableTag, tag_of, without_tag
 from torchrec_hkv.sharding.tables import table_shard
 
@@ -83,7 +83,7 @@ class BackendKernel(FusedOptimizerModule):
         ]
         self._takes_scores = any(tag.options.score_source is not None for tag in self._tags())
         self._feature_dims = [self.shards[table].dim for table in self._feature_table_map]
-        self._optim = RowOptimizer(
+        self._optim = InBackwardOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._param_per_table.items()},
             initial_learning_rate(fused_params),
             device,
@@ -163,7 +163,7 @@ class BackendKernel(FusedOptimizerModule):
         return self._emb_module
 
     @property
-    def fused_optimizer(self) -> RowOptimizer:
+    def fused_optimizer(self) -> InBackwardOptimizer:
         """The optimizer, which holds the learning rate."""
         return self._optim
 

@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
 
-class RowOptimizer(FusedOptimizer):
+class InBackwardOptimizer(FusedOptimizer):
     """Represents the optimizer of a lookup's backward to TorchRec and to LR schedulers.
 
     Optimizer states are stored with the rows, not here: a KeyedOptimizer refuses to load a state

@@ -24,7 +24,7 @@ from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.kernels.kernel import BackendKernel
 from torchrec_hkv.sharding.kernels.placeholder import clip_notice, placeholder
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
-from torchrec_hkv.sharding.state.sharded_state import TableState
+from torchrec_hkv.sharding.state.sharded_state import ShardedTableState
 from torchrec_hkv.sharding.state.state_exchange import exchange_state
 from torchrec_hkv.sharding.validation import PlannedTable
 
@@ -44,7 +44,7 @@ class FoundTable:
     collection: BackendCollection
     name: str
     planned: PlannedTable
-    state: TableState
+    state: ShardedTableState
     has_files: bool
 
 
@@ -223,13 +223,13 @@ class BackendCollection:
         super()._initialize_torch_state(*args, **kwargs)
         skip_registering = next(iter([*args, *kwargs.values()]), False)
         self._register_absent_tables()
-        self._table_states: dict[str, TableState] = {}
+        self._table_states: dict[str, ShardedTableState] = {}
         for name, table in self._planned.items():
             backend = registry.get(table.backend)
             self._table_states[name] = (
                 ReplicatedState.of_table(backend, table.shards[0], table.optimizer)
                 if table.sharding.sharding_type == ShardingType.DATA_PARALLEL.value
-                else TableState.of(backend, table.sharding, table.shards, table.optimizer)
+                else ShardedTableState.of(backend, table.sharding, table.shards, table.optimizer)
             )
         if not skip_registering:
             self._register_state_dict_hook(_export_tables)

@@ -94,7 +94,7 @@ class ReplicatedSequenceLookup(_ReplicatedLookup, SequenceLookup):
         return self._replicate(super()._create_embedding_kernel(config, pg, *args), pg)
 
 
-class _Pooled(MakesLookup):
+class _DataParallelPooled(MakesLookup):
     """Creates the lookup for pooled tables; a mixin before TorchRec's base class."""
 
     def make_lookup(
@@ -114,7 +114,7 @@ class _Pooled(MakesLookup):
         return lookup
 
 
-class _Sequence(MakesLookup):
+class _DataParallelSequence(MakesLookup):
     """Creates the lookup for sequence tables; a mixin before TorchRec's base class."""
 
     def make_lookup(
@@ -147,25 +147,25 @@ class _NothingSent:
         return self.output_dist_type()
 
 
-class OurPooled(_Pooled, _NothingSent, BaseDpEmbeddingSharding):
+class OurPooled(_DataParallelPooled, _NothingSent, BaseDpEmbeddingSharding):
     """Data-parallel pooled tables, all on backends. It is not a DpPooledEmbeddingSharding, because
     TorchRec would wrap that."""
 
     output_dist_type = DpPooledEmbeddingDist
 
 
-class MixedPooled(_Pooled, DpPooledEmbeddingSharding):
+class MixedPooled(_DataParallelPooled, DpPooledEmbeddingSharding):
     """Data-parallel pooled tables, stock and on backends."""
 
 
-class OurSequence(_Sequence, _NothingSent, BaseDpEmbeddingSharding):
+class OurSequence(_DataParallelSequence, _NothingSent, BaseDpEmbeddingSharding):
     """Data-parallel sequence tables, all on backends. It is not a DpSequenceEmbeddingSharding,
     because TorchRec would wrap that."""
 
     output_dist_type = DpSequenceEmbeddingDist
 
 
-class MixedSequence(_Sequence, DpSequenceEmbeddingSharding):
+class MixedSequence(_DataParallelSequence, DpSequenceEmbeddingSharding):
     """Data-parallel sequence tables, stock and on backends."""
 
 

@@ -23,14 +23,14 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.dists.exchange_groups import Part
+from torchrec_hkv.sharding.dists.exchange_groups import ExchangePart
 from torchrec_hkv.sharding.dists.output_dist import RowWiseOutputDist
 from torchrec_hkv.sharding.dists.variable_batch import merged_groups
 from torchrec_hkv.sharding.kernels.lookups import PooledLookup
 
 
 def groups_of_parts(
-    groups: Sequence[GroupedEmbeddingConfig], parts: Sequence[Part]
+    groups: Sequence[GroupedEmbeddingConfig], parts: Sequence[ExchangePart]
 ) -> list[list[GroupedEmbeddingConfig]]:
     """Splits TorchRec's groups of tables, each served by one kernel, by part.
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from torchrec_hkv.backends.protocol import Backend, OptimizerSpec, TableShard, TensorSpec
-from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY, TableState
+from torchrec_hkv.sharding.state.sharded_state import SHARDS_KEY, ShardedTableState
 
 
-class ReplicatedState(TableState):
-    """A :class:`TableState` with a single shard, which every rank holds."""
+class ReplicatedState(ShardedTableState):
+    """A :class:`ShardedTableState` with a single shard, which every rank holds."""
 
     @classmethod
     def of_table(

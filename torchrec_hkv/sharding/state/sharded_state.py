@@ -38,7 +38,7 @@ _SHARDS_SPEC = TensorSpec(shape=(1,), dtype=torch.int64)
 
 
 @dataclasses.dataclass(frozen=True)
-class TableState:
+class ShardedTableState:
     """The distribution of one table's state over the ranks.
 
     Tensors with two dimensions are distributed like the shards: row shards below each other, column
@@ -71,7 +71,7 @@ class TableState:
         sharding: ParameterSharding,
         shards: list[TableShard],
         optimizer: OptimizerSpec | None,
-    ) -> TableState:
+    ) -> ShardedTableState:
         """The state of a planned table.
 
         Raises:

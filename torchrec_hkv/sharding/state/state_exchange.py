@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
-from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, TableState
+from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, ShardedTableState
 
 # Number of entries that are broadcast at a time, and bytes of admission counters.
 _BATCH = 1 << 16
@@ -24,7 +24,7 @@ _BYTES = 1 << 24
 
 
 def exchange_state(
-    state: TableState,
+    state: ShardedTableState,
     local: Mapping[str, Mapping[str, Tensor]],
     loads: Mapping[str, EntriesLoad],
     device: torch.device,
@@ -45,7 +45,7 @@ def exchange_state(
     Raises:
         ValueError: the state does not match, or entries found no slot. All ranks raise.
     """
-    table = _Table(state, local, device, pg)
+    table = _StateExchange(state, local, device, pg)
     table_state = table.of_whole("table_state")
     layout = int(table.of_whole(LAYOUT_KEY))
     on_every_rank(lambda: [load.check(table_state) for load in loads.values()], pg)
@@ -56,10 +56,10 @@ def exchange_state(
     return table_state
 
 
-class _Table:
+class _StateExchange:
     def __init__(
         self,
-        state: TableState,
+        state: ShardedTableState,
         local: Mapping[str, Mapping[str, Tensor]],
         device: torch.device,
         pg: dist.ProcessGroup,
