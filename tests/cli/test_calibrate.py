@@ -84,13 +84,13 @@ def test_nowhere_to_write(monkeypatch, capsys):
     monkeypatch.setenv(VARIABLE, "")
     with pytest.raises(SystemExit):
         main(["calibrate", "--device", "cpu"])
-    assert "--out is missing, and TORCHREC_HKV_CALIBRATION is empty" in capsys.readouterr().err
+    assert "--out is missing and TORCHREC_HKV_CALIBRATION is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("", "but that is a folder."),
+        ("", "but that is a folder"),
         ("file/c.json", "can't be written to: Not a directory."),
         ("/proc/none/c.json", "but /proc can't be written to"),
     ],
