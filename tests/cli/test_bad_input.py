@@ -59,7 +59,7 @@ SENTENCES = {
     "The name of table 'u.x' has a dot": ["plan", "--table", "u.x:1M:64"],
     "--host is '1e30TiB', but must be less than 2^60.": [*TABLE, "--host", "1e30TiB"],
     "--batch-size is 3000000000, but must be less than 2^31.": [*TABLE, "--batch-size", "3B"],
-    "TorchRec has no kernel 'dense' for these tables sharded row_wise: name another --backend or --sharding.": [
+    "TorchRec has no kernel 'dense' for these tables sharded row_wise": [
         *TABLE,
         *("--backend", "dense"),
     ],
@@ -69,7 +69,7 @@ SENTENCES = {
         *("--backend", "tt", "--sharding", "table_wise", "--sharding", "row_wise"),
     ],
     "Argument --sharding: invalid choice: 'rows' (choose from": [*TABLE, "--sharding", "rows"],
-    "TorchRec has no kernel 'fused_uvm' for these tables sharded data_parallel: name another --backend or --sharding.": [
+    "TorchRec has no kernel 'fused_uvm' for these tables sharded data_parallel": [
         *TABLE,
         *("--backend", "fused_uvm", "--sharding", "data_parallel"),
     ],
